@@ -1,0 +1,59 @@
+"""Every error a user can meet, by kind.
+
+Each message says what was expected, what came, and what to do. The command line prints the message alone and exits with
+`exit_code`: 1 a gate failed, 2 bad input, 3 built but nothing here can execute it.
+"""
+
+
+class AlgmDeployError(Exception):
+    """Base of every error raised on purpose by this package."""
+
+    exit_code = 2
+
+
+class CheckpointError(AlgmDeployError):
+    """A checkpoint or its `variant.yml` cannot be used."""
+
+
+class RecipeError(AlgmDeployError):
+    """A recipe is unknown, malformed or contradicts itself."""
+
+
+class BundleError(AlgmDeployError):
+    """A bundle is incomplete, was changed after it was written, or does not fit the request."""
+
+
+class ImageError(AlgmDeployError):
+    """A picture cannot be read or does not fit the network."""
+
+
+class DatasetError(AlgmDeployError):
+    """A dataset folder does not have the layout that was asked for."""
+
+
+class PlanError(AlgmDeployError):
+    """A merge plan does not fit the network or the runtime."""
+
+
+class ExportError(AlgmDeployError):
+    """A network could not be written as ONNX."""
+
+
+class BuildError(AlgmDeployError):
+    """An engine or a native library could not be built."""
+
+
+class RuntimeUnavailableError(AlgmDeployError):
+    """The requested runtime is not installed, or no device here can execute it."""
+
+
+class NotExecutedError(RuntimeUnavailableError):
+    """The artifact was built, and no device here can execute it."""
+
+    exit_code = 3
+
+
+class GateError(AlgmDeployError):
+    """A measured value missed its gate."""
+
+    exit_code = 1
