@@ -1,0 +1,72 @@
+"""What CLAP and GBM share: moving the rows of a token sequence to the rows of a shorter one.
+
+A merge is described by `row` (B, S) int64: for every input row the output row it joins, -1 for rows that vanish
+(padding). Everything else - values, sizes, composed maps, gradients - follows from it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+NORM_EPS = 1e-8
+
+
+def merge_rows(tokens: Tensor, weight: Tensor, row: Tensor, rows_out: int) -> Tensor:
+    """Weighted mean of the input rows that share an output row.
+
+    Args:
+        tokens: (B, S, D), any floating dtype.
+        weight: (B, S) fp32.
+        row: (B, S) int64, -1 for rows that vanish.
+        rows_out: S'.
+
+    Returns:
+        (B, S', D) in the dtype of `tokens`; rows without a member are zero. The sums are one matrix product with a
+        0/1 matrix in fp32, so their order is fixed on every device (a scatter with atomics would not be).
+    """
+    member = torch.arange(rows_out, device=row.device)[:, None] == row[:, None, :]
+    share = member * weight[:, None, :]
+    total = share.sum(-1, keepdim=True)
+    mean = (share @ tokens.float()) / torch.where(total > 0, total, 1)
+    return mean.to(tokens.dtype)
+
+
+def sum_rows(size: Tensor, row: Tensor, rows_out: int) -> Tensor:
+    """Sizes (B, S) fp32 summed by output row: (B, S') fp32, exact because sizes are small integers."""
+    kept = torch.where(row < 0, rows_out, row)
+    return size.new_zeros(size.shape[0], rows_out + 1).scatter_add_(1, kept, size)[:, :rows_out]
+
+
+def row_of(map_in: Tensor, map_out: Tensor, rows_in: int, prefix: int) -> Tensor:
+    """Recovers `row` (B, S) from the composed patch maps (B, N) before and after a merge."""
+    row = map_in.new_full((map_in.shape[0], rows_in), -1)
+    row[:, :prefix] = torch.arange(prefix, device=row.device)
+    return row.scatter_(1, map_in, map_out)
+
+
+def merge_rows_backward(grad: Tensor, weight: Tensor, row: Tensor) -> Tensor:
+    """Gradient of `merge_rows` with respect to `tokens`; weights and rows are constants of the decision."""
+    total = sum_rows(weight, row, grad.shape[1])
+    kept = row.clamp(min=0)
+    share = torch.where(row < 0, 0, weight / total.gather(1, kept).clamp(min=NORM_EPS))
+    picked = grad.gather(1, kept[:, :, None].expand(-1, -1, grad.shape[2]))
+    return (picked * share[:, :, None]).to(grad.dtype)
+
+
+def merge_rows_reference(
+    tokens: np.ndarray, size: np.ndarray, row: np.ndarray, rows_out: int, weighted: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """NumPy definition of a merge: loops, fp64 sums, one rounding. Returns tokens (B, S', D) and size (B, S')."""
+    batch, _, width = tokens.shape
+    sums = np.zeros((batch, rows_out, width))
+    weights, sizes = np.zeros((batch, rows_out)), np.zeros((batch, rows_out))
+    for b, i in np.ndindex(*row.shape):
+        if (out := row[b, i]) >= 0:
+            weight = float(size[b, i]) if weighted else 1.0
+            sums[b, out] += weight * tokens[b, i].astype(np.float64)
+            weights[b, out] += weight
+            sizes[b, out] += size[b, i]
+    mean = sums / np.where(weights > 0, weights, 1)[..., None]
+    return mean.astype(tokens.dtype), sizes.astype(np.float32)

@@ -1,0 +1,74 @@
+"""Multi-head self-attention over a batch whose images have different numbers of valid rows.
+
+    attention(qkv (B,S,3D), length (B) int64 or none) -> (B,S,D)
+
+Attributes: `heads` H, `scale`. A row of `qkv` is laid out [query | key | value], each [head][D / H]. Keys at and behind
+`length` are never attended to; the result of queries there is finite and unspecified. fp32, fp16 or bf16.
+
+An opaque operator on purpose: a visible mask would let the exporter specialise on the token count.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+# cuDNN plans anew for every sequence length, which adaptive merging changes with every picture.
+_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def _attend(qkv: Tensor, length: Tensor | None, heads: int, scale: float) -> Tensor:
+    images, rows, width = qkv.shape
+    query, key, value = qkv.view(images, rows, 3, heads, width // (3 * heads)).permute(2, 0, 3, 1, 4)
+    mask = None
+    if length is not None and images > 1:  # a single image is never padded
+        mask = (torch.arange(rows, device=qkv.device) < length[:, None])[:, None, None, :]
+    with sdpa_kernel(_BACKENDS):
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    return out.transpose(1, 2).reshape(images, rows, width // 3)
+
+
+@torch.library.custom_op("algm::attention", mutates_args=())
+def attention(qkv: Tensor, length: Tensor | None, heads: int, scale: float) -> Tensor:
+    """Attention (B, S, D) from packed queries, keys and values (B, S, 3D); see the module's docstring."""
+    return _attend(qkv, length, heads, scale)
+
+
+@attention.register_fake
+def _(qkv: Tensor, length: Tensor | None, heads: int, scale: float) -> Tensor:
+    return qkv.new_empty(qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    qkv, length, ctx.heads, ctx.scale = inputs
+    ctx.save_for_backward(qkv, length)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    qkv, length = ctx.saved_tensors
+    with torch.enable_grad():
+        leaf = qkv.detach().requires_grad_()
+        out = _attend(leaf, length, ctx.heads, ctx.scale)
+    return torch.autograd.grad(out, leaf, grad)[0], None, None, None
+
+
+attention.register_autograd(_backward, setup_context=_save_for_backward)
+
+
+def reference(qkv: np.ndarray, length: np.ndarray | None, *, heads: int, scale: float) -> np.ndarray:
+    """NumPy definition in fp64; rows at and behind `length` are zero."""
+    images, rows, width = qkv.shape
+    out = np.zeros((images, rows, width // 3))
+    for b in range(images):
+        valid = rows if length is None else int(length[b])
+        packed = qkv[b, :valid].astype(np.float64).reshape(valid, 3, heads, -1).transpose(1, 2, 0, 3)
+        scores = packed[0] @ packed[1].transpose(0, 2, 1) * scale
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        mixed = weights / weights.sum(-1, keepdims=True) @ packed[2]
+        out[b, :valid] = mixed.transpose(1, 0, 2).reshape(valid, -1)
+    return out.astype(qkv.dtype)

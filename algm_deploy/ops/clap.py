@@ -1,0 +1,216 @@
+"""CLAP, conditional local average pooling (ALGM, CVPR 2024, section 3.2).
+
+A window of neighbouring patches becomes one token when the mean cosine similarity of its members reaches a threshold.
+
+    clap(tokens (B,S,D), size (B,S), threshold ())
+        -> tokens (B,S',D), size (B,S'), map (B,N), length (B)
+
+Attributes: `grid` and `window` (rows, columns), `prefix` P (leading rows that are no patches), `semantics`, `batch`,
+`order`. S = P + N with N the patches of the grid. Tokens are fp32, fp16 or bf16; size and threshold fp32; map and length
+int64. Output rows are [prefix | merged windows | unmerged patches by raster index | zero padding of size 0]; `map` holds
+for every patch its output row, prefix counted; `length` counts the valid rows of each image, prefix included.
+
+Windows start at the top left; patches right of and below the last whole window stay unmerged.
+
+semantics  `code`: merge at similarity >= threshold, as the published program. `paper`: strictly above.
+batch      `per_image`: each image merges all its qualifying windows. `batch_min`: all images merge as many windows as
+           the image with the fewest, each its most similar ones.
+order      `published`: merged windows by descending similarity. `raster`: by position.
+Ties are ordered by the lower window index.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from algm_deploy.ops._rows import (
+    NORM_EPS,
+    merge_rows,
+    merge_rows_backward,
+    merge_rows_reference,
+    sum_rows,
+)
+
+
+def window_members(grid: tuple[int, int] | list[int], window: tuple[int, int] | list[int]) -> np.ndarray:
+    """Raster indices (W, k) of the patches of every window, windows and members in raster order."""
+    rows, columns = grid[0] // window[0], grid[1] // window[1]
+    index = np.arange(grid[0] * grid[1]).reshape(grid[0], grid[1])
+    whole = index[: rows * window[0], : columns * window[1]].reshape(rows, window[0], columns, window[1])
+    return whole.transpose(0, 2, 1, 3).reshape(rows * columns, window[0] * window[1])
+
+
+def window_of_patch(grid: tuple[int, int] | list[int], window: tuple[int, int] | list[int]) -> np.ndarray:
+    """Window index (N,) of every patch, -1 for patches outside all windows."""
+    owner = np.full(grid[0] * grid[1], -1, dtype=np.int64)
+    members = window_members(grid, window)
+    owner[members] = np.arange(len(members))[:, None]
+    return owner
+
+
+# --- torch -----------------------------------------------------------------------------------------------------------
+
+
+def window_similarity(tokens: Tensor, grid: list[int], window: list[int], prefix: int) -> Tensor:
+    """Mean cosine similarity (B, W) fp32 over the unordered pairs of each window's members.
+
+    The products are summed one by one: the shortcut through the norm of the sum cancels digits and flips decisions.
+    """
+    members = torch.as_tensor(window_members(grid, window), device=tokens.device)
+    x = tokens[:, prefix:].float()[:, members]
+    cosine = F.cosine_similarity(x[..., :, None, :], x[..., None, :, :], dim=-1, eps=NORM_EPS)
+    k = members.shape[1]
+    off_diagonal = 1 - torch.eye(k, device=tokens.device)
+    return (cosine * off_diagonal).sum((-1, -2)) / (k * (k - 1))
+
+
+def clap_decisions(similarity: Tensor, threshold: Tensor, semantics: str, batch: str, order: str) -> Tensor:
+    """Place (B, W) int64 of every merged window among the merged ones, -1 for windows that stay."""
+    qualifies = similarity > threshold if semantics == "paper" else similarity >= threshold
+    best_first = torch.where(qualifies, similarity, -torch.inf).sort(dim=1, descending=True, stable=True).indices
+    rank = best_first.argsort(dim=1)
+    count = qualifies.sum(1, keepdim=True)
+    merged = rank < (count.amin() if batch == "batch_min" else count)
+    place = rank if order == "published" else merged.cumsum(1) - 1
+    return torch.where(merged, place, -1)
+
+
+def clap_rows(place: Tensor, grid: list[int], window: list[int], prefix: int) -> tuple[Tensor, Tensor]:
+    """Output row (B, P + N) of every input row, and valid rows (B) of every image."""
+    owner = torch.as_tensor(window_of_patch(grid, window), device=place.device)
+    places = F.pad(place, (0, 1), value=-1)[:, owner]  # owner -1 picks the padding: border patches never merge
+    merged = places >= 0
+    count = (place >= 0).sum(1, keepdim=True)
+    patch = torch.where(merged, places, count + (~merged).cumsum(1) - 1) + prefix
+    head = torch.arange(prefix, device=place.device).expand(len(place), -1)
+    return torch.cat([head, patch], 1), prefix + count[:, 0] + (~merged).sum(1)
+
+
+@torch.library.custom_op("algm::clap", mutates_args=())
+def clap(
+    tokens: Tensor,
+    size: Tensor,
+    threshold: Tensor,
+    grid: list[int],
+    window: list[int],
+    prefix: int,
+    semantics: str,
+    batch: str,
+    order: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Merges similar windows; see the module's docstring for shapes, dtypes and attributes."""
+    similarity = window_similarity(tokens, grid, window, prefix)
+    place = clap_decisions(similarity, threshold, semantics, batch, order)
+    row, length = clap_rows(place, grid, window, prefix)
+    rows_out = int(length.max())
+    return merge_rows(tokens, size, row, rows_out), sum_rows(size, row, rows_out), row[:, prefix:].clone(), length
+
+
+@clap.register_fake
+def _(
+    tokens: Tensor,
+    size: Tensor,
+    threshold: Tensor,
+    grid: list[int],
+    window: list[int],
+    prefix: int,
+    semantics: str,
+    batch: str,
+    order: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows_out = torch.library.get_ctx().new_dynamic_size(min=1)
+    images = tokens.shape[0]
+    return (
+        tokens.new_empty(images, rows_out, tokens.shape[2]),
+        size.new_empty(images, rows_out),
+        torch.empty(images, grid[0] * grid[1], dtype=torch.int64, device=tokens.device),
+        torch.empty(images, dtype=torch.int64, device=tokens.device),
+    )
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    prefix = inputs[5]
+    head = torch.arange(prefix, device=output[2].device).expand(len(output[2]), -1)
+    ctx.save_for_backward(inputs[1], torch.cat([head, output[2]], 1))
+
+
+def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
+    size, row = ctx.saved_tensors
+    return (merge_rows_backward(grad, size, row), *[None] * 8)
+
+
+clap.register_autograd(_backward, setup_context=_save_for_backward)
+
+
+# --- NumPy reference -------------------------------------------------------------------------------------------------
+
+
+def reference_similarity(
+    tokens: np.ndarray, grid: tuple[int, int], window: tuple[int, int], prefix: int
+) -> np.ndarray:
+    """Window similarities (B, W) in fp64, rounded once to fp32."""
+    x = tokens[:, prefix:].astype(np.float64)
+    x = x / np.maximum(np.linalg.norm(x, axis=-1, keepdims=True), NORM_EPS)
+    x = x[:, window_members(grid, window)]
+    k = x.shape[2]
+    gram = np.einsum("bwid,bwjd->bwij", x, x)
+    gram[..., np.arange(k), np.arange(k)] = 0
+    return (gram.sum((-1, -2)) / (k * (k - 1))).astype(np.float32)
+
+
+def reference_decisions(
+    similarity: np.ndarray, threshold: float, semantics: str, batch: str, order: str
+) -> list[list[int]]:
+    """Merged windows of every image, in the order in which they become tokens."""
+    tau = np.float32(threshold)
+    qualifies = similarity > tau if semantics == "paper" else similarity >= tau
+    counts = qualifies.sum(1)
+    if batch == "batch_min":
+        counts[:] = counts.min()
+    merged = [
+        sorted(np.flatnonzero(row), key=lambda w: (-values[w], w))[:count]
+        for row, values, count in zip(qualifies, similarity, counts, strict=True)
+    ]
+    return [[int(w) for w in (m if order == "published" else sorted(m))] for m in merged]
+
+
+def reference_rows(
+    merged: list[list[int]], grid: tuple[int, int], window: tuple[int, int], prefix: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Output row (B, P + N) of every input row, and valid rows (B)."""
+    members = window_members(grid, window)
+    row = np.full((len(merged), prefix + grid[0] * grid[1]), -1, dtype=np.int64)
+    row[:, :prefix] = np.arange(prefix)
+    length = np.empty(len(merged), dtype=np.int64)
+    for b, windows in enumerate(merged):
+        for place, w in enumerate(windows):
+            row[b, prefix + members[w]] = prefix + place
+        left = np.flatnonzero(row[b] < 0)
+        row[b, left] = prefix + len(windows) + np.arange(len(left))
+        length[b] = prefix + len(windows) + len(left)
+    return row, length
+
+
+def reference(
+    tokens: np.ndarray,
+    size: np.ndarray,
+    threshold: float,
+    *,
+    grid: tuple[int, int],
+    window: tuple[int, int],
+    prefix: int = 1,
+    semantics: str = "code",
+    batch: str = "per_image",
+    order: str = "published",
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """CLAP in plain NumPy; arguments and results as the torch operator."""
+    similarity = reference_similarity(tokens, grid, window, prefix)
+    merged = reference_decisions(similarity, threshold, semantics, batch, order)
+    row, length = reference_rows(merged, grid, window, prefix)
+    merged_tokens, merged_size = merge_rows_reference(tokens, size, row, int(length.max()), weighted=True)
+    return merged_tokens, merged_size, row[:, prefix:], length

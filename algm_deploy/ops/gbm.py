@@ -1,0 +1,268 @@
+"""GBM, global bipartite merging (ALGM, CVPR 2024, section 3.3).
+
+The sequence is split into alternating rows A and B; every A row looks for its most similar B row and joins it when
+similar enough.
+
+    gbm(tokens (B,S,D), size (B,S), map (B,N), length (B), threshold ())
+        -> tokens (B,S'',D), size (B,S''), map (B,N), length (B)
+
+Attributes: `prefix` P, `mode`, `divisor`, `semantics`, `batch`. Dtypes as for CLAP. Rows at and behind `length` do not
+exist. Output rows are [prefix | A rows that stay, ascending | all B rows, ascending | zero padding of size 0]; `map` is
+composed: for every patch its row in the new sequence.
+
+mode       `adaptive`: a row joins at similarity >= mean + threshold * std / divisor, mean and unbiased standard
+           deviation over the best similarities of the image's A rows; the published code sets threshold 1 and divisor to
+           the 1-based layer. `fixed`: threshold itself is the similarity to reach.
+semantics  `code`: A are the even rows of the sequence, prefix counted, `>=`, size-weighted mean. `paper`: A and B
+           alternate behind the prefix, `>`, plain mean. Prefix rows never merge and are never joined.
+batch      `per_image`: each image decides alone. `batch_min`: mean and deviation are averaged over the batch, and all
+           images merge as many rows as the image with the fewest, each its most similar ones.
+Statistics are fp64, the threshold is rounded to fp32 once. With fewer than two A rows the deviation is undefined and
+nothing merges. Ties go to the lower row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from algm_deploy.ops._rows import (
+    NORM_EPS,
+    merge_rows,
+    merge_rows_backward,
+    merge_rows_reference,
+    row_of,
+    sum_rows,
+)
+
+
+def first_source(semantics: str, prefix: int) -> int:
+    """The first row of A: row 0 in the published code, the first patch token in the paper."""
+    return prefix if semantics == "paper" else 0
+
+
+# --- torch -----------------------------------------------------------------------------------------------------------
+
+
+def gbm_similarity(tokens: Tensor, length: Tensor, prefix: int, semantics: str) -> tuple[Tensor, Tensor]:
+    """Best similarity (B, |A|) fp32 of every A row over the allowed B rows, and the index in B that has it.
+
+    A rows that may not merge, and all A rows of an image without an allowed B row, have similarity -inf.
+    """
+    first = first_source(semantics, prefix)
+    x = tokens.float()
+    norm = x.norm(dim=-1, keepdim=True).clamp(min=NORM_EPS)
+    if tokens.dtype == torch.float32:
+        x, norm = x / norm, torch.ones_like(norm)
+    rows = torch.arange(tokens.shape[1], device=tokens.device)
+    allowed = (rows >= prefix) & (rows < length[:, None])
+    # 16-bit values are multiplied as they are, as tensor cores would, and scaled afterwards.
+    scores = x[:, first::2] @ x[:, first + 1 :: 2].mT / norm[:, first::2] / norm[:, first + 1 :: 2].mT
+    scores = torch.where(allowed[:, None, first + 1 :: 2], scores, -torch.inf)
+    if scores.shape[2] == 0:
+        return scores.new_full(scores.shape[:2], -torch.inf), length.new_zeros(scores.shape[:2])
+    best, match = scores.max(dim=2)
+    return torch.where(allowed[:, first::2], best, -torch.inf), match
+
+
+def gbm_threshold(best: Tensor, threshold: Tensor, mode: str, divisor: float, batch: str) -> Tensor:
+    """The similarity to reach (B, 1) fp32; NaN where the deviation of fewer than two rows is undefined."""
+    if mode == "fixed":
+        return threshold.float().expand(len(best), 1)
+    counted = best > -torch.inf
+    count = counted.sum(1, keepdim=True)
+    value = torch.where(counted, best, 0).double()
+    mean = value.sum(1, keepdim=True) / count
+    variance = (torch.where(counted, value - mean, 0) ** 2).sum(1, keepdim=True) / (count - 1)
+    # A single row gives 0 / 0; no row gives 0 / -1, whose root would be a number.
+    deviation = torch.where(count > 1, variance, torch.nan).sqrt()
+    if batch == "batch_min":
+        mean, deviation = mean.mean(0, keepdim=True), deviation.mean(0, keepdim=True)
+    return (mean + threshold.double() * deviation / divisor).float().expand(len(best), 1)
+
+
+def gbm_decisions(best: Tensor, limit: Tensor, semantics: str, batch: str) -> Tensor:
+    """Which A rows merge: (B, |A|) bool. `limit` (B, 1) comes from `gbm_threshold`."""
+    reached = best > limit if semantics == "paper" else best >= limit
+    merged = reached & (best > -torch.inf)
+    if batch == "batch_min":
+        best_first = torch.where(merged, best, -torch.inf).sort(dim=1, descending=True, stable=True).indices
+        merged = best_first.argsort(dim=1) < merged.sum(1).amin()
+    return merged
+
+
+def gbm_rows(
+    merged: Tensor, match: Tensor, length: Tensor, rows_in: int, prefix: int, semantics: str
+) -> tuple[Tensor, Tensor]:
+    """Output row (B, S) of every input row, -1 behind `length`, and valid rows (B) of every image."""
+    first = first_source(semantics, prefix)
+    rows = torch.arange(rows_in, device=match.device).expand(len(match), -1)
+    valid = rows < length[:, None]
+    joins = torch.zeros_like(valid)
+    joins[:, first::2] = merged
+    is_source = (rows >= prefix) & ((rows - first) % 2 == 0) & valid
+    stays, is_target = is_source & ~joins, (rows >= prefix) & ~is_source & valid
+    stay_count = stays.sum(1, keepdim=True)
+    row = torch.where(stays, prefix + stays.cumsum(1) - 1, prefix + stay_count + is_target.cumsum(1) - 1)
+    row = torch.where(valid, torch.where(rows < prefix, rows, row), -1)
+    target = (first + 1 + 2 * match).clamp(max=rows_in - 1)
+    row[:, first::2] = torch.where(merged, row.gather(1, target), row[:, first::2])
+    return row, length - merged.sum(1)
+
+
+@torch.library.custom_op("algm::gbm", mutates_args=())
+def gbm(
+    tokens: Tensor,
+    size: Tensor,
+    map: Tensor,
+    length: Tensor,
+    threshold: Tensor,
+    prefix: int,
+    mode: str,
+    divisor: float,
+    semantics: str,
+    batch: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Merges similar tokens; see the module's docstring for shapes, dtypes and attributes."""
+    best, match = gbm_similarity(tokens, length, prefix, semantics)
+    merged = gbm_decisions(best, gbm_threshold(best, threshold, mode, divisor, batch), semantics, batch)
+    row, length_out = gbm_rows(merged, match, length, tokens.shape[1], prefix, semantics)
+    rows_out = int(length_out.max())
+    weight = torch.ones_like(size) if semantics == "paper" else size
+    return merge_rows(tokens, weight, row, rows_out), sum_rows(size, row, rows_out), row.gather(1, map), length_out
+
+
+@gbm.register_fake
+def _(
+    tokens: Tensor,
+    size: Tensor,
+    map: Tensor,
+    length: Tensor,
+    threshold: Tensor,
+    prefix: int,
+    mode: str,
+    divisor: float,
+    semantics: str,
+    batch: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows_out = torch.library.get_ctx().new_dynamic_size(min=1)
+    images = tokens.shape[0]
+    return (
+        tokens.new_empty(images, rows_out, tokens.shape[2]),
+        size.new_empty(images, rows_out),
+        torch.empty_like(map),
+        torch.empty_like(length),
+    )
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, size, map_in, _, _, prefix, _, _, semantics, _ = inputs
+    ctx.save_for_backward(
+        torch.ones_like(size) if semantics == "paper" else size, row_of(map_in, output[2], size.shape[1], prefix)
+    )
+
+
+def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
+    weight, row = ctx.saved_tensors
+    return (merge_rows_backward(grad, weight, row), *[None] * 9)
+
+
+gbm.register_autograd(_backward, setup_context=_save_for_backward)
+
+
+# --- NumPy reference -------------------------------------------------------------------------------------------------
+
+
+def reference_split(rows: int, length: int, prefix: int, semantics: str) -> tuple[np.ndarray, np.ndarray]:
+    """Rows that may merge (A) and rows that may be joined (B) in a sequence of `length` valid rows."""
+    first = first_source(semantics, prefix)
+    valid = np.arange(prefix, min(rows, length))
+    return valid[(valid - first) % 2 == 0], valid[(valid - first) % 2 == 1]
+
+
+def reference_similarity(
+    tokens: np.ndarray, length: np.ndarray, prefix: int, semantics: str
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """For every image: best similarity of its A rows (fp64 sums rounded to fp32), and the row of B that has it."""
+    best, match = [], []
+    for b, x in enumerate(tokens.astype(np.float64)):
+        x = x / np.maximum(np.linalg.norm(x, axis=-1, keepdims=True), NORM_EPS)
+        sources, targets = reference_split(len(x), int(length[b]), prefix, semantics)
+        scores = (x[sources] @ x[targets].T).astype(np.float32)
+        if len(targets) == 0:
+            best.append(np.full(len(sources), -np.inf, dtype=np.float32))
+            match.append(np.zeros(len(sources), dtype=np.int64))
+        else:
+            best.append(scores.max(1, initial=-np.inf))
+            match.append(targets[scores.argmax(1)])
+    return best, match
+
+
+def reference_decisions(
+    best: list[np.ndarray], threshold: float, mode: str, divisor: float, semantics: str, batch: str
+) -> list[np.ndarray]:
+    """For every image: which of its A rows merge (bool)."""
+
+    def statistics(values: np.ndarray) -> tuple[float, float]:
+        values = values[np.isfinite(values)].astype(np.float64)
+        return (float(values.mean()), float(values.std(ddof=1))) if len(values) > 1 else (np.nan, np.nan)
+
+    if mode == "fixed":
+        limits = [np.float32(threshold)] * len(best)
+    else:
+        stats = np.array([statistics(values) for values in best])
+        if batch == "batch_min":
+            stats[:] = stats.mean(0)
+        limits = [np.float32(mean + float(np.float32(threshold)) * deviation / divisor) for mean, deviation in stats]
+    merged = [
+        np.isfinite(values) & (values > limit if semantics == "paper" else values >= limit)
+        for values, limit in zip(best, limits, strict=True)
+    ]
+    if batch == "batch_min":
+        count = min(int(m.sum()) for m in merged)
+        for values, m in zip(best, merged, strict=True):
+            ranked = sorted(np.flatnonzero(m), key=lambda i: (-values[i], i))
+            m[ranked[count:]] = False
+    return merged
+
+
+def reference_rows(
+    merged: list[np.ndarray], match: list[np.ndarray], rows: int, length: np.ndarray, prefix: int, semantics: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """Output row (B, S) of every input row, -1 behind `length`, and valid rows (B)."""
+    row = np.full((len(merged), rows), -1, dtype=np.int64)
+    row[:, :prefix] = np.arange(prefix)
+    length_out = np.empty(len(merged), dtype=np.int64)
+    for b, joins in enumerate(merged):
+        sources, targets = reference_split(rows, int(length[b]), prefix, semantics)
+        order = np.concatenate([sources[~joins], targets])
+        row[b, order] = prefix + np.arange(len(order))
+        row[b, sources[joins]] = row[b, match[b][joins]]
+        length_out[b] = prefix + len(order)
+    return row, length_out
+
+
+def reference(
+    tokens: np.ndarray,
+    size: np.ndarray,
+    map: np.ndarray,
+    length: np.ndarray,
+    threshold: float,
+    *,
+    prefix: int = 1,
+    mode: str = "adaptive",
+    divisor: float = 5.0,
+    semantics: str = "code",
+    batch: str = "per_image",
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """GBM in plain NumPy; arguments and results as the torch operator."""
+    best, match = reference_similarity(tokens, length, prefix, semantics)
+    merged = reference_decisions(best, threshold, mode, divisor, semantics, batch)
+    row, length_out = reference_rows(merged, match, tokens.shape[1], length, prefix, semantics)
+    merged_tokens, merged_size = merge_rows_reference(
+        tokens, size, row, int(length_out.max()), weighted=semantics != "paper"
+    )
+    return merged_tokens, merged_size, np.take_along_axis(row, map, 1), length_out

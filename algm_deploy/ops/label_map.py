@@ -1,0 +1,71 @@
+"""Label map: from class scores of merged tokens straight to one label a pixel.
+
+    label_map(scores (B,S,K), map (B,N) int64) -> labels (B,H,W)
+
+Attributes: `prefix` (leading rows that `map` counts and `scores` no longer has), `grid` (rows, columns) of the N patches,
+`size` (H, W). Scores are gathered to the grid, interpolated bilinearly (half-pixel centres, corners not aligned) in fp32
+and the class of the highest score is taken, the lower class on ties. Labels are uint8 for at most 255 classes, else int32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+STRIP_ELEMENTS = 1 << 23  # full-size scores held at a time: 32 MB in fp32
+
+
+def interpolation_matrix(size_in: int, size_out: int) -> np.ndarray:
+    """Weights (size_out, size_in) fp32 of linear interpolation with half-pixel centres; edges are repeated."""
+    scale = np.float32(size_in / size_out)
+    centre = np.maximum((np.arange(size_out, dtype=np.float32) + np.float32(0.5)) * scale - np.float32(0.5), 0)
+    low = np.minimum(centre.astype(np.int64), size_in - 1)
+    high = np.minimum(low + 1, size_in - 1)
+    fraction = (centre - low).astype(np.float32)
+    weights = np.zeros((size_out, size_in), dtype=np.float32)
+    np.add.at(weights, (np.arange(size_out), low), 1 - fraction)
+    np.add.at(weights, (np.arange(size_out), high), fraction)
+    return weights
+
+
+def label_dtype(classes: int) -> torch.dtype:
+    """uint8 where the class index fits, else int32."""
+    return torch.uint8 if classes <= 255 else torch.int32
+
+
+def _strips(rows: int, elements_per_row: int) -> Iterator[slice]:
+    step = max(1, STRIP_ELEMENTS // elements_per_row)
+    return (slice(start, start + step) for start in range(0, rows, step))
+
+
+@torch.library.custom_op("algm::label_map", mutates_args=())
+def label_map(scores: Tensor, map: Tensor, prefix: int, grid: list[int], size: list[int]) -> Tensor:
+    """Labels (B, H, W); works in strips of rows and never holds the full-size scores."""
+    images, _, classes = scores.shape
+    index = (map - prefix)[:, :, None].expand(-1, -1, classes)
+    patches = scores.gather(1, index).float().mT.reshape(images, classes, *grid)
+    columns = patches @ torch.from_numpy(interpolation_matrix(grid[1], size[1])).to(scores.device).T
+    rows = torch.from_numpy(interpolation_matrix(grid[0], size[0])).to(scores.device)
+    labels = torch.empty(images, *size, dtype=label_dtype(classes), device=scores.device)
+    for strip in _strips(size[0], images * classes * size[1]):
+        labels[:, strip] = (rows[strip] @ columns).max(dim=1).indices
+    return labels
+
+
+@label_map.register_fake
+def _(scores: Tensor, map: Tensor, prefix: int, grid: list[int], size: list[int]) -> Tensor:
+    return scores.new_empty(scores.shape[0], *size, dtype=label_dtype(scores.shape[2]))
+
+
+def reference(
+    scores: np.ndarray, map: np.ndarray, *, prefix: int, grid: tuple[int, int], size: tuple[int, int]
+) -> np.ndarray:
+    """NumPy definition."""
+    images, _, classes = scores.shape
+    patches = np.take_along_axis(scores, map[:, :, None] - prefix, axis=1).astype(np.float32)
+    patches = patches.transpose(0, 2, 1).reshape(images, classes, *grid)
+    full = interpolation_matrix(grid[0], size[0]) @ patches @ interpolation_matrix(grid[1], size[1]).T
+    return full.argmax(1).astype(np.uint8 if classes <= 255 else np.int32)

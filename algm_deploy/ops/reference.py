@@ -1,0 +1,21 @@
+"""The NumPy definitions of the operators under one name: what every other implementation is compared with."""
+
+from algm_deploy.ops.clap import reference as clap
+from algm_deploy.ops.clap import reference_decisions as clap_decisions
+from algm_deploy.ops.clap import reference_rows as clap_rows
+from algm_deploy.ops.clap import reference_similarity as window_similarity
+from algm_deploy.ops.gbm import reference as gbm
+from algm_deploy.ops.gbm import reference_decisions as gbm_decisions
+from algm_deploy.ops.gbm import reference_rows as gbm_rows
+from algm_deploy.ops.gbm import reference_similarity as gbm_similarity
+
+__all__ = [
+    "clap",
+    "clap_decisions",
+    "clap_rows",
+    "gbm",
+    "gbm_decisions",
+    "gbm_rows",
+    "gbm_similarity",
+    "window_similarity",
+]
