@@ -1,0 +1,74 @@
+"""What the wheel carries, and that the documented commands are the ones that CI runs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from algm_deploy.content import content
+from algm_deploy.errors import AlgmDeployError
+
+
+@pytest.fixture(scope="module")
+def wheel(root_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    subprocess.run(command, cwd=root_dir, check=True, capture_output=True)
+    (file,) = folder.glob("*.whl")
+    return zipfile.ZipFile(file)
+
+
+def tracked(root: Path, folder: str) -> set[str]:
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", folder]
+    listed = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout
+    return {name for name in listed.splitlines() if (root / name).exists()}
+
+
+def test_one_top_level_name(wheel: zipfile.ZipFile) -> None:
+    tops = {name.split("/")[0] for name in wheel.namelist()}
+    assert {re.sub(r"-.*\.", ".", top) for top in tops} == {"algm_deploy", "algm_deploy.dist-info"}
+
+
+def test_wheel_carries_code_recipes_and_native_sources(wheel: zipfile.ZipFile, root_dir: Path) -> None:
+    names = {name for name in wheel.namelist() if not name.startswith("algm_deploy-")}
+    carried = {name.replace("algm_deploy/_content/", "") for name in names}
+    assert carried == tracked(root_dir, "algm_deploy") | tracked(root_dir, "export") | tracked(root_dir, "runtimes")
+    assert "algm_deploy/py.typed" in names
+    assert any(name.startswith("algm_deploy/_content/export/recipes/") for name in names)
+
+
+def test_wheel_has_licence_and_command(wheel: zipfile.ZipFile) -> None:
+    (licence,) = [name for name in wheel.namelist() if name.endswith("licenses/LICENSE")]
+    assert b"Apache License" in wheel.read(licence)
+    (scripts,) = [name for name in wheel.namelist() if name.endswith("entry_points.txt")]
+    assert b"algm-deploy = algm_deploy.cli:main" in wheel.read(scripts)
+
+
+def test_no_content_folder_is_named_like_a_package(root_dir: Path) -> None:
+    taken = {"tensorrt", "onnxruntime", "onnx", "torch", "numpy", "cv2", "triton"}
+    names = {path.stem for folder in ("export", "runtimes") for path in (root_dir / folder).rglob("*")}
+    assert names & taken == set()
+
+
+def test_content_is_found_and_missing_content_is_explained() -> None:
+    assert (content("export/recipes")).is_dir()
+    assert (content("runtimes") / "README.md").is_file()
+    with pytest.raises(AlgmDeployError, match="expected the folder export/nothing"):
+        content("export/nothing")
+
+
+def commands_under(readme: str, heading: str) -> list[str]:
+    section = readme.split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
+    return re.findall(r"```bash\n(.*?)```", section, re.DOTALL)[0].strip().splitlines()
+
+
+def test_ci_runs_the_readme_test_commands(root_dir: Path) -> None:
+    documented = commands_under((root_dir / "README.md").read_text(), "Tests")
+    ci = (root_dir / ".ci" / "run").read_text().splitlines()
+    assert documented[-1] == "pytest"
+    assert [line for line in documented if line not in ci] == []
