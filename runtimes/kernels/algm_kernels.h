@@ -1,0 +1,173 @@
+/* The token-merging kernels behind one C interface: no CUDA, TensorRT or ONNX Runtime type appears here.
+ *
+ * Every function exists twice with the same signature: algm_cpu_NAME works on host memory and ignores `stream`,
+ * algm_cuda_NAME works on device memory and queues its work on `stream` (a cudaStream_t) without waiting for it.
+ * Parameter structs are always host memory. Arrays are dense, row-major, and at least aligned to their element type
+ * (16-byte alignment is faster). Nothing is allocated; scratch memory comes from the caller as `workspace`.
+ *
+ * Letters: B images, S rows of the sequence (prefix rows counted), N = grid_h * grid_w patches, P prefix rows (class
+ * token, registers), D width, K classes, W = (grid_h / window_h) * (grid_w / window_w) windows.
+ * Maps, lengths and counts are int64; sizes, thresholds and similarities are fp32; tokens are `dtype`.
+ *
+ * A merge is two calls, because one caller (ONNX Runtime) must know the new row count on the host before it allocates
+ * the output, and another (TensorRT) learns it on the device:
+ *   decide  similarities, who merges, new row numbers: writes map, length, the row count S', and a plan in `workspace`
+ *   apply   weighted means of tokens and sizes by that plan (the same, untouched workspace, tokens and sizes)
+ * For ONNX Runtime: decide, copy `rows` to the host, allocate, apply with out_rows = S'. For TensorRT: decide and apply
+ * with out_rows = ALGM_ROWS_ON_DEVICE.
+ *
+ * Every result is the same bits on every run: ties go to the lower index, sums have a fixed order.
+ */
+#ifndef ALGM_KERNELS_H
+#define ALGM_KERNELS_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(_WIN32)
+#define ALGM_API __declspec(dllexport)
+#else
+#define ALGM_API __attribute__((visibility("default")))
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Raised whenever a signature, a struct or an enum value changes. */
+#define ALGM_KERNELS_VERSION 1
+
+/* Return values. A failed CUDA call returns ALGM_DEVICE_ERROR + its cudaError_t. */
+enum {
+    ALGM_OK = 0,
+    ALGM_INVALID_ARGUMENT = 1, /* sizes that contradict each other, an unknown enum value, or a null pointer */
+    ALGM_UNSUPPORTED = 2,      /* valid, but larger than the kernels can index */
+    ALGM_INVALID_MAP = 3,      /* CPU only: a map entry names a row that does not exist (CUDA reads zeros there) */
+    ALGM_DEVICE_ERROR = 1000
+};
+
+enum { ALGM_FLOAT32 = 0, ALGM_FLOAT16 = 1, ALGM_BFLOAT16 = 2 };          /* dtype */
+enum { ALGM_SEMANTICS_CODE = 0, ALGM_SEMANTICS_PAPER = 1 };              /* semantics: published program or paper text */
+enum { ALGM_BATCH_PER_IMAGE = 0, ALGM_BATCH_MIN = 1 };                   /* batch_mode */
+enum { ALGM_ORDER_PUBLISHED = 0, ALGM_ORDER_RASTER = 1 };                /* order: merged windows by similarity or index */
+enum { ALGM_MODE_ADAPTIVE = 0, ALGM_MODE_FIXED = 1 };                    /* mode of the gbm threshold */
+enum { ALGM_LABEL_UINT8 = 0, ALGM_LABEL_INT32 = 1 };                     /* label_type */
+
+/* Value of out_rows: the output has exactly the S' rows that decide counted, a number that only the device knows. */
+#define ALGM_ROWS_ON_DEVICE (-1)
+
+typedef struct {
+    int64_t batch, rows, width; /* B, S = prefix + grid_h * grid_w, D */
+    int64_t grid_h, grid_w;     /* patches */
+    int64_t window_h, window_w; /* patches; at least two patches in a window */
+    int64_t prefix;
+    int32_t dtype, semantics, batch_mode, order;
+} algm_clap_params;
+
+typedef struct {
+    int64_t batch, rows, width; /* B, S (padding counted), D */
+    int64_t patches;            /* N, the length of one image's map */
+    int64_t prefix;
+    double divisor;             /* adaptive threshold: mean + threshold * deviation / divisor */
+    int32_t dtype, semantics, batch_mode, mode;
+} algm_gbm_params;
+
+typedef struct {
+    int64_t batch, rows, width; /* B, S of `values`, C */
+    int64_t patches;            /* N */
+    int64_t prefix;             /* leading rows that the map counts and `values` no longer has */
+    int32_t dtype;
+} algm_unmerge_params;
+
+typedef struct {
+    int64_t batch, rows, classes; /* B, S of `scores`, K */
+    int64_t grid_h, grid_w;       /* patches */
+    int64_t height, width;        /* pixels of the label map */
+    int64_t prefix;               /* leading rows that the map counts and `scores` no longer has */
+    int32_t dtype, label_type;    /* label_type uint8 holds classes 0 to 255 */
+} algm_label_map_params;
+
+/* Declares a function once for the host and once for the device. */
+#define ALGM_BOTH(result, name, arguments) \
+    ALGM_API result algm_cpu_##name arguments; \
+    ALGM_API result algm_cuda_##name arguments;
+
+/* One English sentence for a return value; static storage. */
+ALGM_BOTH(const char *, status_text, (int status))
+
+/* ---- clap: merge the windows whose patches resemble each other ------------------------------------------------- */
+
+/* Bytes of workspace for decide and apply; grows with batch and rows, so the largest shape serves all smaller ones. */
+ALGM_BOTH(size_t, clap_workspace, (const algm_clap_params *params))
+
+/* tokens (B,S,D) -> similarity (B,W): mean cosine over the pairs of a window. Not needed before clap_decide. */
+ALGM_BOTH(int, clap_similarity,
+          (const algm_clap_params *params, const void *tokens, float *similarity, void *stream))
+
+/* tokens (B,S,D), threshold () -> map (B,N), length (B), rows () = S' = the longest length, and the plan.
+ * rows_int32 (), if not null, receives S' once more as int32. */
+ALGM_BOTH(int, clap_decide,
+          (const algm_clap_params *params, const void *tokens, const float *threshold, int64_t *map, int64_t *length,
+           int64_t *rows, int32_t *rows_int32, void *workspace, void *stream))
+
+/* The same decision on similarities (B,W) that the caller gives. */
+ALGM_BOTH(int, clap_decide_given,
+          (const algm_clap_params *params, const float *similarity, const float *threshold, int64_t *map,
+           int64_t *length, int64_t *rows, int32_t *rows_int32, void *workspace, void *stream))
+
+/* tokens (B,S,D), size (B,S) -> out_tokens (B,out_rows,D), out_size (B,out_rows); rows past an image's length are 0.
+ * out_rows is at least S', or ALGM_ROWS_ON_DEVICE for exactly S' (the buffers then hold at least that). */
+ALGM_BOTH(int, clap_apply,
+          (const algm_clap_params *params, const void *tokens, const float *size, const void *workspace,
+           int64_t out_rows, void *out_tokens, float *out_size, void *stream))
+
+/* ---- gbm: merge each row of set A into the row of set B that it resembles most ----------------------------------- */
+
+ALGM_BOTH(size_t, gbm_workspace, (const algm_gbm_params *params))
+
+/* Most rows of set A that a sequence of `rows` rows has: the second dimension A of `best` and `best_row`. */
+ALGM_BOTH(int64_t, gbm_candidates, (const algm_gbm_params *params))
+
+/* tokens (B,S,D), length (B) -> best (B,A): largest cosine of the i-th allowed row of set A with an allowed row of set
+ * B; best_row (B,A): that row's index in the sequence. Entries past an image's rows, or without any row to join, hold
+ * -infinity and -1. Not needed before gbm_decide. Uses the workspace. */
+ALGM_BOTH(int, gbm_similarity,
+          (const algm_gbm_params *params, const void *tokens, const int64_t *length, float *best, int32_t *best_row,
+           void *workspace, void *stream))
+
+/* tokens (B,S,D), map (B,N), length (B), threshold () -> out_map (B,N) composed, out_length (B), rows () = S'', plan.
+ * out_map may be map, out_length may be length. */
+ALGM_BOTH(int, gbm_decide,
+          (const algm_gbm_params *params, const void *tokens, const int64_t *map, const int64_t *length,
+           const float *threshold, int64_t *out_map, int64_t *out_length, int64_t *rows, int32_t *rows_int32,
+           void *workspace, void *stream))
+
+/* The same decision on best (B,A) and best_row (B,A) that the caller gives. */
+ALGM_BOTH(int, gbm_decide_given,
+          (const algm_gbm_params *params, const float *best, const int32_t *best_row, const int64_t *map,
+           const int64_t *length, const float *threshold, int64_t *out_map, int64_t *out_length, int64_t *rows,
+           int32_t *rows_int32, void *workspace, void *stream))
+
+/* As clap_apply. */
+ALGM_BOTH(int, gbm_apply,
+          (const algm_gbm_params *params, const void *tokens, const float *size, const void *workspace,
+           int64_t out_rows, void *out_tokens, float *out_size, void *stream))
+
+/* ---- after the network ------------------------------------------------------------------------------------------ */
+
+/* values (B,S,C), map (B,N) -> out (B,N,C): row map - prefix for every patch. */
+ALGM_BOTH(int, unmerge,
+          (const algm_unmerge_params *params, const void *values, const int64_t *map, void *out, void *stream))
+
+/* scores (B,S,K), map (B,N) -> labels (B,height,width): unmerge, bilinear resize with half-pixel centres
+ * (align_corners=False), argmax with ties to the lower class; the full-size scores never exist. NaN never wins. */
+ALGM_BOTH(int, label_map,
+          (const algm_label_map_params *params, const void *scores, const int64_t *map, void *labels, void *stream))
+
+#undef ALGM_BOTH
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* ALGM_KERNELS_H */
