@@ -1,0 +1,66 @@
+"""The network as it is deployed: photo pixels in, labels or scores out.
+
+Graph inputs:  image (B, 3, H, W), RGB in 0..255, uint8 or float32; `clap_threshold` and `gbm_threshold`, fp32 scalars.
+Graph outputs: `labels` (B, H, W) or `scores` (B, K, H, W) fp32; `token_counts` (B, M) int64, patch tokens of each image
+behind each of the M merges; `token_map_i` (B, N) int64, row of every patch behind merge i.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from algm_deploy.models.segmenter import upsample_scores
+from algm_deploy.models.vit import MergeInputs
+from algm_deploy.recipes import Network, Output
+
+# (mean, deviation) of the pixels in 0..1, red, green, blue, by the name the official configuration uses.
+NORMALIZATIONS = {
+    "vit": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
+    "deit": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+}
+# A power of two, so that scaling pixels by it is exact even in 16 bits; it keeps the folded weights in fp16's normal range.
+PIXEL_SCALE = 128
+
+
+class PixelEmbedding(nn.Module):
+    """Patch embedding with the normalisation folded in: pixels 0..255 of any dtype to tokens (B, N, D)."""
+
+    def __init__(self, proj: nn.Conv2d, normalization: str) -> None:
+        super().__init__()
+        mean, deviation = (torch.tensor(v, dtype=torch.float64) for v in NORMALIZATIONS[normalization])
+        weight = proj.weight.detach().double() / deviation[:, None, None]
+        self.stride = proj.stride
+        self.weight = nn.Parameter((weight * (PIXEL_SCALE / 255)).to(proj.weight.dtype), requires_grad=False)
+        bias = proj.bias.detach().double() if proj.bias is not None else 0
+        shift = (weight * mean[:, None, None]).sum((1, 2, 3))
+        self.bias = nn.Parameter((bias - shift).to(proj.weight.dtype), requires_grad=False)
+
+    def forward(self, image: Tensor) -> Tensor:
+        pixels = image.to(self.weight.dtype) * (1 / PIXEL_SCALE)
+        return nn.functional.conv2d(pixels, self.weight, self.bias, self.stride).flatten(2).transpose(1, 2)
+
+
+class Deployed(nn.Module):
+    """Wraps a network whose merge slots are filled (or empty) with the deployed inputs and outputs.
+
+    The wrapped network is not changed: parameters are shared, only the patch embedding is new.
+    """
+
+    def __init__(self, model: nn.Module, network: Network, output: Output) -> None:
+        super().__init__()
+        self.model, self.network, self.output = model, network, output
+        self.embedding = PixelEmbedding(model.encoder.patch_embed.proj, network.normalization)
+
+    def forward(self, image: Tensor, inputs: MergeInputs) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """Labels or scores, token counts, token maps. `inputs.maps` are used by replaying slots only."""
+        result = self.model(self.embedding(image), inputs)
+        if self.output == "labels":
+            tail = torch.ops.algm.label_map(
+                result.scores, result.map, result.prefix, self.network.grid, self.network.image_size
+            )
+        else:
+            tail = upsample_scores(result, self.network.grid, self.network.image_size).float()
+        lengths = [stage.length - result.prefix for stage in result.stages]
+        counts = torch.stack(lengths, 1) if lengths else image.new_zeros(image.shape[0], 0, dtype=torch.int64)
+        return tail, counts, tuple(stage.map for stage in result.stages)

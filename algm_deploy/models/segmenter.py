@@ -1,0 +1,107 @@
+"""Segmenter (Strudel et al., ICCV 2021): plain ViT encoder with a linear or a mask-transformer decoder.
+
+Parameter names and arithmetic follow the official implementation (rstrudel/segmenter, segm/model/). Both decoders work on
+merged tokens; class scores are unmerged at the very end.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import algm_deploy.ops  # noqa: F401  registers torch.ops.algm
+from algm_deploy.models.vit import Block, MergeInputs, Tokens, VisionTransformer
+from algm_deploy.recipes import Network, Size
+
+
+class TokenScores(NamedTuple):
+    """Class scores of merged tokens.
+
+    scores (B, S', K), rows of padding unspecified; map (B, N) with `prefix` leading rows that `scores` no longer has;
+    stages: the tokens behind each merging block.
+    """
+
+    scores: Tensor
+    map: Tensor
+    prefix: int
+    stages: list[Tokens]
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Rows scaled to length one; the norm is taken in fp32, where 16-bit squares cannot overflow."""
+    return F.normalize(x.float(), dim=-1).to(x.dtype)
+
+
+class LinearDecoder(nn.Module):
+    """One linear layer a token."""
+
+    def __init__(self, dim: int, classes: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(dim, classes)
+
+    def forward(self, tokens: Tokens) -> Tensor:
+        return self.head(tokens.values)
+
+
+class MaskTransformer(nn.Module):
+    """Class embeddings attend together with the tokens; a score is the cosine of token and class, normalised over classes.
+
+    Rows are [classes | tokens], so that padding stays at the end; attention does not depend on the order.
+    """
+
+    def __init__(self, dim: int, classes: int, depth: int) -> None:
+        super().__init__()
+        self.cls_emb = nn.Parameter(torch.zeros(1, classes, dim))
+        self.proj_dec = nn.Linear(dim, dim)
+        self.blocks = nn.ModuleList(Block(dim, dim // 64) for _ in range(depth))
+        self.decoder_norm = nn.LayerNorm(dim)
+        self.proj_patch = nn.Parameter(torch.zeros(dim, dim))
+        self.proj_classes = nn.Parameter(torch.zeros(dim, dim))
+        self.mask_norm = nn.LayerNorm(classes)
+
+    def forward(self, tokens: Tokens) -> Tensor:
+        classes = self.cls_emb.shape[1]
+        rows = [self.cls_emb.expand(tokens.values.shape[0], -1, -1), self.proj_dec(tokens.values)]
+        tokens = tokens._replace(values=torch.cat(rows, 1), length=tokens.length + classes)
+        for block in self.blocks:
+            tokens = block(tokens)
+        x = self.decoder_norm(tokens.values)
+        patch, label = _unit(x[:, classes:] @ self.proj_patch), _unit(x[:, :classes] @ self.proj_classes)
+        return self.mask_norm(patch @ label.mT)
+
+
+class Segmenter(nn.Module):
+    """Image (B, 3, H, W), normalised, to class scores of merged tokens."""
+
+    def __init__(self, network: Network) -> None:
+        super().__init__()
+        self.network = network
+        self.encoder = VisionTransformer(
+            network.grid, network.patch_size, network.embed_dim, network.depth, network.heads
+        )
+        self.decoder: nn.Module = (
+            LinearDecoder(network.embed_dim, network.classes)
+            if network.decoder == "linear"
+            else MaskTransformer(network.embed_dim, network.classes, network.decoder_depth)
+        )
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """The encoder blocks, whose slots merging fills."""
+        return self.encoder.blocks
+
+    def forward(self, image: Tensor, inputs: MergeInputs | None = None) -> TokenScores:
+        prefix = self.encoder.prefix
+        tokens, stages = self.encoder(image, inputs)
+        patches = tokens._replace(values=tokens.values[:, prefix:], length=tokens.length - prefix)
+        return TokenScores(self.decoder(patches), tokens.map, prefix, stages)
+
+
+def upsample_scores(output: TokenScores, grid: Size, size: Size) -> Tensor:
+    """Unmerged scores on the patch grid, bilinear to `size`: (B, K, H, W)."""
+    patches = torch.ops.algm.unmerge(output.scores, output.map, output.prefix)
+    maps = patches.mT.unflatten(2, grid)
+    return F.interpolate(maps, size=size, mode="bilinear", align_corners=False)

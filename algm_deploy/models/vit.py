@@ -1,0 +1,142 @@
+"""Plain Vision Transformer with an empty merge slot in every block.
+
+Parameter names are those of the official Segmenter checkpoints (rstrudel/segmenter, segm/model/vit.py). A block computes
+attention, then hands its tokens to the slot, then runs its MLP: that is where ALGM merges.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from algm_deploy.recipes import Size
+
+
+class Tokens(NamedTuple):
+    """The sequence between two blocks.
+
+    values (B, S, D); size (B, S) fp32, patches a row stands for; map (B, N) int64, row of every patch; length (B) int64,
+    valid rows. `padded`: images differ in length, so attention has to be told.
+    """
+
+    values: Tensor
+    size: Tensor
+    map: Tensor
+    length: Tensor
+    padded: bool
+
+    @property
+    def key_length(self) -> Tensor | None:
+        """What attention needs to know: nothing as long as every row is valid."""
+        return self.length if self.padded else None
+
+
+class MergeInputs(NamedTuple):
+    """What the merge slots are given beside tokens: scalar fp32 thresholds, and token maps (B, N) to replay, if any."""
+
+    clap: Tensor
+    gbm: Tensor
+    maps: tuple[Tensor, ...] = ()
+
+
+class KeepTokens(nn.Module):
+    """The empty merge slot."""
+
+    def forward(self, tokens: Tokens, inputs: MergeInputs | None) -> Tokens:
+        return tokens
+
+
+class PatchEmbedding(nn.Module):
+    """Pixels (B, 3, H, W) to patch tokens (B, N, D), patches in raster order."""
+
+    def __init__(self, patch_size: int, dim: int) -> None:
+        super().__init__()
+        self.proj = nn.Conv2d(3, dim, patch_size, patch_size)
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.proj(image).flatten(2).transpose(1, 2)
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention with packed query, key and value weights."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.scale = (dim // heads) ** -0.5
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.proj = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor, length: Tensor | None) -> Tensor:
+        mixed: Tensor = torch.ops.algm.attention(self.qkv(x), length, self.heads, self.scale)
+        return self.proj(mixed)
+
+
+class Mlp(nn.Module):
+    """Two linear layers with the exact GELU between them."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(dim, hidden)
+        self.fc2 = nn.Linear(hidden, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(x)))
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block; `merge` is the slot."""
+
+    def __init__(self, dim: int, heads: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(dim, eps)
+        self.attn = Attention(dim, heads)
+        self.merge: nn.Module = KeepTokens()
+        self.norm2 = nn.LayerNorm(dim, eps)
+        self.mlp = Mlp(dim, 4 * dim)
+
+    def forward(self, tokens: Tokens, inputs: MergeInputs | None = None) -> Tokens:
+        x = tokens.values + self.attn(self.norm1(tokens.values), tokens.key_length)
+        tokens = self.merge(tokens._replace(values=x), inputs)
+        return tokens._replace(values=tokens.values + self.mlp(self.norm2(tokens.values)))
+
+
+class VisionTransformer(nn.Module):
+    """Encoder with one cls token. `stages` of the result are the tokens behind each merging block, in order."""
+
+    prefix = 1
+
+    def __init__(self, grid: Size, patch_size: int, dim: int, depth: int, heads: int) -> None:
+        super().__init__()
+        self.grid = grid
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, dim))
+        self.pos_embed = nn.Parameter(torch.zeros(1, self.prefix + grid[0] * grid[1], dim))
+        self.patch_embed: nn.Module = PatchEmbedding(patch_size, dim)
+        self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(depth))
+        self.norm = nn.LayerNorm(dim)
+
+    def embed(self, image: Tensor) -> Tokens:
+        """Image (B, 3, H, W) to the sequence [cls | patches] that enters the first block."""
+        patches = self.patch_embed(image)
+        images, count, _ = patches.shape
+        values = torch.cat([self.cls_token.expand(images, -1, -1), patches], 1) + self.pos_embed
+        rows = torch.arange(self.prefix, self.prefix + count, device=values.device)
+        return Tokens(
+            values,
+            size=torch.ones(images, self.prefix + count, device=values.device),
+            map=rows.expand(images, -1),
+            length=torch.full((images,), self.prefix + count, device=values.device),
+            padded=False,
+        )
+
+    def forward(self, image: Tensor, inputs: MergeInputs | None = None) -> tuple[Tokens, list[Tokens]]:
+        tokens = self.embed(image)
+        stages = []
+        for block in self.blocks:
+            tokens = block(tokens, inputs)
+            if not isinstance(block.merge, KeepTokens):
+                stages.append(tokens)
+        return tokens._replace(values=self.norm(tokens.values)), stages
