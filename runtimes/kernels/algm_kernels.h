@@ -136,7 +136,7 @@ ALGM_BOTH(int, gbm_similarity,
            void *workspace, void *stream))
 
 /* tokens (B,S,D), map (B,N), length (B), threshold () -> out_map (B,N) composed, out_length (B), rows () = S'', plan.
- * out_map may be map, out_length may be length. */
+ * The outputs overlap none of the inputs. */
 ALGM_BOTH(int, gbm_decide,
           (const algm_gbm_params *params, const void *tokens, const int64_t *map, const int64_t *length,
            const float *threshold, int64_t *out_map, int64_t *out_length, int64_t *rows, int32_t *rows_int32,
