@@ -61,11 +61,15 @@ class MergePlan:
     def __post_init__(self) -> None:
         layers = (*self.clap_layers, *self.gbm_layers)
         if len(set(layers)) != len(layers) or any(layer < 1 for layer in layers):
-            raise PlanError(f"merge layers must be distinct and at least 1, got CLAP {self.clap_layers}, GBM {self.gbm_layers}")
+            raise PlanError(
+                f"merge layers must be distinct and at least 1, got CLAP {self.clap_layers}, GBM {self.gbm_layers}"
+            )
         if len(self.clap_layers) > 1:
             raise PlanError(f"CLAP works on the full patch grid and fits one layer only, got {self.clap_layers}")
         if self.clap_layers and self.gbm_layers and min(self.gbm_layers) < self.clap_layers[0]:
-            raise PlanError(f"CLAP needs the full patch grid: layer {self.clap_layers[0]} lies behind GBM {self.gbm_layers}")
+            raise PlanError(
+                f"CLAP needs the full patch grid: layer {self.clap_layers[0]} lies behind GBM {self.gbm_layers}"
+            )
         if min(self.window) < 1 or self.window[0] * self.window[1] < 2:
             raise PlanError(f"a CLAP window covers at least two patches, got {self.window[0]}x{self.window[1]}")
 
@@ -91,6 +95,15 @@ class Protocol:
     window: int
     stride: int
     max_ratio: float = 4.0
+
+
+# Largest long side, as a multiple of the short side, in the published evaluation (data/config/*.py of the public code).
+_MAX_RATIO = {"ade20k": 4.0, "cityscapes": 2.0, "pascal_context": 8.0}
+
+
+def dataset_ratio(dataset: str) -> float:
+    """`Protocol.max_ratio` of a dataset; 4 where nothing is published."""
+    return _MAX_RATIO.get(dataset, 4.0)
 
 
 @dataclass(frozen=True)

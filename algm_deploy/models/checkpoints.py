@@ -1,0 +1,436 @@
+"""Official Segmenter checkpoints in, state dict out; nothing executes on load.
+
+The published training code (rstrudel/segmenter, tue-mps/algm-segmenter) writes `checkpoint.pth`, a dict whose entry
+`model` is the state dict, and `variant.yml` beside it. Merging adds no parameters, so both projects share one format.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import zipfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import yaml
+from torch import Tensor
+
+from algm_deploy.errors import AlgmDeployError, CheckpointError, PlanError
+from algm_deploy.recipes import DENSE, MergePlan, Network, Protocol, Recipe, Size, dataset_ratio
+
+CHECKPOINT_FILE = "checkpoint.pth"
+VARIANT_FILE = "variant.yml"
+_VARIANT_BYTES = 1 << 20
+# The encoder's ImageNet classifier: present in every official file, never part of the segmenter.
+_UNUSED_PREFIX = "encoder.head."
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An official file as it lies on disk: raw tensors by official name, and the facts of `variant.yml` (or None).
+
+    `unread` names the entries of the file that were left alone, such as the optimizer's. The tensors may be mapped from
+    the file: `state_dict_for` returns copies.
+    """
+
+    path: Path
+    state_dict: dict[str, Tensor]
+    variant: Mapping[str, Any] | None
+    unread: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """fp32 tensors that fit a network exactly; `unused` checkpoint keys; the grid the position embedding came from."""
+
+    state_dict: dict[str, Tensor]
+    unused: tuple[str, ...]
+    resized_from: Size | None
+
+
+# ---------------------------------------------------------------------------------------------------------- reading
+
+
+def read_checkpoint(path: str | Path) -> Checkpoint:
+    """Reads `checkpoint.pth` (or the folder that holds it) and, where present, the `variant.yml` beside it.
+
+    Raises CheckpointError for whatever is not such a file; code inside a file is never run.
+    """
+    path = Path(path)
+    path = path / CHECKPOINT_FILE if path.is_dir() else path
+    if not path.is_file():
+        raise CheckpointError(f"expected a checkpoint at {path}, found no file: name {CHECKPOINT_FILE} or its folder")
+    content = _load(path)
+    if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
+        came = f"entries {_names(content)}" if isinstance(content, dict) else type(content).__name__
+        raise CheckpointError(
+            f"{path}: expected a dict with a state dict under 'model' as the published code writes it, got {came}"
+        )
+    state_dict = content.pop("model")
+    for key, value in state_dict.items():
+        _check_tensor(path, key, value)
+    variant = path.with_name(VARIANT_FILE)
+    return Checkpoint(path, state_dict, read_variant(variant) if variant.is_file() else None, tuple(map(str, content)))
+
+
+def read_variant(path: Path) -> dict[str, Any]:
+    """Facts of a `variant.yml`. Of the language tags only python/tuple, which the published code writes, is known."""
+    if path.stat().st_size > _VARIANT_BYTES:
+        raise CheckpointError(f"{path}: expected a few kilobytes of training facts, got {path.stat().st_size} bytes")
+    try:
+        facts = yaml.load(path.read_bytes(), _VariantLoader)  # noqa: S506, TID251 - a SafeLoader plus one tag
+    except Exception as error:
+        raise CheckpointError(
+            f"{path}: expected the YAML that the published code writes: {_one_line(str(error))}"
+        ) from error
+    if not isinstance(facts, dict):
+        raise CheckpointError(f"{path}: expected a mapping of training facts, got {type(facts).__name__}")
+    return facts
+
+
+class _VariantLoader(yaml.SafeLoader):
+    pass
+
+
+_VariantLoader.add_constructor(
+    "tag:yaml.org,2002:python/tuple",
+    lambda loader, node: tuple(loader.construct_sequence(cast(yaml.SequenceNode, node), deep=True)),
+)
+
+
+def _load(path: Path) -> object:
+    try:
+        is_zip = zipfile.is_zipfile(path)
+        if is_zip:
+            _check_sizes(path)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+    except CheckpointError:
+        raise
+    except Exception as error:  # a hostile or cut file can fail anywhere inside the reader
+        raise CheckpointError(_load_failure(path, error)) from error
+
+
+def _check_sizes(path: Path) -> None:
+    """torch.save stores its records uncompressed, so together they are smaller than the file."""
+    claimed = sum(record.file_size for record in zipfile.ZipFile(path).infolist())
+    if claimed > path.stat().st_size:
+        raise CheckpointError(
+            f"{path}: its records claim {claimed} bytes in a file of {path.stat().st_size}: not written by torch.save"
+        )
+
+
+def _load_failure(path: Path, error: Exception) -> str:
+    refused = re.search(r"GLOBAL (\S+)", str(error))
+    if refused:
+        return (
+            f"{path}: expected tensors and plain values, found {refused[1][:80]}, which could execute code: where you "
+            "trust the file, save its entry 'model' alone, as torch.save({'model': state_dict}, path)"
+        )
+    reason = _one_line(str(error).rpartition("WeightsUnpickler error:")[2]) or type(error).__name__
+    return f"{path}: expected a checkpoint written by torch.save, could not read it ({reason}): copy it again"
+
+
+def _check_tensor(path: Path, key: object, value: object) -> None:
+    if not isinstance(key, str) or not isinstance(value, Tensor):
+        raise CheckpointError(f"{path}: expected named tensors under 'model', got {type(value).__name__} as {key!r}")
+    if value.layout != torch.strided or value.device.type != "cpu" or not value.is_floating_point():
+        raise CheckpointError(
+            f"{path}: expected plain floating-point weights, got {key} as {value.dtype}, {value.layout}"
+        )
+    if value.untyped_storage().nbytes() < value.numel() * value.element_size():
+        raise CheckpointError(
+            f"{path}: {key} claims shape {tuple(value.shape)} but the file holds less data: copy it again"
+        )
+
+
+# ------------------------------------------------------------------------------------------------- facts and shapes
+
+
+def network_from_variant(checkpoint: Checkpoint) -> Network:
+    """The network that `variant.yml` describes, cross-checked with the shapes of the tensors."""
+    facts = _Facts(checkpoint)
+    _refuse_distilled(checkpoint, facts.get("net_kwargs.distilled", False))
+    decoder = facts.one_of("net_kwargs.decoder.name", values=("mask_transformer", "linear"))
+    network = Network(
+        family="segmenter",
+        embed_dim=facts.whole("net_kwargs.d_model"),
+        depth=facts.whole("net_kwargs.n_layers"),
+        heads=facts.whole("net_kwargs.n_heads"),
+        classes=facts.whole("net_kwargs.n_cls"),
+        image_size=facts.size("net_kwargs.image_size"),
+        patch_size=facts.whole("net_kwargs.patch_size"),
+        decoder=decoder,
+        decoder_depth=facts.whole("net_kwargs.decoder.n_layers") if decoder == "mask_transformer" else 0,
+        normalization=cast(Any, facts.one_of("net_kwargs.normalization", values=("vit", "deit"))),
+    )
+    _cross_check(checkpoint, network)
+    return network
+
+
+def plan_from_variant(checkpoint: Checkpoint) -> MergePlan:
+    """The merging that the checkpoint was trained with: CLAP in its first selected layer, GBM in the later ones.
+
+    `patch_type: pure` or absent means none. Decisions are per image, the default; the published code shares counts over
+    a batch.
+    """
+    facts = _Facts(checkpoint)
+    if facts.get("dataset_kwargs.patch_type", "pure") == "pure":
+        return DENSE
+    facts.one_of("dataset_kwargs.patch_type", values=("pure", "algm"))
+    layers = facts.get("dataset_kwargs.selected_layers")
+    if not isinstance(layers, list | tuple) or not layers or not all(map(_is_whole, layers)):
+        raise facts.error("dataset_kwargs.selected_layers", "the 1-based layers that merge", layers)
+    try:
+        return MergePlan(
+            clap_layers=(layers[0],),
+            gbm_layers=tuple(layers[1:]),
+            window=facts.size("dataset_kwargs.merging_window_size"),
+            clap_threshold=facts.number("dataset_kwargs.threshold"),
+        )
+    except PlanError as error:
+        raise CheckpointError(f"{facts.path}: {error}") from error
+
+
+def protocol_from_variant(checkpoint: Checkpoint) -> Protocol:
+    """The evaluation protocol of `inference_kwargs`."""
+    facts = _Facts(checkpoint)
+    dataset = facts.get("dataset_kwargs.dataset")
+    if not isinstance(dataset, str):
+        raise facts.error("dataset_kwargs.dataset", "the name of a dataset", dataset)
+    return Protocol(
+        dataset=dataset,
+        short_side=facts.whole("inference_kwargs.im_size"),
+        window=facts.whole("inference_kwargs.window_size"),
+        stride=facts.whole("inference_kwargs.window_stride"),
+        max_ratio=dataset_ratio(dataset),
+    )
+
+
+def recipe_from_variant(checkpoint: Checkpoint) -> Recipe:
+    """A recipe derived from `variant.yml` alone, named after the checkpoint's folder."""
+    try:
+        return Recipe(
+            name=checkpoint.path.resolve().parent.name,
+            network=network_from_variant(checkpoint),
+            merging=plan_from_variant(checkpoint),
+            protocol=protocol_from_variant(checkpoint),
+        )
+    except AlgmDeployError as error:
+        raise CheckpointError(str(error)) from error
+
+
+class _Facts:
+    """Typed access to `variant.yml`; every failure names the file, the key, what was expected and what came."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.path = checkpoint.path.with_name(VARIANT_FILE)
+        if checkpoint.variant is None:
+            raise CheckpointError(
+                f"expected {VARIANT_FILE} beside {checkpoint.path}, found none: put it there or name a recipe"
+            )
+        self.facts = checkpoint.variant
+
+    def error(self, key: str, expected: str, came: object) -> CheckpointError:
+        return CheckpointError(f"{self.path}: expected {expected} as {key}, got {came!r}"[:400])
+
+    def get(self, key: str, default: object = None) -> Any:
+        """The value under a dotted key; the default where the key or its section is absent or null."""
+        value: Any = self.facts
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return default if value is None else value
+
+    def whole(self, key: str) -> int:
+        value = self.get(key)
+        if not _is_whole(value):
+            raise self.error(key, "a positive whole number", value)
+        return int(value)
+
+    def number(self, key: str) -> float:
+        value = self.get(key)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise self.error(key, "a finite number", value)
+        return float(value)
+
+    def size(self, key: str) -> Size:
+        """(height, width) from a pair or from one number for both."""
+        value = self.get(key)
+        pair = (value, value) if _is_whole(value) else value
+        if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(map(_is_whole, pair)):
+            raise self.error(key, "one or two positive whole numbers", value)
+        return int(pair[0]), int(pair[1])
+
+    def one_of(self, key: str, values: tuple[str, ...]) -> str:
+        value = self.get(key)
+        if value not in values:
+            raise self.error(key, " or ".join(values), value)
+        return str(value)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1 << 31
+
+
+def _refuse_distilled(checkpoint: Checkpoint, distilled: object) -> None:
+    if distilled or "encoder.dist_token" in checkpoint.state_dict:
+        raise CheckpointError(
+            f"{checkpoint.path}: expected one non-patch token, got a distilled DeiT with two, which the published "
+            "token merging cannot run: use a checkpoint whose variant.yml says `distilled: false`"
+        )
+
+
+def _cross_check(checkpoint: Checkpoint, network: Network) -> None:
+    """Compares every fact that shapes can tell, before any table is built from a claim."""
+    found = checkpoint.state_dict
+    proj = _shape(found, "encoder.patch_embed.proj.weight")
+    classes = _shape(found, "decoder.head.weight")[:1] + _shape(found, "decoder.cls_emb")[1:2]
+    checks = {
+        "net_kwargs.d_model": (network.embed_dim, *proj[:1]),
+        "net_kwargs.patch_size": (network.patch_size, *proj[-1:]),
+        "net_kwargs.n_layers": (network.depth, _blocks(found, "encoder.blocks.")),
+        "net_kwargs.decoder.n_layers": (network.decoder_depth, _blocks(found, "decoder.blocks.")),
+        "net_kwargs.n_cls": (network.classes, *classes),
+    }
+    for key, (claimed, *measured) in checks.items():
+        if any(claimed != came for came in measured):
+            raise CheckpointError(
+                f"{checkpoint.path}: {key} is {claimed} in {VARIANT_FILE}, tensors have {measured[0]}: pair the files"
+            )
+    if network.embed_dim % network.heads:
+        raise CheckpointError(
+            f"{checkpoint.path}: expected heads that divide the width {network.embed_dim}, got {network.heads}: "
+            "correct net_kwargs.n_heads"
+        )
+
+
+def _shape(state_dict: Mapping[str, Tensor], key: str) -> tuple[int, ...]:
+    return tuple(state_dict[key].shape) if key in state_dict else ()
+
+
+def _blocks(state_dict: Mapping[str, Tensor], prefix: str) -> int:
+    return len({key.removeprefix(prefix).split(".")[0] for key in state_dict if key.startswith(prefix)})
+
+
+def expected_shapes(network: Network) -> dict[str, tuple[int, ...]]:
+    """Official parameter name -> shape, the position embedding at the network's own grid."""
+    dim, patch, classes = network.embed_dim, network.patch_size, network.classes
+    shapes = {
+        "encoder.cls_token": (1, 1, dim),
+        "encoder.pos_embed": (1, 1 + math.prod(network.grid), dim),
+        "encoder.patch_embed.proj.weight": (dim, 3, patch, patch),
+        "encoder.patch_embed.proj.bias": (dim,),
+        **_block_shapes("encoder.blocks", network.depth, dim),
+        **_pair("encoder.norm", dim),
+    }
+    if network.decoder == "linear":
+        return {**shapes, **_pair("decoder.head", classes, dim)}
+    return {
+        **shapes,
+        "decoder.cls_emb": (1, classes, dim),
+        "decoder.proj_patch": (dim, dim),
+        "decoder.proj_classes": (dim, dim),
+        **_pair("decoder.proj_dec", dim, dim),
+        **_block_shapes("decoder.blocks", network.decoder_depth, dim),
+        **_pair("decoder.decoder_norm", dim),
+        **_pair("decoder.mask_norm", classes),
+    }
+
+
+def _pair(name: str, *weight: int) -> dict[str, tuple[int, ...]]:
+    return {f"{name}.weight": weight, f"{name}.bias": weight[:1]}
+
+
+def _block_shapes(name: str, depth: int, dim: int) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for i in range(depth):
+        shapes |= _pair(f"{name}.{i}.norm1", dim) | _pair(f"{name}.{i}.norm2", dim)
+        shapes |= _pair(f"{name}.{i}.attn.qkv", 3 * dim, dim) | _pair(f"{name}.{i}.attn.proj", dim, dim)
+        shapes |= _pair(f"{name}.{i}.mlp.fc1", 4 * dim, dim) | _pair(f"{name}.{i}.mlp.fc2", dim, 4 * dim)
+    return shapes
+
+
+# ---------------------------------------------------------------------------------------------------------- weights
+
+
+def state_dict_for(network: Network, checkpoint: Checkpoint) -> Weights:
+    """The checkpoint's weights for a network: every key and shape checked, fp32, the position embedding at its grid.
+
+    Raises CheckpointError when a key is missing, unknown or of another shape, or a weight is not finite.
+    """
+    _refuse_distilled(checkpoint, False)
+    expected = expected_shapes(network)
+    found = checkpoint.state_dict
+    unused = tuple(sorted(key for key in found if key.startswith(_UNUSED_PREFIX)))
+    _check_keys(checkpoint, expected, set(found) - set(unused))
+    _check_shapes(checkpoint, expected)
+    state_dict = {key: found[key].to(torch.float32, copy=True) for key in expected}
+    bad = [key for key, value in state_dict.items() if not bool(torch.isfinite(value).all())]
+    if bad:
+        raise CheckpointError(
+            f"{checkpoint.path}: expected finite weights, got NaN or infinity in {_names(bad)}: train or copy it again"
+        )
+    old = _stored_grid(checkpoint, network)
+    if old != network.grid:
+        embedding = state_dict["encoder.pos_embed"]
+        state_dict["encoder.pos_embed"] = resize_position_embedding(embedding, old, network.grid)
+    return Weights(state_dict, unused, None if old == network.grid else old)
+
+
+def _check_keys(checkpoint: Checkpoint, expected: Iterable[str], found: set[str]) -> None:
+    missing, unknown = sorted(set(expected) - found), sorted(found - set(expected))
+    if missing or unknown:
+        raise CheckpointError(
+            f"{checkpoint.path}: expected the parameters of this network, missing {_names(missing)}, unknown "
+            f"{_names(unknown)}: choose the recipe that fits the checkpoint"
+        )
+
+
+def _check_shapes(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]]) -> None:
+    for key, shape in expected.items():
+        came = _shape(checkpoint.state_dict, key)
+        resizable = key == "encoder.pos_embed" and len(came) == 3 and (came[0], came[2]) == (shape[0], shape[2])
+        if came != shape and not resizable:
+            raise CheckpointError(
+                f"{checkpoint.path}: expected {key} of shape {shape}, got {came}: choose the recipe that fits"
+            )
+
+
+def _stored_grid(checkpoint: Checkpoint, network: Network) -> Size:
+    """Grid of the stored position embedding: the training size of `variant.yml`, else the network's, else a square."""
+    patches = _shape(checkpoint.state_dict, "encoder.pos_embed")[1] - 1
+    side = math.isqrt(max(patches, 0))
+    candidates = [network.grid, (side, side)]
+    if checkpoint.variant is not None and _Facts(checkpoint).get("net_kwargs.image_size") is not None:
+        height, width = _Facts(checkpoint).size("net_kwargs.image_size")
+        candidates.insert(0, (height // network.patch_size, width // network.patch_size))
+    for grid in candidates:
+        if patches > 0 and math.prod(grid) == patches:
+            return grid
+    raise CheckpointError(
+        f"{checkpoint.path}: expected a position embedding for a square grid or that of {VARIANT_FILE}, got "
+        f"{patches} patches: correct net_kwargs.image_size"
+    )
+
+
+def resize_position_embedding(embedding: Tensor, old: Size, new: Size) -> Tensor:
+    """(1, 1 + old rows * columns, D) -> (1, 1 + new rows * columns, D): the cls row kept, the grid part resized.
+
+    Bilinear with align_corners=False, as the published code does at run time (segm/model/utils.py).
+    """
+    prefix, patches = embedding[:, :1], embedding[:, 1:]
+    grid = patches.transpose(1, 2).reshape(1, -1, *old)
+    resized = torch.nn.functional.interpolate(grid, size=new, mode="bilinear", align_corners=False)
+    return torch.cat([prefix, resized.flatten(2).transpose(1, 2)], dim=1)
+
+
+def _names(names: Iterable[object], limit: int = 5) -> str:
+    listed = [str(name)[:80] for name in names]
+    more = f" and {len(listed) - limit} more" if len(listed) > limit else ""
+    return (", ".join(listed[:limit]) or "none") + more
+
+
+def _one_line(text: str) -> str:
+    return (text.strip().splitlines() or [""])[0][:200]
