@@ -1,0 +1,332 @@
+"""mIoU, token statistics and arithmetic of a network over a data set, resumable image by image.
+
+Every finished image is one line of a state file: its confusion counts and token counts. A run that stops continues with
+the images that have no line yet; a photo that cannot be read is named in the result and tried again by the next run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from algm_deploy.errors import BundleError, DatasetError, ImageError, RecipeError
+from algm_deploy.evaluation.datasets import IGNORE, Dataset, Sample
+from algm_deploy.evaluation.flops import multiply_adds
+from algm_deploy.evaluation.metrics import Agreement, Confusion, agreement, confusion_matrix, quality
+from algm_deploy.evaluation.preprocessing import preprocessing_fingerprint, read_photo
+from algm_deploy.evaluation.sliding import Prediction, ScoresOf, predict_labels
+from algm_deploy.recipes import MergePlan, Network, Protocol, Recipe
+
+SCHEMA_VERSION = 1
+HISTOGRAM_BINS = 32
+
+
+@dataclass(frozen=True)
+class ImageResult:
+    """One evaluated image: the flat cells of its confusion matrix that are not zero, their pixels, (windows, M) tokens.
+
+    The sizes of its files in bytes tell a later run whether the image is still the same.
+    """
+
+    name: str
+    image_bytes: int
+    label_bytes: int
+    cells: list[int]
+    pixels: list[int]
+    tokens: list[list[int]]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The outcome over a data set; `failures` maps the names of images that could not be used to the reason."""
+
+    dataset: Dataset
+    recipe: Recipe
+    fingerprint: str
+    window_batch: int
+    results: tuple[ImageResult, ...]
+    failures: dict[str, str]
+
+    @property
+    def complete(self) -> bool:
+        """Whether every image of the data set is in the figures."""
+        return not self.failures
+
+    def tokens(self) -> NDArray[np.int64]:
+        """Token counts (windows, M) of all windows."""
+        return _tokens(self.results, self.recipe.merging)
+
+    def record(self) -> dict[str, Any]:
+        """JSON-able record with units and statistics in the names; a figure without a pixel behind it is None."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "dataset": self.dataset.name,
+            "split": self.dataset.split,
+            "fingerprint_sha256": self.fingerprint,
+            "preprocessing_sha256": preprocessing_fingerprint(self.recipe.protocol),
+            "protocol": asdict(self.recipe.protocol),
+            "window_batch": self.window_batch,
+            "complete": self.complete,
+            "images_failed": len(self.failures),
+            "failures": self.failures,
+            **_figures(self.results, self.dataset.class_names, self.recipe.merging),
+            **_arithmetic(self.results, self.recipe.network, self.recipe.merging),
+            "token_histograms": _histograms(self.tokens(), self.recipe),
+            "slices": {
+                name: _figures(results, self.dataset.class_names, self.recipe.merging)
+                for name, results in self._slices().items()
+            },
+        }
+
+    def _slices(self) -> dict[str, list[ImageResult]]:
+        slice_of = {sample.name: sample.slice for sample in self.dataset.samples}
+        slices: dict[str, list[ImageResult]] = {}
+        for result in self.results:
+            slices.setdefault(slice_of[result.name], []).append(result)
+        return dict(sorted(slices.items()))
+
+
+def evaluate(
+    dataset: Dataset,
+    scores_of: ScoresOf,
+    recipe: Recipe,
+    *,
+    artifact: str,
+    state_folder: Path,
+    window_batch: int = 1,
+    progress: bool = True,
+) -> Evaluation:
+    """Evaluates a network over a data set.
+
+    `artifact` identifies what computes the scores: weights, plan, thresholds in force, runtime, precision. Together
+    with the protocol, the data set and `window_batch` it keys the state file in `state_folder`, so results of
+    different networks never mix. `window_batch` is explained at `predict_labels`.
+
+    Raises:
+        DatasetError: the data set's classes are not the network's.
+        GateError: the network returned no finite scores of the right shape.
+        BundleError: the state file cannot be used, or the token counts do not fit the plan.
+    """
+    if len(dataset.class_names) != recipe.network.classes:
+        raise DatasetError(
+            f"{dataset.name} has {len(dataset.class_names)} classes and the network {recipe.network.classes}: "
+            "choose the data set the checkpoint was trained for"
+        )
+    facts = {
+        "schema_version": SCHEMA_VERSION,
+        "artifact": artifact,
+        "preprocessing_sha256": preprocessing_fingerprint(recipe.protocol),
+        "dataset": dataset.name,
+        "split": dataset.split,
+        "class_names": list(dataset.class_names),
+        "window_batch": window_batch,
+    }
+    fingerprint = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    state = StateFile(state_folder / f"evaluation-{fingerprint[:16]}.jsonl", facts)
+    results, failures = dict(state.results), {}
+    with tqdm(
+        dataset.samples, f"{dataset.name} {dataset.split}", unit="image", disable=None if progress else True
+    ) as bar:
+        for sample in bar:
+            try:
+                if not _unchanged(sample, results.get(sample.name)):
+                    results[sample.name] = _measured(sample, dataset, scores_of, recipe, window_batch)
+                    state.append(results[sample.name])
+            except (ImageError, DatasetError) as error:
+                failures[sample.name] = str(error)
+                bar.set_postfix(failed=len(failures))
+    done = tuple(results[sample.name] for sample in dataset.samples if sample.name not in failures)
+    return Evaluation(dataset, recipe, fingerprint, window_batch, done, failures)
+
+
+def measure_agreement(
+    dataset: Dataset,
+    first: ScoresOf,
+    second: ScoresOf,
+    protocol: Protocol,
+    window_batch: int = 1,
+    progress: bool = True,
+) -> dict[str, Agreement]:
+    """Agreement between two networks on a data set's photos, labels unused: by slice, and under "all" for the whole.
+
+    Raises:
+        ImageError, GateError: as `predict_labels`; a photo that cannot be read ends the comparison.
+    """
+    classes = len(dataset.class_names)
+    counts: dict[str, Confusion] = {"all": np.zeros((classes, classes), np.int64)}
+    for sample in tqdm(dataset.samples, "agreement", unit="image", disable=None if progress else True):
+        photo = read_photo(sample.image_path)
+        maps = [predict_labels(photo, scores_of, protocol, window_batch).labels for scores_of in (first, second)]
+        counted = confusion_matrix(maps[0], maps[1], classes)
+        for name in {"all", sample.slice}:
+            counts[name] = counts.get(name, 0) + counted
+    return {name: agreement(confusion) for name, confusion in counts.items()}
+
+
+class StateFile:
+    """Append-only JSON lines: a header with the facts that key the file, then one `ImageResult` a line.
+
+    A line is written and synced at once. A torn last line, left by a run that was killed, is cut off; any other line
+    that cannot be read is an error.
+    """
+
+    def __init__(self, path: Path, facts: dict[str, Any]) -> None:
+        self.path = path
+        self.results: dict[str, ImageResult] = {}
+        try:
+            content = path.read_bytes() if path.exists() else b""
+            whole = content[: content.rfind(b"\n") + 1]
+            if whole:
+                os.truncate(path, len(whole))
+                self._read(whole, facts)
+            else:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(_line(facts))
+        except OSError as error:
+            raise BundleError(f"{path}: the evaluation cannot keep its state here: {error}") from error
+
+    def append(self, result: ImageResult) -> None:
+        """Adds one image, durably.
+
+        Raises:
+            BundleError: the file cannot be written; what was written before stays valid.
+        """
+        try:
+            with self.path.open("ab") as stream:
+                stream.write(_line(asdict(result)))
+                stream.flush()
+                os.fsync(stream.fileno())
+        except OSError as error:
+            raise BundleError(f"{self.path}: cannot add a result, free space and run again: {error}") from error
+
+    def _read(self, content: bytes, facts: dict[str, Any]) -> None:
+        number = 0
+        try:
+            for number, line in enumerate(content.splitlines(), start=1):
+                entry = json.loads(line)
+                if number == 1 and entry != facts:
+                    raise ValueError("it belongs to another evaluation")
+                if number > 1:
+                    self.results[entry["name"]] = ImageResult(**entry)
+        except (ValueError, TypeError, KeyError) as error:
+            raise BundleError(
+                f"{self.path} line {number}: expected a saved result, delete the file ({error})"
+            ) from error
+
+
+def _line(entry: dict[str, Any]) -> bytes:
+    return json.dumps(entry, separators=(",", ":")).encode() + b"\n"
+
+
+def _unchanged(sample: Sample, result: ImageResult | None) -> bool:
+    return result is not None and (result.image_bytes, result.label_bytes) == _file_bytes(sample)
+
+
+def _file_bytes(sample: Sample) -> tuple[int, int]:
+    try:
+        return sample.image_path.stat().st_size, sample.label_path.stat().st_size
+    except OSError as error:
+        raise ImageError(f"{sample.name}: its photo or label file is gone: {error}") from error
+
+
+def _measured(sample: Sample, dataset: Dataset, scores_of: ScoresOf, recipe: Recipe, window_batch: int) -> ImageResult:
+    image_bytes, label_bytes = _file_bytes(sample)
+    photo, labels = read_photo(sample.image_path), dataset.labels_of(sample)
+    if labels.shape != photo.shape[:2]:
+        raise DatasetError(
+            f"{sample.label_path}: expected the photo's height and width {photo.shape[:2]}, got {labels.shape}: "
+            "the files do not belong together"
+        )
+    prediction = predict_labels(photo, scores_of, recipe.protocol, window_batch)
+    _check_tokens(prediction, recipe.merging)
+    counts = confusion_matrix(labels, prediction.labels, len(dataset.class_names), IGNORE).ravel()
+    cells = np.flatnonzero(counts)
+    return ImageResult(
+        sample.name, image_bytes, label_bytes, cells.tolist(), counts[cells].tolist(), prediction.token_counts.tolist()
+    )
+
+
+def _check_tokens(prediction: Prediction, plan: MergePlan) -> None:
+    if prediction.token_counts.shape[1:] != (len(plan.layers),):
+        raise BundleError(
+            f"expected a token count for each merging layer {plan.layers}, got {prediction.token_counts.shape[1:]}"
+        )
+
+
+def _figures(results: Sequence[ImageResult], class_names: Sequence[str], plan: MergePlan) -> dict[str, Any]:
+    found = quality(_summed(results, len(class_names)))
+    tokens = _tokens(results, plan)
+    figures: dict[str, Any] = {
+        "images": len(results),
+        "windows": len(tokens),
+        "labelled_pixels": found.labelled_pixels,
+        "miou_percent": _number(found.miou_percent),
+        "pixel_accuracy_percent": _number(found.pixel_accuracy_percent),
+        "majority_guess_miou_percent": _number(found.majority_guess_miou_percent),
+        "iou_percent_by_class": dict(zip(class_names, map(_number, found.iou_percent), strict=True)),
+    }
+    for name, counts in zip(merge_names(plan), tokens.T, strict=True):
+        if len(counts):
+            figures |= {
+                f"tokens_after_{name}_mean": float(counts.mean()),
+                f"tokens_after_{name}_min": int(counts.min()),
+                f"tokens_after_{name}_max": int(counts.max()),
+            }
+    return figures
+
+
+def merge_names(plan: MergePlan) -> tuple[str, ...]:
+    """Names of the token counts in the order of `plan.layers`: clap, gbm, or gbm_11 among several GBM layers."""
+    gbm = "gbm" if len(plan.gbm_layers) == 1 else "gbm_{}"
+    return tuple("clap" if layer in plan.clap_layers else gbm.format(layer) for layer in plan.layers)
+
+
+def _summed(results: Iterable[ImageResult], classes: int) -> Confusion:
+    total = np.zeros(classes * classes, np.int64)
+    for result in results:
+        total[result.cells] += result.pixels
+    return total.reshape(classes, classes)
+
+
+def _tokens(results: Iterable[ImageResult], plan: MergePlan) -> NDArray[np.int64]:
+    rows = [row for result in results for row in result.tokens]
+    return np.array(rows, np.int64).reshape(len(rows), len(plan.layers))
+
+
+def _arithmetic(results: Iterable[ImageResult], network: Network, plan: MergePlan) -> dict[str, Any]:
+    """Mean arithmetic over the windows, each with its own token counts; None for networks without a count."""
+    try:
+        dense = multiply_adds(network, MergePlan(clap_layers=(), gbm_layers=()))
+        counts = [multiply_adds(network, plan, row).gmacs for row in _tokens(results, plan).tolist()]
+    except RecipeError:
+        return {"gmacs_per_window_mean": None, "gflops_per_window_mean": None, "gmacs_per_window_dense": None}
+    mean = _number(float(np.mean(counts))) if counts else None
+    return {
+        "gmacs_per_window_mean": mean,
+        "gflops_per_window_mean": None if mean is None else 2 * mean,
+        "gmacs_per_window_dense": dense.gmacs,
+    }
+
+
+def _histograms(tokens: NDArray[np.int64], recipe: Recipe) -> dict[str, Any]:
+    patches = recipe.network.grid[0] * recipe.network.grid[1]
+    edges = np.linspace(0, patches, HISTOGRAM_BINS + 1)
+    counted = {
+        name: np.histogram(counts, edges)[0].tolist()
+        for name, counts in zip(merge_names(recipe.merging), tokens.T, strict=True)
+    }
+    return {"token_edges": edges.tolist(), "windows_by_merge": counted}
+
+
+def _number(value: float) -> float | None:
+    return None if math.isnan(value) else value
