@@ -1,0 +1,17 @@
+// What TensorRT looks up when it loads the library: the creators, and a place to hand in its logger.
+#include "operators.h"
+
+extern "C" __attribute__((visibility("default"))) void setLoggerFinder(nvinfer1::ILoggerFinder* finder) {
+    algm::setFinder(finder);
+}
+
+extern "C" __attribute__((visibility("default"))) nvinfer1::IPluginCreatorInterface* const* getCreators(
+    int32_t& count) {
+    static algm::Creator<algm::Clap> clap;
+    static algm::Creator<algm::Gbm> gbm;
+    static algm::Creator<algm::Unmerge> unmerge;
+    static algm::Creator<algm::LabelMap> labelMap;
+    static nvinfer1::IPluginCreatorInterface* const creators[]{&clap, &gbm, &unmerge, &labelMap};
+    count = 4;
+    return creators;
+}
