@@ -1,38 +1,61 @@
 """Recipes: everything a person decides about a deployment, as frozen dataclasses read from TOML.
 
-Order of authority: command-line flag, recipe, the checkpoint's `variant.yml`.
+Order of authority: command-line flag, recipe, the checkpoint's `variant.yml`. Each source gives *settings*, a mapping
+from dotted key (`merging.clap_threshold`) to a checked value; `resolve` lays them over each other.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from algm_deploy.errors import PlanError
+from algm_deploy.content import content
+from algm_deploy.errors import PlanError, RecipeError
+
+SCHEMA = 1
 
 Size = tuple[int, int]
+Color = tuple[int, int, int]
+Family = Literal["segmenter"]
+Decoder = Literal["mask_transformer", "linear"]
+Normalization = Literal["vit", "deit"]
 Semantics = Literal["code", "paper"]
 Batching = Literal["per_image", "batch_min"]
 TokenOrder = Literal["published", "raster"]
 GbmMode = Literal["adaptive", "fixed"]
 Output = Literal["labels", "scores"]
 Precision = Literal["fp32", "fp16", "bf16"]
+Settings = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Network:
     """Shape of a plain-ViT segmenter. Sizes are (height, width) in pixels; `embed_dim` is the width of a token."""
 
-    family: str
+    family: Family
     embed_dim: int
     depth: int
     heads: int
     classes: int
     image_size: Size
     patch_size: int = 16
-    decoder: str = "mask_transformer"
+    decoder: Decoder = "mask_transformer"
     decoder_depth: int = 2
-    normalization: Literal["vit", "deit"] = "vit"
+    normalization: Normalization = "vit"
+
+    def __post_init__(self) -> None:
+        _check_ranges("network", self, embed_dim=(1, 8192), depth=(1, 256), heads=(1, 256), classes=(1, 65535))
+        _check_ranges("network", self, patch_size=(1, 256), decoder_depth=(0, 256), image_size=(self.patch_size, 16384))
+        if self.embed_dim % self.heads:
+            raise RecipeError(f"expected network.heads to divide the width {self.embed_dim}, got {self.heads}")
+        if any(side % self.patch_size for side in self.image_size):
+            raise RecipeError(
+                f"expected network.image_size in multiples of the patch size {self.patch_size}, got {self.image_size}"
+            )
 
     @property
     def grid(self) -> Size:
@@ -96,6 +119,10 @@ class Protocol:
     stride: int
     max_ratio: float = 4.0
 
+    def __post_init__(self) -> None:
+        _check_ranges("protocol", self, short_side=(1, 16384), window=(1, 16384), max_ratio=(1, 100))
+        _check_ranges("protocol", self, stride=(1, self.window))
+
 
 # Largest long side, as a multiple of the short side, in the published evaluation (data/config/*.py of the public code).
 _MAX_RATIO = {"ade20k": 4.0, "cityscapes": 2.0, "pascal_context": 8.0}
@@ -114,19 +141,222 @@ class Gates:
     excused_windows: float = 0.25
     miou_drop_points: float = 0.1
 
+    def __post_init__(self) -> None:
+        _check_ranges("gates", self, label_agreement=(0, 1), excused_windows=(0, 1), miou_drop_points=(0, 100))
+
 
 @dataclass(frozen=True)
 class Recipe:
-    """One published network, or one derived from a checkpoint's `variant.yml`."""
+    """One published network, or one derived from a checkpoint's `variant.yml`.
+
+    `class_names` and `palette` are empty where those of the dataset apply. `published` holds the figures its authors
+    report: `miou_percent`, `gmacs`, `throughput_img_per_s` with merging, the same with `_dense` without.
+    """
 
     name: str
     network: Network
     merging: MergePlan
     protocol: Protocol
     class_names: tuple[str, ...] = ()
-    palette: tuple[tuple[int, int, int], ...] = ()
+    palette: tuple[Color, ...] = ()
     output: Output = "scores"
     precision: Precision = "fp32"
     max_batch: int = 8
     gates: Gates = field(default_factory=Gates)
     published: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check_ranges("recipe", self, max_batch=(1, 1024), palette=(0, 255))
+        _check_ranges("merging", self.merging, clap_threshold=(-2, 2), gbm_threshold=(-1000, 1000))
+        if any(layer > self.network.depth for layer in self.merging.layers):
+            raise RecipeError(f"expected merging layers up to {self.network.depth}, got {self.merging.layers}")
+        if any(side > limit for side, limit in zip(self.merging.window, self.network.grid, strict=True)):
+            raise RecipeError(
+                f"expected a merging.window within the grid {self.network.grid}, got {self.merging.window}"
+            )
+        for key, listed in (("class_names", self.class_names), ("palette", self.palette)):
+            if listed and len(listed) != self.network.classes:
+                raise RecipeError(f"expected {key} for {self.network.classes} classes, got {len(listed)}")
+
+
+def _check_ranges(section: str, facts: object, **ranges: tuple[float, float]) -> None:
+    for name, (low, high) in ranges.items():
+        if not all(low <= number <= high for number in _numbers(getattr(facts, name))):
+            raise RecipeError(f"expected {section}.{name} between {low} and {high}, got {getattr(facts, name)}")
+
+
+def _numbers(value: Any) -> list[float]:
+    return [number for part in value for number in _numbers(part)] if isinstance(value, tuple) else [value]
+
+
+# ---------------------------------------------------------------------------------------------------------- reading
+
+
+def recipe_names() -> tuple[str, ...]:
+    """Names of the recipes that come with the package."""
+    return tuple(sorted(path.stem for path in content("export/recipes").glob("*.toml")))
+
+
+def recipe(name: str) -> Recipe:
+    """A recipe by name, or by the path of a TOML file."""
+    return resolve([(name, recipe_settings(name))])[0]
+
+
+def read_recipe(path: Path) -> Recipe:
+    """The recipe in a TOML file, complete in itself."""
+    return resolve([(str(path), _read_settings(path))])[0]
+
+
+def recipe_settings(name: str) -> Settings:
+    """What a recipe says, by its name or the path of a TOML file; what it leaves out is absent."""
+    if name.endswith(".toml"):
+        return _read_settings(Path(name))
+    names = recipe_names()
+    if name not in names:
+        raise RecipeError(
+            f"expected a .toml file or one of {', '.join(names)}; got {name!r:.100}{_nearest(name, names)}"
+        )
+    return _read_settings(content("export/recipes") / f"{name}.toml")
+
+
+def _read_settings(path: Path) -> Settings:
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0][:200]
+        raise RecipeError(f"{path}: expected a recipe in TOML: {reason}") from error
+    return {"name": path.stem, **settings_of(table, str(path))}
+
+
+def settings_of(table: Mapping[str, Any], source: str) -> Settings:
+    """Checked settings of a recipe's table, as TOML or a manifest's JSON gives it; `source` opens every error."""
+    version = table.get("schema")
+    if version != SCHEMA:
+        raise RecipeError(
+            f"{source}: expected `schema = {SCHEMA}` of this release, got {version!r}: write it or update"
+        )
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        if key in _SECTIONS and not isinstance(value, Mapping):
+            raise RecipeError(f"{source}: expected a table as {key}, got {value!r:.100}")
+        flat |= {f"{key}.{name}": part for name, part in value.items()} if key in _SECTIONS else {key: value}
+    del flat["schema"]
+    try:
+        return {key: checked(key, value) for key, value in flat.items()}
+    except RecipeError as error:
+        raise RecipeError(f"{source}: {error}") from error
+
+
+def checked(key: str, value: object) -> Any:
+    """The value of one setting in its field's type; RecipeError when the key is unknown or the value does not fit."""
+    if key not in _FIELDS:
+        raise RecipeError(f"expected a setting, got {key!r:.100}{_nearest(key, tuple(_FIELDS))}")
+    return _convert(_FIELDS[key], value, key)
+
+
+def resolve(layers: Sequence[tuple[str, Settings]]) -> tuple[Recipe, tuple[str, ...]]:
+    """Lays settings over each other, lowest authority first: `[("variant.yml", ...), ("recipe x", ...), ...]`.
+
+    Returns the recipe and one printable line for each setting on which two sources disagree.
+    """
+    values: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    conflicts = []
+    for source, settings in layers:
+        for key, value in settings.items():
+            if key in values and values[key] != value and key != "name":
+                conflicts.append(f"{key}: {source} says {value}, {origin[key]} says {values[key]}; {source} wins")
+            values[key], origin[key] = value, source
+    source = " over ".join(name for name, _ in reversed(layers))
+    return _build(values, source), tuple(conflicts)
+
+
+def to_table(recipe: Recipe) -> dict[str, Any]:
+    """A recipe as a JSON-ready table that `from_table` reads back to an equal recipe."""
+    table: dict[str, Any] = {"schema": SCHEMA}
+    for key, value in flatten(recipe).items():
+        section, _, name = key.rpartition(".")
+        (table.setdefault(section, {}) if section else table)[name] = value
+    return table
+
+
+def from_table(table: Mapping[str, Any], source: str) -> Recipe:
+    """The recipe in a table that `to_table` wrote."""
+    return _build(settings_of(table, source), source)
+
+
+def flatten(facts: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> value of a recipe or a part of it."""
+    flat: dict[str, Any] = {}
+    for item in fields(facts):
+        value = getattr(facts, item.name)
+        flat |= flatten(value, f"{prefix}{item.name}.") if is_dataclass(value) else {f"{prefix}{item.name}": value}
+    return flat
+
+
+def _build(values: Settings, source: str) -> Recipe:
+    missing = [key for key in _REQUIRED if key not in values]
+    if missing:
+        raise RecipeError(
+            f"{source}: expected {', '.join(missing)}, found none: add it to the recipe or give variant.yml"
+        )
+    try:
+        sections = {name: kind(**_section(values, name)) for name, kind in _SECTIONS.items()}
+        return Recipe(**sections, **{key: value for key, value in values.items() if "." not in key})
+    except (RecipeError, PlanError) as error:
+        raise RecipeError(f"{source}: {error}") from error
+
+
+def _section(values: Settings, section: str) -> dict[str, Any]:
+    return {key.partition(".")[2]: value for key, value in values.items() if key.startswith(f"{section}.")}
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    close = get_close_matches(name, known, 1, 0.5) or [key for key in known if key.endswith(f".{name}")][:1]
+    return f": did you mean {close[0]}?" if close else ""
+
+
+# ----------------------------------------------------------------------------------------- types of the fields above
+
+
+def _convert(kind: Any, value: object, key: str) -> Any:
+    """`value` in the type of its field: lists become tuples, whole numbers floats where the field is a float."""
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        if value in args:
+            return value
+    elif origin is dict and isinstance(value, Mapping):
+        return {str(name): _convert(args[1], part, f"{key}.{name}") for name, part in value.items()}
+    elif origin is tuple and isinstance(value, list | tuple):
+        if args[-1] is Ellipsis:
+            return tuple(_convert(args[0], part, key) for part in value)
+        if len(args) == len(value):
+            return tuple(_convert(part_kind, part, key) for part_kind, part in zip(args, value, strict=True))
+    elif kind is float and isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300:
+        return float(value)
+    elif (kind is int and isinstance(value, int) and not isinstance(value, bool)) or (
+        kind is str and isinstance(value, str)
+    ):
+        return value
+    raise RecipeError(f"expected {_described(kind)} as {key}, got {value!r:.100}")
+
+
+def _described(kind: Any) -> str:
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return " or ".join(map(str, args))
+    if origin is tuple:
+        return f"a list of {_described(args[0])}" if args[-1] is Ellipsis else f"{len(args)} whole numbers"
+    return {int: "a whole number", float: "a finite number", str: "a text", dict: "a table of numbers"}[origin or kind]
+
+
+def _required(kind: Any) -> list[str]:
+    return [item.name for item in fields(kind) if item.default is MISSING and item.default_factory is MISSING]
+
+
+_HINTS = get_type_hints(Recipe)
+_SECTIONS: dict[str, Any] = {name: kind for name, kind in _HINTS.items() if is_dataclass(kind)}
+_FIELDS: dict[str, Any] = {name: kind for name, kind in _HINTS.items() if name not in _SECTIONS} | {
+    f"{section}.{name}": kind for section, owner in _SECTIONS.items() for name, kind in get_type_hints(owner).items()
+}
+_REQUIRED = ["name", *(f"{section}.{name}" for section, owner in _SECTIONS.items() for name in _required(owner))]

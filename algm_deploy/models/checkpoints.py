@@ -18,8 +18,21 @@ import torch
 import yaml
 from torch import Tensor
 
-from algm_deploy.errors import AlgmDeployError, CheckpointError, PlanError
-from algm_deploy.recipes import DENSE, MergePlan, Network, Protocol, Recipe, Size, dataset_ratio
+from algm_deploy.errors import CheckpointError, PlanError, RecipeError
+from algm_deploy.recipes import (
+    DENSE,
+    Decoder,
+    MergePlan,
+    Network,
+    Normalization,
+    Protocol,
+    Recipe,
+    Settings,
+    Size,
+    dataset_ratio,
+    flatten,
+    resolve,
+)
 
 CHECKPOINT_FILE = "checkpoint.pth"
 VARIANT_FILE = "variant.yml"
@@ -154,18 +167,21 @@ def network_from_variant(checkpoint: Checkpoint) -> Network:
     facts = _Facts(checkpoint)
     _refuse_distilled(checkpoint, facts.get("net_kwargs.distilled", False))
     decoder = facts.one_of("net_kwargs.decoder.name", values=("mask_transformer", "linear"))
-    network = Network(
-        family="segmenter",
-        embed_dim=facts.whole("net_kwargs.d_model"),
-        depth=facts.whole("net_kwargs.n_layers"),
-        heads=facts.whole("net_kwargs.n_heads"),
-        classes=facts.whole("net_kwargs.n_cls"),
-        image_size=facts.size("net_kwargs.image_size"),
-        patch_size=facts.whole("net_kwargs.patch_size"),
-        decoder=decoder,
-        decoder_depth=facts.whole("net_kwargs.decoder.n_layers") if decoder == "mask_transformer" else 0,
-        normalization=cast(Any, facts.one_of("net_kwargs.normalization", values=("vit", "deit"))),
-    )
+    try:
+        network = Network(
+            family="segmenter",
+            embed_dim=facts.whole("net_kwargs.d_model"),
+            depth=facts.whole("net_kwargs.n_layers"),
+            heads=facts.whole("net_kwargs.n_heads"),
+            classes=facts.whole("net_kwargs.n_cls"),
+            image_size=facts.size("net_kwargs.image_size"),
+            patch_size=facts.whole("net_kwargs.patch_size"),
+            decoder=cast(Decoder, decoder),
+            decoder_depth=facts.whole("net_kwargs.decoder.n_layers") if decoder == "mask_transformer" else 0,
+            normalization=cast(Normalization, facts.one_of("net_kwargs.normalization", values=("vit", "deit"))),
+        )
+    except RecipeError as error:
+        raise CheckpointError(f"{facts.path}: {error}") from error
     _cross_check(checkpoint, network)
     return network
 
@@ -200,26 +216,37 @@ def protocol_from_variant(checkpoint: Checkpoint) -> Protocol:
     dataset = facts.get("dataset_kwargs.dataset")
     if not isinstance(dataset, str):
         raise facts.error("dataset_kwargs.dataset", "the name of a dataset", dataset)
-    return Protocol(
-        dataset=dataset,
-        short_side=facts.whole("inference_kwargs.im_size"),
-        window=facts.whole("inference_kwargs.window_size"),
-        stride=facts.whole("inference_kwargs.window_stride"),
-        max_ratio=dataset_ratio(dataset),
-    )
+    try:
+        return Protocol(
+            dataset=dataset,
+            short_side=facts.whole("inference_kwargs.im_size"),
+            window=facts.whole("inference_kwargs.window_size"),
+            stride=facts.whole("inference_kwargs.window_stride"),
+            max_ratio=dataset_ratio(dataset),
+        )
+    except RecipeError as error:
+        raise CheckpointError(f"{facts.path}: {error}") from error
+
+
+def settings_from_variant(checkpoint: Checkpoint) -> Settings:
+    """What `variant.yml` says, for `recipes.resolve`; the name is that of the checkpoint's folder."""
+    plan = flatten(plan_from_variant(checkpoint), "merging.")
+    said = ["clap_layers", "gbm_layers"] + (["window", "clap_threshold"] if plan["merging.clap_layers"] else [])
+    return {
+        "name": checkpoint.path.resolve().parent.name,
+        **flatten(network_from_variant(checkpoint), "network."),
+        **{f"merging.{name}": plan[f"merging.{name}"] for name in said},
+        **flatten(protocol_from_variant(checkpoint), "protocol."),
+    }
 
 
 def recipe_from_variant(checkpoint: Checkpoint) -> Recipe:
-    """A recipe derived from `variant.yml` alone, named after the checkpoint's folder."""
+    """The recipe that `variant.yml` alone makes."""
+    settings = settings_from_variant(checkpoint)
     try:
-        return Recipe(
-            name=checkpoint.path.resolve().parent.name,
-            network=network_from_variant(checkpoint),
-            merging=plan_from_variant(checkpoint),
-            protocol=protocol_from_variant(checkpoint),
-        )
-    except AlgmDeployError as error:
-        raise CheckpointError(str(error)) from error
+        return resolve([(VARIANT_FILE, settings)])[0]
+    except RecipeError as error:
+        raise CheckpointError(f"{checkpoint.path}: {error}") from error
 
 
 class _Facts:
@@ -299,11 +326,6 @@ def _cross_check(checkpoint: Checkpoint, network: Network) -> None:
             raise CheckpointError(
                 f"{checkpoint.path}: {key} is {claimed} in {VARIANT_FILE}, tensors have {measured[0]}: pair the files"
             )
-    if network.embed_dim % network.heads:
-        raise CheckpointError(
-            f"{checkpoint.path}: expected heads that divide the width {network.embed_dim}, got {network.heads}: "
-            "correct net_kwargs.n_heads"
-        )
 
 
 def _shape(state_dict: Mapping[str, Tensor], key: str) -> tuple[int, ...]:
