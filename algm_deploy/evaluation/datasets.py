@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path, PurePosixPath
 
@@ -46,7 +46,7 @@ class Dataset:
     root: Path
     class_names: tuple[str, ...]
     samples: tuple[Sample, ...]
-    lookup: NDArray[np.int16]
+    lookup: NDArray[np.int16] = field(repr=False, compare=False)
 
     def labels_of(self, sample: Sample) -> NDArray[np.uint8]:
         """Class index of every pixel (H, W), `IGNORE` where a pixel does not count.

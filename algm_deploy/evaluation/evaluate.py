@@ -25,7 +25,7 @@ from algm_deploy.evaluation.flops import multiply_adds
 from algm_deploy.evaluation.metrics import Agreement, Confusion, agreement, confusion_matrix, quality
 from algm_deploy.evaluation.preprocessing import preprocessing_fingerprint, read_photo
 from algm_deploy.evaluation.sliding import Prediction, ScoresOf, predict_labels
-from algm_deploy.recipes import MergePlan, Network, Protocol, Recipe
+from algm_deploy.recipes import DENSE, MergePlan, Network, Protocol, Recipe
 
 SCHEMA_VERSION = 1
 HISTOGRAM_BINS = 32
@@ -306,7 +306,7 @@ def _tokens(results: Iterable[ImageResult], plan: MergePlan) -> NDArray[np.int64
 def _arithmetic(results: Iterable[ImageResult], network: Network, plan: MergePlan) -> dict[str, Any]:
     """Mean arithmetic over the windows, each with its own token counts; None for networks without a count."""
     try:
-        dense = multiply_adds(network, MergePlan(clap_layers=(), gbm_layers=()))
+        dense = multiply_adds(network, DENSE)
         counts = [multiply_adds(network, plan, row).gmacs for row in _tokens(results, plan).tolist()]
     except RecipeError:
         return {"gmacs_per_window_mean": None, "gflops_per_window_mean": None, "gmacs_per_window_dense": None}

@@ -39,7 +39,7 @@ _RULES = {
 
 def preprocessing_fingerprint(protocol: Protocol) -> str:
     """SHA-256 (hex) of every fact that decides which numbers a network sees; the data set's name is not one of them."""
-    facts = {**_RULES, **asdict(protocol)}
+    facts = {**_RULES, **asdict(protocol), "max_ratio": float(protocol.max_ratio)}
     del facts["dataset"]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
@@ -133,13 +133,15 @@ def _reading(path: Path) -> Iterator[None]:
     """Turns whatever Pillow and the file system raise into an ImageError that names the file."""
     try:
         yield
+    except ImageError:
+        raise
     except FileNotFoundError as error:
         raise ImageError(f"{path}: no such file") from error
     except UnidentifiedImageError as error:
         raise ImageError(f"{path}: expected a picture such as JPEG or PNG, Pillow knows no such format") from error
     except Image.DecompressionBombError as error:
         raise ImageError(f"{path}: {error}; shrink the picture first") from error
-    except (OSError, SyntaxError, ValueError, EOFError) as error:
+    except Exception as error:  # a damaged file makes decoders raise anything, RuntimeError and TypeError included
         raise ImageError(f"{path}: the picture cannot be decoded, it may be truncated ({error})") from error
 
 

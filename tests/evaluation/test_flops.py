@@ -1,0 +1,117 @@
+"""Multiply-adds against the published figures, and against fvcore on a plain network written here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from algm_deploy.errors import PlanError, RecipeError
+from algm_deploy.evaluation.flops import multiply_adds
+from algm_deploy.recipes import DENSE, MergePlan, Network
+
+
+def segmenter(dim: int, depth: int, classes: int, side: int, decoder_depth: int = 2) -> Network:
+    return Network("segmenter", dim, depth, dim // 64, classes, (side, side), decoder_depth=decoder_depth)
+
+
+# ALGM (CVPR 2024) and its appendix; the tables say GFLOPs and mean multiply-adds.
+@pytest.mark.parametrize(
+    ("network", "published_gmacs"),
+    [
+        (segmenter(192, 12, 150, 512), 12.8),
+        (segmenter(384, 12, 150, 512), 38.6),
+        (segmenter(768, 12, 150, 512), 130),
+        (segmenter(1024, 24, 150, 640), 672),
+        (segmenter(384, 12, 19, 768), 116),
+        (segmenter(1024, 24, 19, 768, decoder_depth=1), 1005),
+        (segmenter(384, 12, 60, 480), 32.1),
+        (segmenter(1024, 24, 60, 480), 343),
+        (segmenter(1024, 24, 171, 512), 401),
+    ],
+)
+def test_published_figures_of_dense_networks(network: Network, published_gmacs: float) -> None:
+    counted = multiply_adds(network, DENSE)
+    assert counted.gmacs == pytest.approx(published_gmacs, rel=0.01)
+    assert counted.gflops == 2 * counted.gmacs
+    assert counted.merging == 0
+
+
+class PlainBlock(nn.Module):
+    """Transformer block that keeps `tokens` of its rows between attention and MLP, comparing them first if `gbm`."""
+
+    def __init__(self, dim: int, tokens: int | None = None, gbm: bool = False) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
+        self.tokens, self.gbm = tokens, gbm
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(self.norm1(x)).unflatten(-1, (3, -1, 64)).permute(2, 0, 3, 1, 4)
+        x = x + self.proj(((query @ key.mT).softmax(-1) @ value).transpose(1, 2).flatten(2))
+        if self.gbm:
+            x = x + (x[:, ::2] @ x[:, 1::2].mT).amax() * 0
+        return (kept := x[:, : self.tokens]) + self.mlp(self.norm2(kept))
+
+
+class PlainSegmenter(nn.Module):
+    def __init__(self, network: Network, blocks: list[PlainBlock]) -> None:
+        super().__init__()
+        dim, classes = network.embed_dim, network.classes
+        self.network = network
+        self.patches = nn.Conv2d(3, dim, network.patch_size, network.patch_size)
+        self.blocks, self.norm = nn.Sequential(*blocks), nn.LayerNorm(dim)
+        self.into_decoder, self.head = nn.Linear(dim, dim), nn.Linear(dim, classes)
+        self.decoder = nn.Sequential(*(PlainBlock(dim) for _ in range(network.decoder_depth)), nn.LayerNorm(dim))
+        self.patch_weight, self.class_weight = (nn.Parameter(torch.zeros(dim, dim)) for _ in range(2))
+        self.mask_norm = nn.LayerNorm(classes)
+
+    def forward(self, image: Tensor) -> Tensor:
+        x = self.patches(image).flatten(2).mT
+        x = self.norm(self.blocks(torch.cat([x[:, :1], x], 1)))[:, 1:]
+        scores = self.head(x) if self.network.decoder == "linear" else self.masks(x)
+        maps = scores.mean(1)[..., None, None].expand(-1, -1, *self.network.grid)
+        return F.interpolate(maps, self.network.image_size, mode="bilinear")
+
+    def masks(self, x: Tensor) -> Tensor:
+        x = self.into_decoder(x)
+        x = self.decoder(torch.cat([x, x.new_zeros(1, self.network.classes, x.shape[-1])], 1))
+        patches, classes = x.split([x.shape[1] - self.network.classes, self.network.classes], 1)
+        return self.mask_norm(patches @ self.patch_weight @ (classes @ self.class_weight).mT)
+
+
+@pytest.mark.parametrize("decoder", ["mask_transformer", "linear"])
+@pytest.mark.parametrize("merged", [False, True])
+def test_every_part_equals_fvcore(decoder: str, merged: bool) -> None:
+    analysis = pytest.importorskip("fvcore.nn", reason="fvcore counts the published figures; pip install fvcore")
+    network = Network("segmenter", 128, 4, 2, 7, (80, 112), decoder=decoder, decoder_depth=2)
+    plan = MergePlan(clap_layers=(1,), gbm_layers=(3,)) if merged else DENSE
+    counts = (23, 14) if merged else ()
+    blocks = [PlainBlock(128) for _ in range(4)]
+    if merged:
+        blocks[0], blocks[2] = PlainBlock(128, 1 + counts[0]), PlainBlock(128, 1 + counts[1], gbm=True)
+    with torch.no_grad():
+        traced = analysis.FlopCountAnalysis(PlainSegmenter(network, blocks), torch.zeros(1, 3, 80, 112))
+        expected = traced.unsupported_ops_warnings(False).total()
+    assert multiply_adds(network, plan, counts).total == expected
+
+
+def test_merging_saves_and_its_own_product_is_stated() -> None:
+    network, plan = segmenter(384, 12, 11, 512), MergePlan()
+    dense, kept, merged = (multiply_adds(network, plan, counts) for counts in ((1024, 1024), (694, 694), (694, 539)))
+    assert dense.total > kept.total > merged.total
+    assert merged.merging == kept.merging == 348 * 347 * 384  # 694 patches and cls, split into even and odd rows
+    assert dense.total - dense.merging == multiply_adds(network, DENSE).total
+
+
+@pytest.mark.parametrize("counts", [(), (694,), (539, 694), (2000, 539), (694, 0)])
+def test_token_counts_that_cannot_be_are_refused(counts: tuple[int, ...]) -> None:
+    with pytest.raises(PlanError, match="token count"):
+        multiply_adds(segmenter(384, 12, 11, 512), MergePlan(), counts)
+
+
+def test_a_network_without_a_count_is_refused() -> None:
+    with pytest.raises(RecipeError, match="setr"):
+        multiply_adds(Network("setr", 768, 12, 12, 150, (512, 512), decoder="naive"), DENSE)
