@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-from typing import TypeVar
-
 import torch
 from torch import Tensor, nn
 
 import algm_deploy.ops  # noqa: F401  registers torch.ops.algm
 from algm_deploy.errors import PlanError
-from algm_deploy.models.vit import KeepTokens, MergeInputs, Tokens
+from algm_deploy.models.vit import KeepTokens, MergeInputs, Model, Tokens, share_parameters
 from algm_deploy.ops._rows import merge_rows, row_of, sum_rows
 from algm_deploy.recipes import MergePlan, Size
-
-Model = TypeVar("Model", bound=nn.Module)
 
 
 class Clap(nn.Module):
@@ -70,12 +65,6 @@ class Replay(nn.Module):
         weight = tokens.size if self.weighted else torch.ones_like(tokens.size)
         values = merge_rows(tokens.values, weight, row, rows_out)
         return Tokens(values, sum_rows(tokens.size, row, rows_out), forced, length, padded=True)
-
-
-def share_parameters(model: Model) -> Model:
-    """A structural copy of `model` whose parameters and buffers are the same tensors."""
-    tensors = [*model.parameters(), *model.buffers()]
-    return copy.deepcopy(model, {id(t): t for t in tensors})
 
 
 def insert_merging(model: Model, plan: MergePlan) -> Model:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from algm_deploy.models.segmenter import upsample_scores
-from algm_deploy.models.vit import MergeInputs
+from algm_deploy.models.vit import MergeInputs, share_parameters
 from algm_deploy.recipes import Network, Output
 
 # (mean, deviation) of the pixels in 0..1, red, green, blue, by the name the official configuration uses.
@@ -49,12 +49,13 @@ class Deployed(nn.Module):
 
     def __init__(self, model: nn.Module, network: Network, output: Output) -> None:
         super().__init__()
-        self.model, self.network, self.output = model, network, output
-        self.embedding = PixelEmbedding(model.encoder.patch_embed.proj, network.normalization)
+        self.network, self.output = network, output
+        self.model = share_parameters(model)
+        self.model.encoder.patch_embed = PixelEmbedding(model.encoder.patch_embed.proj, network.normalization)
 
     def forward(self, image: Tensor, inputs: MergeInputs) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """Labels or scores, token counts, token maps. `inputs.maps` are used by replaying slots only."""
-        result = self.model(self.embedding(image), inputs)
+        result = self.model(image, inputs)
         if self.output == "labels":
             tail = torch.ops.algm.label_map(
                 result.scores, result.map, result.prefix, self.network.grid, self.network.image_size

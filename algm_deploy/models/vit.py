@@ -6,13 +6,16 @@ attention, then hands its tokens to the slot, then runs its MLP: that is where A
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import copy
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from algm_deploy.recipes import Size
+
+Model = TypeVar("Model", bound=nn.Module)
 
 
 class Tokens(NamedTuple):
@@ -140,3 +143,9 @@ class VisionTransformer(nn.Module):
             if not isinstance(block.merge, KeepTokens):
                 stages.append(tokens)
         return tokens._replace(values=self.norm(tokens.values)), stages
+
+
+def share_parameters(model: Model) -> Model:
+    """A structural copy of `model` whose parameters and buffers are the same tensors."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(t): t for t in tensors})

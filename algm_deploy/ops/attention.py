@@ -10,6 +10,7 @@ An opaque operator on purpose: a visible mask would let the exporter specialise 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from algm_deploy.ops._onnx import Body, Value
 
 # cuDNN plans anew for every sequence length, which adaptive merging changes with every picture.
 _BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -58,6 +61,25 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 attention.register_autograd(_backward, setup_context=_save_for_backward)
+
+
+def onnx_body(
+    body: Body, attributes: Mapping[str, Any], inputs: Sequence[Value | None], dtypes: Sequence[Any]
+) -> list[Value]:
+    """Attention in standard ops; the softmax is fp32 for every token type."""
+    qkv, length = inputs[0], inputs[1] if len(inputs) > 1 else None
+    assert qkv is not None
+    heads = body("Transpose", body("Reshape", qkv, [0, 0, 3, attributes["heads"], -1]), perm=[2, 0, 3, 1, 4])
+    query, key, value = (body("Squeeze", part, [0]) for part in body.several(3, "Split", heads, axis=0, num_outputs=3))
+    scaled = body("Mul", query, body.like(body.value(attributes["scale"]), qkv))
+    scores = body.fp32(body("MatMul", scaled, body("Transpose", key, perm=[0, 1, 3, 2])))
+    if length is not None:
+        valid = body("Less", body.indices(body.size_of(qkv, 1)), body("Unsqueeze", length, [1]))
+        scores = body("Where", body("Unsqueeze", valid, [1, 2]), scores, -np.inf)
+    mixed = body("MatMul", body.like(body("Softmax", scores, axis=-1), qkv), value)
+    return [body("Reshape", body("Transpose", mixed, perm=[0, 2, 1, 3]), [0, 0, -1])]
+
+
 
 
 def reference(qkv: np.ndarray, length: np.ndarray | None, *, heads: int, scale: float) -> np.ndarray:

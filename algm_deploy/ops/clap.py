@@ -21,6 +21,7 @@ Ties are ordered by the lower window index.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from algm_deploy.ops._onnx import END, Body, Value, unit_rows
 from algm_deploy.ops._rows import (
     NORM_EPS,
     merge_rows,
@@ -145,6 +147,72 @@ def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
 
 
 clap.register_autograd(_backward, setup_context=_save_for_backward)
+
+
+# --- ONNX body ------------------------------------------------------------------------------------------------------
+
+
+
+def _onnx_similarity(body: Body, tokens: Value, members: np.ndarray, prefix: int) -> tuple[Value, Value]:
+    """Members (B, W, k, D) fp32 of every window, and the window similarities (B, W)."""
+    windows, k = members.shape
+    x = body("Gather", tokens, members.reshape(-1) + prefix, axis=1)
+    x = body("Reshape", body.fp32(x), [0, windows, k, -1])
+    unit = unit_rows(body, x, NORM_EPS)
+    gram = body("MatMul", unit, body("Transpose", unit, perm=[0, 1, 3, 2]))
+    off_diagonal = (1 - np.eye(k)).astype(np.float32)
+    total = body("ReduceSum", body("Mul", gram, off_diagonal), [2, 3], keepdims=0)
+    return x, body("Div", total, float(k * (k - 1)))
+
+
+def _onnx_places(body: Body, similarity: Value, threshold: Value, attributes: Mapping[str, Any]) -> Value:
+    """Place (B, W) of every merged window, -1 for windows that stay."""
+    comparison = "Greater" if attributes["semantics"] == "paper" else "GreaterOrEqual"
+    merged = body(comparison, similarity, threshold)
+    if attributes["batch"] == "batch_min" or attributes["order"] == "published":
+        rank = body.rank(body("Where", merged, similarity, -np.inf))
+        count = body.count(merged)
+        if attributes["batch"] == "batch_min":
+            count = body("ReduceMin", count, keepdims=1)
+        merged = body("Less", rank, count)
+    raster = attributes["order"] == "raster"
+    return body("Where", merged, body("Sub", body.running_count(merged), 1) if raster else rank, -1)
+
+
+def onnx_body(
+    body: Body, attributes: Mapping[str, Any], inputs: Sequence[Value | None], dtypes: Sequence[Any]
+) -> list[Value]:
+    """CLAP in standard ops. Candidates [prefix | window means | patches] are placed by one inverted permutation."""
+    tokens, size, threshold = inputs
+    assert tokens is not None and size is not None and threshold is not None
+    grid, window, prefix = attributes["grid"], attributes["window"], attributes["prefix"]
+    members, owner = window_members(grid, window), window_of_patch(grid, window)
+    x, similarity = _onnx_similarity(body, tokens, members, prefix)
+    place = _onnx_places(body, similarity, threshold, attributes)
+
+    # Border patches look up the appended column of -1 and so never merge.
+    padded = body("Pad", place, [0, 0, 0, 1], -1)
+    patch_place = body("Gather", padded, np.where(owner < 0, len(members), owner), axis=1)
+    window_merged, patch_merged = (body("GreaterOrEqual", p, 0) for p in (place, patch_place))
+    count, stays = body.count(window_merged), body("Not", patch_merged)
+    single = body("Sub", body("Add", count, body.running_count(stays)), 1)
+    patch_row = body("Add", body("Where", patch_merged, patch_place, single), prefix)
+    length = body("Add", body("Add", count, body.count(stays)), prefix)
+
+    member_size = body("Gather", size, members.reshape(-1) + prefix, axis=1)
+    member_size = body("Reshape", member_size, [0, *members.shape, 1])
+    window_size = body("ReduceSum", member_size, [2], keepdims=0)
+    mean = body("Div", body("ReduceSum", body("Mul", x, member_size), [2], keepdims=0), window_size)
+
+    head = body("Expand", np.arange(prefix), body("Concat", body.size_of(tokens, 0), [prefix], axis=0))
+    position = body("Concat", head, body("Add", place, prefix), patch_row, axis=1)
+    kept = body("Concat", body("GreaterOrEqual", head, 0), window_merged, stays, axis=1)
+    values = [body.rows(tokens, 0, prefix), body.like(mean, tokens), body.rows(tokens, prefix, END)]
+    sizes = [body.rows(size, 0, prefix), body("Squeeze", window_size, [2]), body.rows(size, prefix, END)]
+    merged = body.select(position, kept, length, body("Concat", *values, axis=1), body("Concat", *sizes, axis=1))
+    return [*merged, body("Identity", patch_row), body("Squeeze", length, [1])]
+
+
 
 
 # --- NumPy reference -------------------------------------------------------------------------------------------------

@@ -23,12 +23,15 @@ nothing merges. Ties go to the lower row.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import torch
 from torch import Tensor
 
+from algm_deploy.ops._onnx import END, Body, Value, unit_rows
 from algm_deploy.ops._rows import (
     NORM_EPS,
     merge_rows,
@@ -76,9 +79,8 @@ def gbm_threshold(best: Tensor, threshold: Tensor, mode: str, divisor: float, ba
     count = counted.sum(1, keepdim=True)
     value = torch.where(counted, best, 0).double()
     mean = value.sum(1, keepdim=True) / count
-    variance = (torch.where(counted, value - mean, 0) ** 2).sum(1, keepdim=True) / (count - 1)
-    # A single row gives 0 / 0; no row gives 0 / -1, whose root would be a number.
-    deviation = torch.where(count > 1, variance, torch.nan).sqrt()
+    # 0 / 0 for a single row; without any row the mean is already undefined.
+    deviation = ((torch.where(counted, value - mean, 0) ** 2).sum(1, keepdim=True) / (count - 1)).sqrt()
     if batch == "batch_min":
         mean, deviation = mean.mean(0, keepdim=True), deviation.mean(0, keepdim=True)
     return (mean + threshold.double() * deviation / divisor).float().expand(len(best), 1)
@@ -171,6 +173,132 @@ def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
 
 
 gbm.register_autograd(_backward, setup_context=_save_for_backward)
+
+
+# --- ONNX body ------------------------------------------------------------------------------------------------------
+
+
+
+def _onnx_similarity(
+    body: Body, tokens: Value, allowed: Value, first: int
+) -> tuple[Value, Value]:
+    """Best similarity (B, |A|) of every A row, -inf where it may not merge, and its match in B."""
+    unit = unit_rows(body, tokens, NORM_EPS)
+    source, target = (body.rows(unit, start, END, 2) for start in (first, first + 1))
+    scores = body("MatMul", source, body("Transpose", target, perm=[0, 2, 1]))
+    allowed_target = body("Unsqueeze", body.rows(allowed, first + 1, END, 2), [1])
+    # One column more, so that the maximum of an empty B exists.
+    scores = body("Pad", body("Where", allowed_target, scores, -np.inf), [0, 0, 0, 0, 0, 1], -np.inf)
+    best = body("ReduceMax", scores, [2], keepdims=0)
+    allowed_source = body.rows(allowed, first, END, 2)
+    return body("Where", allowed_source, best, -np.inf), body("ArgMax", scores, axis=2, keepdims=0)
+
+
+def _onnx_threshold(body: Body, best: Value, threshold: Value, attributes: Mapping[str, Any]) -> Value:
+    """The similarity to reach, (B, 1) or a scalar, fp32; statistics in fp64."""
+    if attributes["mode"] == "fixed":
+        return threshold
+    counted = body("Greater", best, -np.inf)
+    count = body("Cast", body.count(counted), to=ir.DataType.DOUBLE)
+    value = body("Cast", body("Where", counted, best, 0.0), to=ir.DataType.DOUBLE)
+    mean = body("Div", body("ReduceSum", value, [1], keepdims=1), count)
+    centred = body("Where", counted, body("Sub", value, mean), np.asarray(0.0))
+    square = body("ReduceSum", body("Mul", centred, centred), [1], keepdims=1)
+    deviation = body("Sqrt", body("Div", square, body("Sub", count, np.asarray(1.0))))
+    if attributes["batch"] == "batch_min":
+        mean, deviation = (body("ReduceMean", x, [0], keepdims=1) for x in (mean, deviation))
+    scale = body("Div", body("Cast", threshold, to=ir.DataType.DOUBLE), np.asarray(float(attributes["divisor"])))
+    return body.fp32(body("Add", mean, body("Mul", scale, deviation)))
+
+
+def _onnx_decisions(body: Body, best: Value, limit: Value, attributes: Mapping[str, Any]) -> Value:
+    """Which A rows merge: (B, |A|) bool."""
+    reached = body("Greater" if attributes["semantics"] == "paper" else "GreaterOrEqual", best, limit)
+    merged = body("And", reached, body("Greater", best, -np.inf))
+    if attributes["batch"] == "batch_min":
+        rank = body.rank(body("Where", merged, best, -np.inf))
+        merged = body("Less", rank, body("ReduceMin", body.count(merged), keepdims=1))
+    return merged
+
+
+def _onnx_rows(
+    body: Body, merged: Value, match: Value, valid: Value, prefix: int, first: int
+) -> tuple[Value, Value]:
+    """Output row (B, S) of every input row (meaningless where invalid), and the flags of rows that join another."""
+    rows = body.indices(body.size_of(valid, 1))
+    offset = body("Sub", rows, first)
+    # Row of A an input row would be; rows that are none pick any and are masked.
+    in_source = body("Div", body("Max", offset, 0), 2)
+    in_source = body("Min", in_source, body("Sub", body.size_of(merged, 1), 1))
+    patch = body("GreaterOrEqual", rows, prefix)
+    is_source = body("And", patch, body("Equal", body("Mod", offset, 2), 0))
+    joins = body("And", body("Gather", merged, in_source, axis=1), is_source)
+    stays = body("And", body("And", valid, is_source), body("Not", joins))
+    targets = body("And", body("And", valid, patch), body("Not", is_source))
+    stay_row = body("Add", body.running_count(stays), prefix - 1)
+    target_row = body("Add", body("Add", body.count(stays), body.running_count(targets)), prefix - 1)
+    row = body("Where", patch, body("Where", is_source, stay_row, target_row), rows)
+    target = body("Add", body("Mul", body("Gather", match, in_source, axis=1), 2), first + 1)
+    target = body("Min", target, body("Sub", body.size_of(valid, 1), 1))
+    return body("Where", joins, body("GatherElements", row, target, axis=1), row), joins
+
+
+def _onnx_means(
+    body: Body, tokens: Value, size: Value, merged: Value, match: Value, attributes: Mapping[str, Any]
+) -> tuple[Value, Value]:
+    """Values (B, S, D) and sizes (B, S) of the candidates [rows before A | A | B joined by its A rows]."""
+    first = first_source(attributes["semantics"], attributes["prefix"])
+    source, target = (body.fp32(body.rows(tokens, start, END, 2)) for start in (first, first + 1))
+    source_size, target_size = (body.rows(size, start, END, 2) for start in (first, first + 1))
+    columns = body.indices(body.size_of(target, 1))
+    joined = body("Equal", body("Unsqueeze", columns, [1]), body("Unsqueeze", match, [1]))
+    joined = body.fp32(body("And", joined, body("Unsqueeze", merged, [1])))
+
+    def wide(x: Value) -> Value:
+        return body("Unsqueeze", x, [2])
+
+    new_size = body("Add", wide(target_size), body("MatMul", joined, wide(source_size)))
+    if attributes["semantics"] == "paper":
+        share, own = joined, target
+        total = body("Add", body("ReduceSum", joined, [2], keepdims=1), 1.0)
+    else:
+        share = body("Mul", joined, body("Unsqueeze", source_size, [1]))
+        own, total = body("Mul", target, wide(target_size)), body("Max", new_size, 1.0)
+    mean = body("Div", body("Add", own, body("MatMul", share, source)), total)
+    values = [body.like(source, tokens), body.like(mean, tokens)]
+    sizes = [source_size, body("Squeeze", new_size, [2])]
+    if first:
+        values, sizes = [body.rows(tokens, 0, first), *values], [body.rows(size, 0, first), *sizes]
+    return body("Concat", *values, axis=1), body("Concat", *sizes, axis=1)
+
+
+def onnx_body(
+    body: Body, attributes: Mapping[str, Any], inputs: Sequence[Value | None], dtypes: Sequence[Any]
+) -> list[Value]:
+    """GBM in standard ops: the joins are one product with a 0/1 matrix, so nothing is scattered by addition."""
+    tokens, size, map, length, threshold = inputs
+    assert tokens is not None and size is not None and map is not None and length is not None and threshold is not None
+    prefix, first = attributes["prefix"], first_source(attributes["semantics"], attributes["prefix"])
+    rows = body.indices(body.size_of(tokens, 1))
+    valid = body("Less", rows, body("Unsqueeze", length, [1]))
+    allowed = body("And", valid, body("GreaterOrEqual", rows, prefix))
+    best, match = _onnx_similarity(body, tokens, allowed, first)
+    limit = _onnx_threshold(body, best, threshold, attributes)
+    merged = _onnx_decisions(body, best, limit, attributes)
+    row, joins = _onnx_rows(body, merged, match, valid, prefix, first)
+    values, sizes = _onnx_means(body, tokens, size, merged, match, attributes)
+
+    def reordered(x: Value) -> Value:
+        """From the order of the sequence to that of the candidates."""
+        halves = [body.rows(x, start, END, 2) for start in (first, first + 1)]
+        return body("Concat", *([body.rows(x, 0, first)] if first else []), *halves, axis=1)
+
+    kept = body("And", valid, body("Not", joins))
+    length_out = body("Sub", body("Unsqueeze", length, [1]), body.count(joins))
+    out = body.select(reordered(row), reordered(kept), length_out, values, sizes)
+    return [*out, body("GatherElements", row, map, axis=1), body("Squeeze", length_out, [1])]
+
+
 
 
 # --- NumPy reference -------------------------------------------------------------------------------------------------

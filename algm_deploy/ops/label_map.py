@@ -9,11 +9,14 @@ and the class of the highest score is taken, the lower class on ties. Labels are
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from algm_deploy.ops._onnx import Body, Value
 
 STRIP_ELEMENTS = 1 << 23  # full-size scores held at a time: 32 MB in fp32
 
@@ -58,6 +61,22 @@ def label_map(scores: Tensor, map: Tensor, prefix: int, grid: list[int], size: l
 @label_map.register_fake
 def _(scores: Tensor, map: Tensor, prefix: int, grid: list[int], size: list[int]) -> Tensor:
     return scores.new_empty(scores.shape[0], *size, dtype=label_dtype(scores.shape[2]))
+
+
+def onnx_body(
+    body: Body, attributes: Mapping[str, Any], inputs: Sequence[Value | None], dtypes: Sequence[Any]
+) -> list[Value]:
+    """Gather, two interpolation products and ArgMax. Holds the full-size scores of the batch: B x K x H x W x 4 bytes."""
+    scores, map = inputs
+    assert scores is not None and map is not None
+    grid, size = attributes["grid"], attributes["size"]
+    patches = body.fp32(body.take_rows(scores, body("Sub", map, attributes["prefix"])))
+    patches = body("Reshape", body("Transpose", patches, perm=[0, 2, 1]), [0, 0, *grid])
+    columns = body("MatMul", patches, interpolation_matrix(grid[1], size[1]).T.copy())
+    full = body("MatMul", interpolation_matrix(grid[0], size[0]), columns)
+    return [body("Cast", body("ArgMax", full, axis=1, keepdims=0), to=dtypes[0])]
+
+
 
 
 def reference(

@@ -7,11 +7,14 @@ Attribute `prefix`: how many leading rows `map` counts that `values` no longer h
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from algm_deploy.ops._onnx import Body, Value
 
 
 def _index(map: Tensor, prefix: int, channels: int) -> Tensor:
@@ -41,6 +44,17 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 unmerge.register_autograd(_backward, setup_context=_save_for_backward)
+
+
+def onnx_body(
+    body: Body, attributes: Mapping[str, Any], inputs: Sequence[Value | None], dtypes: Sequence[Any]
+) -> list[Value]:
+    """One gather."""
+    values, map = inputs
+    assert values is not None and map is not None
+    return [body.take_rows(values, body("Sub", map, attributes["prefix"]))]
+
+
 
 
 def reference(values: np.ndarray, map: np.ndarray, *, prefix: int = 0) -> np.ndarray:

@@ -1,0 +1,72 @@
+"""Portable ONNX: every `algm` operator gets a function body in standard ops, so any runtime of opset 18 can run it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import onnx_ir as ir
+
+from algm_deploy.ops.bodies import BODIES, OPSET, Body
+from algm_deploy.ops.schema import DOMAIN, SCHEMAS, VERSION
+
+
+def add_function_bodies(model: ir.Model) -> int:
+    """Gives every node of domain `algm` a function body, in place; returns how many nodes got one.
+
+    A body is written for the node's attributes. Nodes that differ in them call functions of different names
+    (`attention`, `attention_2`, ...).
+    """
+    names: dict[Hashable, str] = {}
+    used: dict[str, int] = {}
+    nodes = [node for node in model.graph if node.domain == DOMAIN]
+    for node in nodes:
+        variant = _variant(node)
+        if variant not in names:
+            used[node.op_type] = count = used.get(node.op_type, 0) + 1
+            names[variant] = node.op_type if count == 1 else f"{node.op_type}_{count}"
+            function = function_of(node, names[variant])
+            model.functions[function.identifier()] = function
+        node.op_type = names[variant]
+    return len(nodes)
+
+
+def function_of(node: ir.Node, name: str) -> ir.Function:
+    """A function of the given name that computes what `node`, an operator of domain `algm`, stands for."""
+    schema = SCHEMAS[node.op_type]
+    present = [value is not None for value in node.inputs]
+    inputs = [ir.Value(name=p.name) for p in schema.inputs[: len(present)]]
+    arguments = [value if there else None for value, there in zip(inputs, present, strict=True)]
+    dtypes = [output.dtype for output in node.outputs]
+    body = Body()
+    outputs = BODIES[node.op_type](body, _attributes(node), arguments, dtypes)
+    taken = {value.name for value in inputs}
+    for value, parameter in zip(outputs, schema.outputs, strict=True):
+        value.name = f"{parameter.name}_out" if parameter.name in taken else parameter.name
+    graph = ir.Graph(inputs, outputs, nodes=body.nodes, opset_imports={"": OPSET}, name=name)
+    # Declared so that a call keeps its attributes, for people to read; the body has them built in.
+    declared = [ir.Attr(key, attribute.type, None) for key, attribute in node.attributes.items()]
+    return ir.Function(DOMAIN, name, "", graph=graph, attributes=declared)
+
+
+def standalone(
+    op_type: str, attributes: dict[str, object], inputs: list[ir.Value], outputs: list[ir.DataType]
+) -> ir.Model:
+    """A model of one `algm` operator with its body, to run or inspect an operator alone."""
+    schema = SCHEMAS[op_type]
+    node = ir.node(op_type, inputs, attributes, domain=DOMAIN, num_outputs=len(outputs))
+    for value, parameter, dtype in zip(node.outputs, schema.outputs, outputs, strict=True):
+        value.name, value.dtype = f"{parameter.name}_out", dtype
+    graph = ir.Graph(inputs, node.outputs, nodes=[node], opset_imports={"": OPSET, DOMAIN: VERSION}, name=op_type)
+    model = ir.Model(graph, ir_version=10)
+    add_function_bodies(model)
+    return model
+
+
+def _attributes(node: ir.Node) -> dict[str, object]:
+    return {key: attribute.value for key, attribute in node.attributes.items()}
+
+
+def _variant(node: ir.Node) -> Hashable:
+    """What makes two nodes need different bodies."""
+    attributes = tuple(sorted((k, str(v.value)) for k, v in node.attributes.items()))
+    return node.op_type, attributes, tuple(v is None for v in node.inputs), tuple(o.dtype for o in node.outputs)

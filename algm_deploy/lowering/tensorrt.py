@@ -1,0 +1,209 @@
+"""Base ONNX graph -> ONNX graph for TensorRT and TensorRT-RTX.
+
+| base graph (opset 18, domain `algm`) | here |
+|---|---|
+| clap, gbm | plugin node with one more output, the 0-D size tensor that tells TensorRT the token count |
+| unmerge | plugin node |
+| label_map | plugin node with int32 labels, then a Cast to uint8: TensorRT takes no 8-bit plugin output |
+| attention | `Attention` of opset 23, its mask made from the lengths |
+| precision | explicit types (`tensorrt_precision`) |
+
+The graph is written for strongly typed networks. TensorRT finds a plugin by the node's op type and its attribute
+`plugin_namespace`, not by the ONNX domain.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+import onnx
+from onnx import NodeProto, TensorProto, helper, numpy_helper
+
+from algm_deploy.errors import ExportError
+from algm_deploy.lowering.tensorrt_precision import ONNX_TYPE, retype
+from algm_deploy.recipes import Precision
+
+DOMAIN = "algm"
+OPSET = 23
+PLUGIN_NAMESPACE = "algm_deploy"
+PLUGIN_VERSION = "1"
+PLUGINS = ("clap", "gbm", "unmerge", "label_map")
+# The plugins take numbers: the values of the enumerations in runtimes/kernels/algm_kernels.h.
+ENUMERATIONS = {
+    "semantics": {"code": 0, "paper": 1},
+    "batch": {"per_image": 0, "batch_min": 1},
+    "order": {"published": 0, "raster": 1},
+    "mode": {"adaptive": 0, "fixed": 1},
+}
+# Same name at opset 18 and 23, another meaning.
+_CHANGED_SINCE_18 = frozenset({"DFT", "GroupNormalization"})
+
+
+def tensorrt_from_base(model: onnx.ModelProto, precision: Precision) -> tuple[onnx.ModelProto, Counter[str]]:
+    """Rewrites the base graph for TensorRT.
+
+    Args:
+        model: base graph at opset 18 with its weights loaded and nodes of domain `algm`. Not changed.
+        precision: type of tokens and weights. Graph inputs and outputs keep their types.
+
+    Returns:
+        The new model, and how often each rewrite fired: `clap`, `gbm`, `unmerge`, `label_map`, `attention`, and the
+        precision's `cast` and `weight`.
+
+    Raises:
+        ExportError: the graph holds an operator that cannot be translated.
+    """
+    _check_operators(model)
+    labels = _label_types(model.graph)
+    typed, counts = retype(model, precision)
+    new = typed
+    if typed is model:
+        new = onnx.ModelProto()
+        new.CopyFrom(model)
+    rewriter = _Rewriter(labels, ONNX_TYPE[precision], counts)
+    nodes = [written for node in new.graph.node for written in rewriter.rewrite(node)]
+    del new.graph.node[:], new.graph.value_info[:], new.functions[:], new.opset_import[:]
+    new.graph.node.extend(nodes)
+    new.graph.initializer.extend(rewriter.constants.values())
+    new.opset_import.extend([helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, 1)])
+    new.ir_version = max(new.ir_version, 10)
+    return new, counts
+
+
+def _check_operators(model: onnx.ModelProto) -> None:
+    for node in model.graph.node:
+        if node.domain == DOMAIN and node.op_type not in (*PLUGINS, "attention"):
+            raise ExportError(
+                f"node {node.name} is {DOMAIN}.{node.op_type}, TensorRT has plugins for {', '.join(PLUGINS)}"
+            )
+        if node.domain not in ("", DOMAIN):
+            raise ExportError(
+                f"node {node.name} is {node.domain}.{node.op_type}: expected operators of ONNX and {DOMAIN} only"
+            )
+        if node.op_type in _CHANGED_SINCE_18:
+            raise ExportError(f"node {node.name}: {node.op_type} changed its meaning between opset 18 and {OPSET}")
+
+
+def _label_types(graph: onnx.GraphProto) -> dict[str, int]:
+    """Element type of every `label_map` output."""
+    types = {v.name: v.type.tensor_type.elem_type for v in (*graph.value_info, *graph.output)}
+    return {node.output[0]: types[node.output[0]] for node in graph.node if node.op_type == "label_map"}
+
+
+class _Rewriter:
+    """Translates node by node; remembers masks and constants, which nodes share."""
+
+    def __init__(self, label_types: dict[str, int], token_type: int, counts: Counter[str]) -> None:
+        self.constants: dict[str, TensorProto] = {}
+        self._label_types = label_types
+        self._token_type = token_type
+        self._counts = counts
+        self._masks: dict[str, str] = {}
+
+    def rewrite(self, node: NodeProto) -> list[NodeProto]:
+        """The nodes that stand for `node`."""
+        if node.domain != DOMAIN:
+            return [node]
+        self._counts[node.op_type] += 1
+        rules: dict[str, Callable[[NodeProto], list[NodeProto]]] = {
+            "attention": self._attention,
+            "label_map": self._label_map,
+            "unmerge": lambda n: [plugin_node(n)],
+            "clap": self._merge,
+            "gbm": self._merge,
+        }
+        return rules[node.op_type](node)
+
+    def _merge(self, node: NodeProto) -> list[NodeProto]:
+        return [plugin_node(node, outputs=[*node.output, f"{node.output[0]}_rows"])]
+
+    def _label_map(self, node: NodeProto) -> list[NodeProto]:
+        name = node.output[0]
+        if self._label_types[name] == TensorProto.INT32:
+            return [plugin_node(node)]
+        wide = f"{name}_int32"
+        cast = helper.make_node("Cast", [wide], [name], name=f"{node.name}_cast", to=self._label_types[name])
+        return [plugin_node(node, outputs=[wide]), cast]
+
+    def _attention(self, node: NodeProto) -> list[NodeProto]:
+        """Packed `qkv` split in three; the scale moves to the queries, because TensorRT's parser would otherwise
+        multiply queries and keys by its square root, two roundings instead of an exact power of two.
+        """
+        attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+        out, heads = node.output[0], attributes["heads"]
+        query, key, value, scaled = (f"{out}_{part}" for part in ("query", "key", "value", "query_scaled"))
+        scale = self._constant(f"attention_scale_{attributes['scale']}", self._token_type, attributes["scale"])
+        parts = [query, key, value]
+        nodes = [
+            helper.make_node("Split", [node.input[0]], parts, name=f"{node.name}_split", axis=2, num_outputs=3),
+            helper.make_node("Mul", [query, scale], [scaled], name=f"{node.name}_scale"),
+        ]
+        inputs = [scaled, key, value]
+        if len(node.input) > 1 and node.input[1]:
+            mask_nodes, mask = self._mask(node.input[0], node.input[1])
+            nodes += mask_nodes
+            inputs.append(mask)
+        # TRT_decomposable is read by TensorRT's parser alone: where no fused kernel fits (fp32, odd head widths), the
+        # builder may compute the attention in parts instead of refusing it.
+        attend = helper.make_node(
+            "Attention", inputs, [out], name=node.name, q_num_heads=heads, kv_num_heads=heads, scale=1.0, TRT_decomposable=1
+        )
+        return [*nodes, attend]
+
+    def _mask(self, qkv: str, length: str) -> tuple[list[NodeProto], str]:
+        """Mask (B, 1, S, S), true where the key lies before its image's length; one for all layers with this length.
+
+        TensorRT broadcasts a mask over images and heads, not over queries, so the query axis is written out.
+        """
+        if length in self._masks:
+            return [], self._masks[length]
+        name = self._masks[length] = f"{length}_mask"
+        rows, count, index, queries = (f"{length}_{part}" for part in ("rows", "row_count", "row_index", "query_index"))
+        column, valid, every = (f"{length}_{part}" for part in ("column", "valid_keys", "every_query"))
+        zero, one = self._constant("index_0", TensorProto.INT64, 0), self._constant("index_1", TensorProto.INT64, 1)
+        last, behind = (self._constant(f"axes_{a}", TensorProto.INT64, a) for a in ([1], [1, 2, 3]))
+        return [
+            helper.make_node("Shape", [qkv], [rows], start=1, end=2),
+            helper.make_node("Squeeze", [rows], [count]),
+            helper.make_node("Range", [zero, count, one], [index]),
+            helper.make_node("Unsqueeze", [length, behind], [column]),
+            helper.make_node("Less", [index, column], [valid]),
+            helper.make_node("Unsqueeze", [index, last], [queries]),
+            helper.make_node("GreaterOrEqual", [queries, zero], [every]),
+            helper.make_node("And", [valid, every], [name]),
+        ], name
+
+    def _constant(self, name: str, data_type: int, value: float | list[int]) -> str:
+        """Name of an initializer that holds `value`, one for all nodes that ask for it."""
+        array = np.asarray(value, dtype=helper.tensor_dtype_to_np_dtype(data_type))
+        self.constants[name] = numpy_helper.from_array(array, name)
+        return name
+
+
+def plugin_node(node: NodeProto, outputs: list[str] | None = None) -> NodeProto:
+    """`node` as a plugin node: same op type and inputs, enumerations as numbers, `plugin_namespace` added."""
+    attributes = {a.name: _number(node, a) for a in node.attribute}
+    return helper.make_node(
+        node.op_type,
+        list(node.input),
+        outputs or list(node.output),
+        name=node.name,
+        domain=DOMAIN,
+        plugin_namespace=PLUGIN_NAMESPACE,
+        plugin_version=PLUGIN_VERSION,
+        **attributes,
+    )
+
+
+def _number(node: NodeProto, attribute: onnx.AttributeProto) -> int | float | list[int]:
+    value = helper.get_attribute_value(attribute)
+    if not isinstance(value, bytes):
+        return value  # type: ignore[no-any-return]
+    known = ENUMERATIONS.get(attribute.name, {})
+    if value.decode() not in known:
+        raise ExportError(
+            f"node {node.name}: expected {attribute.name} out of {', '.join(known)}, got {value.decode()}"
+        )
+    return known[value.decode()]
