@@ -32,7 +32,6 @@ import numpy as np
 import PIL
 import torch
 import torch.nn.functional as F
-import yaml
 from torch import Tensor, nn
 
 from algm_deploy.demo.canvas import SIZE
@@ -318,66 +317,10 @@ def half(model: Segmenter) -> dict[str, Tensor]:
     return {name: value.detach().half().cpu().clone() for name, value in model.state_dict().items()}
 
 
-def variant(tau: float, run: dict[str, Any]) -> dict[str, Any]:
-    """Facts beside the checkpoint, under the names the published training code gives them."""
-    merges = run["batch_semantics"] is not None
-    return {
-        "algorithm_kwargs": {"batch_size": run["batch"], "eval_freq": 1, "num_epochs": 1, "start_epoch": 0},
-        "amp": True,
-        "dataset_kwargs": {
-            "batch_size": run["batch"],
-            "crop_size": SIZE,
-            "dataset": "synthetic_street",
-            "image_size": SIZE,
-            "merging_window_size": PLAN.window if merges else None,
-            "normalization": "vit",
-            "num_workers": 0,
-            "patch_type": "algm" if merges else "pure",
-            "selected_layers": PLAN.layers if merges else None,
-            "split": "train",
-            "threshold": tau if merges else None,
-        },
-        "inference_kwargs": {"im_size": SIZE, "window_size": SIZE, "window_stride": SIZE},
-        "net_kwargs": {
-            "backbone": "vit_192_7_patch8_256",
-            "d_model": NETWORK.embed_dim,
-            "decoder": {
-                "drop_path_rate": 0.0,
-                "dropout": 0.0,
-                "n_cls": NETWORK.classes,
-                "n_layers": NETWORK.decoder_depth,
-                "name": "mask_transformer",
-            },
-            "distilled": False,
-            "drop_path_rate": 0.0,
-            "dropout": 0.0,
-            "image_size": NETWORK.image_size,
-            "n_cls": NETWORK.classes,
-            "n_heads": NETWORK.heads,
-            "n_layers": NETWORK.depth,
-            "normalization": "vit",
-            "patch_size": NETWORK.patch_size,
-        },
-        "optimizer_kwargs": {
-            "clip_grad": 1.0,
-            "iter_max": run["steps"],
-            "iter_warmup": 300,
-            "lr": run["rate"],
-            "opt": "adamw",
-            "sched": "cosine",
-            "weight_decay": 0.05,
-        },
-        "resume": False,
-        "version": "normal",
-        "world_batch_size": run["batch"],
-    }
-
-
-def write_checkpoint(folder: Path, name: str, weights: dict[str, Tensor], tau: float, run: dict[str, Any]) -> None:
-    """`NAME.pth` in the official format and `NAME.yml`, its variant file."""
+def write_checkpoint(path: Path, weights: dict[str, Tensor]) -> None:
+    """A checkpoint in the official format; `package.py` writes the variant file of the one that ships."""
     content = {"model": weights, "optimizer": None, "n_cls": NETWORK.classes, "lr_scheduler": None, "epoch": 0}
-    torch.save(content, folder / f"{name}.pth")
-    (folder / f"{name}.yml").write_text(yaml.dump(variant(tau, run)))
+    torch.save(content, path)
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -448,7 +391,7 @@ def main() -> None:
         tau = record["tau_rule"]["a"]["tau"]
         if run.name != "a":
             record["tau_rule"][run.name] = rule(networks[run.name], data["train"][1][0][: arguments.selection])
-        write_checkpoint(arguments.out, run.name, half(networks[run.name]), tau, record["trainings"][run.name])
+        write_checkpoint(arguments.out / f"{run.name}.pth", half(networks[run.name]))
         record["evaluations"][run.name] = evaluations(networks[run.name], tau, data, device, arguments)
         save()
     record["ships"] = best(record)
