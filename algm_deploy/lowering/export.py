@@ -1,0 +1,190 @@
+"""A deployed network to ONNX: one `torch.export`, one translation, bare nodes of domain `algm`.
+
+The result is the base every runtime's graph is made from. Opset 18 is what the exporter writes without converting. An
+exported program can be translated only once, so everything else starts from the ONNX.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from onnxscript import values
+from torch import Tensor, nn
+
+from algm_deploy.errors import ExportError
+from algm_deploy.models.deployed import Deployed
+from algm_deploy.models.vit import MergeInputs
+from algm_deploy.ops.bodies import OPSET
+from algm_deploy.ops.schema import DOMAIN, SCHEMAS, VERSION
+from algm_deploy.recipes import MergePlan
+
+IR_VERSION = 10  # what ONNX Runtime 1.20 reads, the oldest supported
+CLAP_THRESHOLD, GBM_THRESHOLD = "clap_threshold", "gbm_threshold"
+
+
+def threshold_names(plan: MergePlan) -> tuple[str, ...]:
+    """The threshold inputs a plan needs, in graph order."""
+    return (CLAP_THRESHOLD,) * bool(plan.clap_layers) + (GBM_THRESHOLD,) * bool(plan.gbm_layers)
+
+
+def merge_names(plan: MergePlan) -> tuple[str, ...]:
+    """`clap_1`, `gbm_5`, ...: one name a merge, in the order they run; layers count from 1."""
+    return tuple(f"{'clap' if layer in plan.clap_layers else 'gbm'}_{layer}" for layer in plan.layers)
+
+
+def output_names(plan: MergePlan, output: str) -> tuple[str, ...]:
+    """Graph outputs: labels or scores, token counts, one token map a merge."""
+    return (output, "token_counts", *(f"token_map_{name}" for name in merge_names(plan)))
+
+
+class _Entry(nn.Module):
+    """Flat inputs and outputs around a deployed network."""
+
+    def __init__(self, deployed: Deployed, plan: MergePlan) -> None:
+        super().__init__()
+        self.deployed, self.names = deployed, threshold_names(plan)
+
+    def forward(self, image: Tensor, thresholds: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        given = dict(zip(self.names, thresholds, strict=True))
+        unused = torch.zeros(())  # a threshold no merge of the plan reads
+        inputs = MergeInputs(given.get(CLAP_THRESHOLD, unused), given.get(GBM_THRESHOLD, unused))
+        tail, counts, maps = self.deployed(image, inputs)
+        return tail, counts, *maps
+
+
+def base_onnx(deployed: Deployed, plan: MergePlan, image_dtype: torch.dtype = torch.uint8) -> ir.Model:
+    """Exports a deployed network whose slots `plan` filled.
+
+    Inputs: `image` (batch, 3, H, W) of `image_dtype`, the plan's thresholds as fp32 scalars. Outputs: `output_names`.
+    The batch axis is symbolic; token axes are named `tokens_clap_1`, `tokens_gbm_5`, ...
+
+    Raises:
+        ExportError: the exporter fixed the batch or did not know an operation.
+    """
+    names = threshold_names(plan)
+    example = (torch.zeros(2, 3, *deployed.network.image_size, dtype=image_dtype), tuple(torch.ones(()) for _ in names))
+    dynamic = ({0: torch.export.Dim("batch")}, tuple({} for _ in names))
+    with torch.no_grad(), _quiet():
+        try:
+            entry = _Entry(deployed, plan).eval()
+            program = torch.export.export(entry, example, dynamic_shapes=dynamic, strict=False)
+            translated = torch.onnx.export(
+                program,
+                dynamo=True,
+                opset_version=OPSET,
+                input_names=["image", *names],
+                output_names=list(output_names(plan, deployed.output)),
+                custom_translation_table=_translations(),
+                verbose=False,
+            )
+        except (torch.onnx.errors.OnnxExporterError, RuntimeError) as error:
+            raise ExportError(f"this network cannot be written as ONNX: {str(error).splitlines()[0]}") from error
+    assert translated is not None
+    model = translated.model
+    _name_axes(model, plan)
+    _name_nodes(model)
+    _strip(model)
+    _check(model)
+    return model
+
+
+def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
+    return {getattr(torch.ops.algm, name).default: _bare_node(name) for name in SCHEMAS}
+
+
+def _bare_node(name: str) -> Callable[..., Any]:
+    """Writes an `algm` call as one node: leading arguments are its inputs, the others its attributes."""
+    op = values.Op(values.Opset(DOMAIN, VERSION), name, SCHEMAS[name])
+    arguments = [argument.name for argument in getattr(torch.ops.algm, name).default._schema.arguments]
+    inputs = len(SCHEMAS[name].inputs)
+
+    def translate(*args: Any) -> Any:
+        return op(*args[:inputs], **dict(zip(arguments[inputs:], args[inputs:], strict=True)))
+
+    return translate
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silences what the exporter says about packages it misses and about its own deprecations, nothing of ours."""
+    logger = logging.getLogger("torch.onnx._internal.exporter._registration")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def _name_axes(model: ir.Model, plan: MergePlan) -> None:
+    """Replaces the exporter's symbols (s40, u0) by what the axes are."""
+    names = {str(model.graph.inputs[0].shape[0]): "batch"}  # type: ignore[index]
+    merges = (node for node in model.graph if node.op_type in ("clap", "gbm"))
+    for node, merge in zip(merges, merge_names(plan), strict=True):
+        names[str(node.outputs[0].shape[1])] = f"tokens_{merge}"  # type: ignore[index]
+    for value in _all_values(model):
+        if value.shape is not None:
+            value.shape = ir.Shape([d if isinstance(d, int) else _renamed(str(d), names) for d in value.shape])
+
+
+def _renamed(dimension: str, names: Mapping[str, str]) -> str:
+    return re.sub(r"\b[su]\d+\b", lambda match: names.get(match.group(), match.group()), dimension)
+
+
+def _all_values(model: ir.Model) -> Iterator[ir.Value]:
+    yield from model.graph.inputs
+    for node in model.graph:
+        yield from node.outputs
+
+
+def _name_nodes(model: ir.Model) -> None:
+    """Nodes and constants are named by the module they come from: `encoder.blocks.0.attn.qkv/MatMul`."""
+    taken: dict[str, int] = {}
+    for node in model.graph:
+        scopes = re.findall(r"'([^']*)'", node.metadata_props.get("pkg.torch.onnx.name_scopes", ""))
+        module = _module_name(scopes[-2] if len(scopes) > 1 else "")
+        node.name = _unique(f"{module}/{node.op_type}" if module else node.op_type, taken)
+    for name, value in list(model.graph.initializers.items()):
+        consumer = next(iter(value.uses()), None)
+        if name.startswith("val_") and consumer is not None:
+            new = _unique(f"{str(consumer.node.name).split('/')[0]}.constant", taken)
+        else:
+            new = _module_name(name)
+        if new != name:
+            value.name = new
+
+
+def _module_name(scope: str) -> str:
+    return re.sub(r"^deployed\.(model\.)?|^deployed$", "", scope)
+
+
+def _unique(name: str, taken: dict[str, int]) -> str:
+    taken[name] = taken.get(name, 0) + 1
+    return name if taken[name] == 1 else f"{name}_{taken[name]}"
+
+
+def _strip(model: ir.Model) -> None:
+    """Removes stack traces and other notes of the exporter: they hold paths of the machine that exported."""
+    model.ir_version = IR_VERSION
+    model.metadata_props.clear()
+    model.graph.metadata_props.clear()
+    for value in [*_all_values(model), *model.graph.initializers.values()]:
+        value.metadata_props.clear()
+    for node in model.graph:
+        node.metadata_props.clear()
+        node.doc_string = None
+
+
+def _check(model: ir.Model) -> None:
+    for value in (model.graph.inputs[0], *model.graph.outputs):
+        if value.shape is None or str(value.shape[0]) != "batch":
+            raise ExportError(f"the exporter fixed the batch of {value.name!r} to {value.shape}; expected a free axis")
