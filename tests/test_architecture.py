@@ -21,7 +21,7 @@ TIERS = (
     {"lowering"},
     {"merging"},
     {"ops", "models"},
-    {"recipes", "bundle", "environment", "content", "errors"},
+    {"recipes", "bundle", "environment", "native", "signature", "content", "errors"},
 )
 RANK = {name: rank for rank, names in enumerate(TIERS) for name in names}
 LEAN = ("algm_deploy", *(f"algm_deploy.{name}" for name in sorted(TIERS[-1])))
@@ -44,6 +44,8 @@ def imports_of(source: str, known: set[str]) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
+            if [alias.name for alias in node.names] == ["__version__"]:
+                continue  # a constant, not a piece of the package above
             submodules = {f"{node.module}.{alias.name}" for alias in node.names} & known
             found |= submodules or {node.module}
     return found & known

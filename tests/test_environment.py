@@ -1,0 +1,58 @@
+"""Facts about the machine."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from algm_deploy import environment as module
+
+
+def test_versions_are_those_installed() -> None:
+    facts = module.environment()
+    assert facts.python == platform.python_version()
+    assert facts.packages["torch"] == version("torch")
+    assert set(facts.packages) <= set(module.PACKAGES)
+    assert facts.cpu
+    assert facts.cpu_count > 0
+    assert facts.devices == ()
+    assert asdict(facts)["packages"] == facts.packages
+
+
+def test_an_absent_package_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PACKAGES", ("torch", "no-such-package"))
+    assert list(module.environment().packages) == ["torch"]
+
+
+@pytest.mark.parametrize(
+    ("text", "driver"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\nGCC", "550.54.15"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build", "580.65.06"),
+        ("something else", None),
+    ],
+)
+def test_driver_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, driver: str | None) -> None:
+    (tmp_path / "version").write_text(text)
+    monkeypatch.setattr(module, "_DRIVER", tmp_path / "version")
+    assert module.environment().driver == driver
+    monkeypatch.setattr(module, "_DRIVER", tmp_path / "none")
+    assert module.environment().driver is None
+
+
+def test_devices_are_those_of_torch() -> None:
+    import torch
+
+    assert len(module.environment(devices=True).devices) == torch.cuda.device_count()
+
+
+@pytest.mark.gpu
+def test_a_device_has_name_capability_and_memory() -> None:
+    device = module.cuda_devices()[0]
+    assert device.name.startswith("NVIDIA")
+    assert float(device.compute_capability) >= 7
+    assert device.memory_bytes > 1 << 30
