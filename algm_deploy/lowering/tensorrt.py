@@ -19,13 +19,14 @@ from collections.abc import Callable
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from algm_deploy.errors import ExportError
 from algm_deploy.lowering.tensorrt_precision import ONNX_TYPE, retype
+from algm_deploy.ops.schema import DOMAIN, VERSION
 from algm_deploy.recipes import Precision
 
-DOMAIN = "algm"
 OPSET = 23
 PLUGIN_NAMESPACE = "algm_deploy"
 PLUGIN_VERSION = "1"
@@ -41,11 +42,11 @@ ENUMERATIONS = {
 _CHANGED_SINCE_18 = frozenset({"DFT", "GroupNormalization"})
 
 
-def tensorrt_from_base(model: onnx.ModelProto, precision: Precision) -> tuple[onnx.ModelProto, Counter[str]]:
+def tensorrt_from_base(base: ir.Model, precision: Precision) -> tuple[onnx.ModelProto, Counter[str]]:
     """Rewrites the base graph for TensorRT.
 
     Args:
-        model: base graph at opset 18 with its weights loaded and nodes of domain `algm`. Not changed.
+        base: base graph at opset 18 with nodes of domain `algm`. Not changed.
         precision: type of tokens and weights. Graph inputs and outputs keep their types.
 
     Returns:
@@ -55,19 +56,16 @@ def tensorrt_from_base(model: onnx.ModelProto, precision: Precision) -> tuple[on
     Raises:
         ExportError: the graph holds an operator that cannot be translated.
     """
+    model = ir.to_proto(base)
     _check_operators(model)
     labels = _label_types(model.graph)
-    typed, counts = retype(model, precision)
-    new = typed
-    if typed is model:
-        new = onnx.ModelProto()
-        new.CopyFrom(model)
+    new, counts = retype(model, precision)
     rewriter = _Rewriter(labels, ONNX_TYPE[precision], counts)
     nodes = [written for node in new.graph.node for written in rewriter.rewrite(node)]
     del new.graph.node[:], new.graph.value_info[:], new.functions[:], new.opset_import[:]
     new.graph.node.extend(nodes)
     new.graph.initializer.extend(rewriter.constants.values())
-    new.opset_import.extend([helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, 1)])
+    new.opset_import.extend([helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, VERSION)])
     new.ir_version = max(new.ir_version, 10)
     return new, counts
 
@@ -148,7 +146,14 @@ class _Rewriter:
         # TRT_decomposable is read by TensorRT's parser alone: where no fused kernel fits (fp32, odd head widths), the
         # builder may compute the attention in parts instead of refusing it.
         attend = helper.make_node(
-            "Attention", inputs, [out], name=node.name, q_num_heads=heads, kv_num_heads=heads, scale=1.0, TRT_decomposable=1
+            "Attention",
+            inputs,
+            [out],
+            name=node.name,
+            q_num_heads=heads,
+            kv_num_heads=heads,
+            scale=1.0,
+            TRT_decomposable=1,
         )
         return [*nodes, attend]
 
@@ -184,17 +189,11 @@ class _Rewriter:
 
 def plugin_node(node: NodeProto, outputs: list[str] | None = None) -> NodeProto:
     """`node` as a plugin node: same op type and inputs, enumerations as numbers, `plugin_namespace` added."""
-    attributes = {a.name: _number(node, a) for a in node.attribute}
-    return helper.make_node(
-        node.op_type,
-        list(node.input),
-        outputs or list(node.output),
-        name=node.name,
-        domain=DOMAIN,
-        plugin_namespace=PLUGIN_NAMESPACE,
-        plugin_version=PLUGIN_VERSION,
-        **attributes,
-    )
+    new = helper.make_node(node.op_type, list(node.input), outputs or list(node.output), name=node.name, domain=DOMAIN)
+    numbers = {a.name: _number(node, a) for a in node.attribute}
+    strings = {"plugin_namespace": PLUGIN_NAMESPACE, "plugin_version": PLUGIN_VERSION}
+    new.attribute.extend(helper.make_attribute(name, value) for name, value in (numbers | strings).items())
+    return new
 
 
 def _number(node: NodeProto, attribute: onnx.AttributeProto) -> int | float | list[int]:
