@@ -24,24 +24,9 @@ from algm_deploy.models.vit import MergeInputs
 from algm_deploy.ops.bodies import OPSET
 from algm_deploy.ops.schema import DOMAIN, SCHEMAS, VERSION
 from algm_deploy.recipes import MergePlan
+from algm_deploy.signature import CLAP_THRESHOLD, GBM_THRESHOLD, merge_names, output_names, threshold_defaults
 
 IR_VERSION = 10  # what ONNX Runtime 1.20 reads, the oldest supported
-CLAP_THRESHOLD, GBM_THRESHOLD = "clap_threshold", "gbm_threshold"
-
-
-def threshold_names(plan: MergePlan) -> tuple[str, ...]:
-    """The threshold inputs a plan needs, in graph order."""
-    return (CLAP_THRESHOLD,) * bool(plan.clap_layers) + (GBM_THRESHOLD,) * bool(plan.gbm_layers)
-
-
-def merge_names(plan: MergePlan) -> tuple[str, ...]:
-    """`clap_1`, `gbm_5`, ...: one name a merge, in the order they run; layers count from 1."""
-    return tuple(f"{'clap' if layer in plan.clap_layers else 'gbm'}_{layer}" for layer in plan.layers)
-
-
-def output_names(plan: MergePlan, output: str) -> tuple[str, ...]:
-    """Graph outputs: labels or scores, token counts, one token map a merge."""
-    return (output, "token_counts", *(f"token_map_{name}" for name in merge_names(plan)))
 
 
 class _Entry(nn.Module):
@@ -49,7 +34,7 @@ class _Entry(nn.Module):
 
     def __init__(self, deployed: Deployed, plan: MergePlan) -> None:
         super().__init__()
-        self.deployed, self.names = deployed, threshold_names(plan)
+        self.deployed, self.names = deployed, tuple(threshold_defaults(plan))
 
     def forward(self, image: Tensor, thresholds: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         given = dict(zip(self.names, thresholds, strict=True))
@@ -59,7 +44,7 @@ class _Entry(nn.Module):
         return tail, counts, *maps
 
 
-def base_onnx(deployed: Deployed, plan: MergePlan, image_dtype: torch.dtype = torch.uint8) -> ir.Model:
+def base_onnx(deployed: Deployed, plan: MergePlan, image_dtype: str = "uint8") -> ir.Model:
     """Exports a deployed network whose slots `plan` filled.
 
     Inputs: `image` (batch, 3, H, W) of `image_dtype`, the plan's thresholds as fp32 scalars. Outputs: `output_names`.
@@ -68,8 +53,8 @@ def base_onnx(deployed: Deployed, plan: MergePlan, image_dtype: torch.dtype = to
     Raises:
         ExportError: the exporter fixed the batch or did not know an operation.
     """
-    names = threshold_names(plan)
-    example = (torch.zeros(2, 3, *deployed.network.image_size, dtype=image_dtype), tuple(torch.ones(()) for _ in names))
+    names = tuple(threshold_defaults(plan))
+    example = (torch.zeros(2, 3, *deployed.network.image_size, dtype=getattr(torch, image_dtype)), tuple(torch.ones(()) for _ in names))
     dynamic = ({0: torch.export.Dim("batch")}, tuple({} for _ in names))
     with torch.no_grad(), _quiet():
         try:

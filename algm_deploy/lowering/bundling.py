@@ -1,0 +1,90 @@
+"""From weights and a recipe to a bundle: the network itself, the portable ONNX, and what runners must know."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import onnx_ir as ir
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from algm_deploy.bundle import Bundle, BundleWriter, sha256_of
+from algm_deploy.errors import ExportError
+from algm_deploy.lowering.export import base_onnx
+from algm_deploy.lowering.portable import add_function_bodies
+from algm_deploy.merging import insert_merging
+from algm_deploy.models.checkpoints import Checkpoint, state_dict_for
+from algm_deploy.models.deployed import Deployed
+from algm_deploy.models.families import network_module
+from algm_deploy.recipes import Recipe
+from algm_deploy.signature import signature_of
+
+WEIGHTS, ONNX, ONNX_DATA = "weights.safetensors", "model.onnx", "model.onnx.data"
+ALIGNMENT = 64
+# Smaller tensors stay in the graph, where shape inference and graph optimisers can read them.
+EXTERNAL_BYTES = 1024
+
+
+def write_bundle(checkpoint: Checkpoint, recipe: Recipe, target: Path, facts: Mapping[str, Any] | None = None) -> Bundle:
+    """Exports a checkpoint to a new bundle at `target`, complete or not at all.
+
+    `facts` are added to the manifest. The peak is about the weights in fp32, once more in the graph's layout.
+
+    Raises:
+        CheckpointError: the weights do not fit the recipe's network.
+        ExportError: the network cannot be written as ONNX, or the precision has no portable ONNX.
+    """
+    if recipe.precision == "bf16":
+        raise ExportError("portable ONNX has no bf16 that runtimes agree on: export fp32 or fp16")
+    weights = state_dict_for(recipe.network, checkpoint)
+    source = {checkpoint.path.name: sha256_of(checkpoint.path)}
+    model = network_module(recipe.network, weights.state_dict, recipe.precision)
+    with BundleWriter(target, recipe) as writer:
+        save_file(_contiguous(model.state_dict()), writer.path(WEIGHTS))
+        made_from = {WEIGHTS: writer.record(WEIGHTS, source).sha256}
+        graph = base_onnx(deployed(model, recipe), recipe.merging, signature_of(recipe).image.dtype)
+        with writer.path(ONNX_DATA).open("wb") as data:
+            move_weights(graph, data, ONNX_DATA)
+        add_function_bodies(graph)
+        ir.save(graph, writer.path(ONNX))
+        writer.record(ONNX_DATA, made_from)
+        writer.record(ONNX, made_from, uses=(ONNX_DATA,))
+        writer.facts |= {
+            "signature": signature_of(recipe).to_table(),
+            "unused_checkpoint_keys": list(weights.unused),
+            "position_embedding_resized_from": weights.resized_from,
+            **(facts or {}),
+        }
+    return Bundle.open(target)
+
+
+def load_network(bundle: Bundle) -> nn.Module:
+    """The network of a bundle, merge slots empty, in the bundle's precision."""
+    weights = load_file(bundle.file(WEIGHTS))
+    return network_module(bundle.recipe.network, weights, bundle.recipe.precision)
+
+
+def deployed(model: nn.Module, recipe: Recipe) -> Deployed:
+    """The network with the recipe's merging and the deployed inputs and outputs."""
+    return Deployed(insert_merging(model, recipe.merging), recipe.network, recipe.output).eval()
+
+
+def move_weights(model: ir.Model, data: BinaryIO, location: str) -> None:
+    """Writes the larger initializers to `data`, one after the other, and lets the graph refer to them there."""
+    for value in model.graph.initializers.values():
+        tensor = value.const_value
+        if tensor is None or tensor.nbytes < EXTERNAL_BYTES:
+            continue
+        data.seek(-data.tell() % ALIGNMENT, 1)
+        offset = data.tell()
+        data.write(tensor.tobytes())
+        value.const_value = ir.ExternalTensor(
+            location, offset, tensor.nbytes, tensor.dtype, shape=tensor.shape, name=str(value.name)
+        )
+
+
+def _contiguous(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {key: value.contiguous() for key, value in state_dict.items()}

@@ -1,0 +1,133 @@
+"""What every runtime offers: a context manager that turns named arrays into named arrays.
+
+    with runner(bundle, "onnxruntime-cpu") as run:
+        outputs = run.infer({"image": image})
+
+Checks are done here, once; a runtime fills in `_open`, `_infer` and `_close`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from types import TracebackType
+from typing import Any, ClassVar, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from algm_deploy.bundle import Bundle
+from algm_deploy.errors import BundleError, RuntimeUnavailableError
+from algm_deploy.signature import Signature
+
+Array = NDArray[Any]
+
+RUNTIMES = {
+    "torch": "algm_deploy.runners.torch:TorchRunner",
+    "onnxruntime-cpu": "algm_deploy.runners.onnxruntime:OnnxRuntimeCpuRunner",
+}
+
+
+class Runner(ABC):
+    """One runtime on one bundle. Open it with `with`; a closed runner can be opened again.
+
+    `infer` may be called from several threads. The arrays it returns belong to the caller.
+    """
+
+    runtime: ClassVar[str]
+
+    def __init__(self, bundle: Bundle) -> None:
+        self.bundle = bundle
+        self.signature = Signature.from_table(bundle.manifest["signature"])
+        self._opened = False
+
+    def __enter__(self) -> Self:
+        self._open()
+        self._opened = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._opened = False
+        self._close()
+
+    def infer(self, feeds: Mapping[str, Array], outputs: Sequence[str] | None = None) -> dict[str, Array]:
+        """Runs the network once.
+
+        Args:
+            feeds: `image` (b, 3, H, W) in the signature's dtype, 1 <= b <= the bundle's maximum batch, and optionally
+                thresholds as fp32 scalars; missing thresholds take the bundle's defaults.
+            outputs: names to return; by default labels or scores, and token counts.
+
+        Raises:
+            BundleError: an unknown name, or a dtype or shape that differs from the signature.
+        """
+        if not self._opened:
+            raise RuntimeUnavailableError(f"the {self.runtime} runner is closed: use it inside a `with` block")
+        wanted = tuple(outputs) if outputs is not None else tuple(t.name for t in self.signature.outputs[:2])
+        self._check_outputs(wanted)
+        return self._infer(self._checked(feeds), wanted)
+
+    @abstractmethod
+    def _open(self) -> None:
+        """Loads the executable."""
+
+    @abstractmethod
+    def _infer(self, feeds: dict[str, Array], outputs: Sequence[str]) -> dict[str, Array]:
+        """Runs on complete, checked feeds."""
+
+    @abstractmethod
+    def _close(self) -> None:
+        """Frees what `_open` took."""
+
+    def _check_outputs(self, wanted: Sequence[str]) -> None:
+        known = [t.name for t in self.signature.outputs]
+        if unknown := sorted(set(wanted) - set(known)):
+            raise BundleError(f"this bundle has no output {unknown[0]!r}: choose from {', '.join(known)}")
+
+    def _checked(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        known = [t.name for t in self.signature.inputs]
+        if unknown := sorted(set(feeds) - set(known)):
+            raise BundleError(f"this bundle has no input {unknown[0]!r}: choose from {', '.join(known)}")
+        if "image" not in feeds:
+            raise BundleError("the input 'image' is missing")
+        image = np.asarray(feeds["image"])
+        expected = self.signature.image
+        if image.dtype != expected.dtype or image.ndim != 4 or image.shape[1:] != expected.shape[1:]:
+            raise BundleError(
+                f"expected image {expected.dtype} (batch, {', '.join(map(str, expected.shape[1:]))}), got {image.dtype} "
+                f"{image.shape}: resize or cut the photo first, or export for another --image-size"
+            )
+        if not 1 <= len(image) <= self.signature.max_batch:
+            raise BundleError(
+                f"got a batch of {len(image)}, this bundle takes 1 to {self.signature.max_batch}: send smaller batches or "
+                "export with a larger --max-batch"
+            )
+        thresholds = {n: self._threshold(n, feeds.get(n, d)) for n, d in self.signature.defaults.items()}
+        return {"image": np.ascontiguousarray(image), **thresholds}
+
+    def _threshold(self, name: str, value: Any) -> Array:
+        number = np.asarray(value, dtype=np.float32)
+        if number.shape != () or not np.isfinite(number):
+            raise BundleError(f"{name} is one finite number, got {value!r}")
+        return number
+
+
+def runner_type(runtime: str) -> type[Runner]:
+    """The class behind a runtime's name.
+
+    Raises:
+        RuntimeUnavailableError: an unknown name, or the runtime's package is not installed.
+    """
+    if runtime not in RUNTIMES:
+        raise RuntimeUnavailableError(f"unknown runtime {runtime!r}: choose from {', '.join(RUNTIMES)}")
+    module, name = RUNTIMES[runtime].split(":")
+    found: type[Runner] = getattr(import_module(module), name)
+    return found
+
+
+def runner(bundle: Bundle, runtime: str) -> Runner:
+    """A closed runner for a bundle."""
+    return runner_type(runtime)(bundle)
