@@ -3,7 +3,7 @@
  * Every function exists twice with the same signature: algm_cpu_NAME works on host memory and ignores `stream`,
  * algm_cuda_NAME works on device memory and queues its work on `stream` (a cudaStream_t) without waiting for it.
  * Parameter structs are always host memory. Arrays are dense, row-major, and at least aligned to their element type
- * (16-byte alignment is faster). Nothing is allocated; scratch memory comes from the caller as `workspace`.
+ * (16-byte alignment is faster). No device memory is allocated; scratch comes from the caller as `workspace`.
  *
  * Letters: B images, S rows of the sequence (prefix rows counted), N = grid_h * grid_w patches, P prefix rows (class
  * token, registers), D width, K classes, W = (grid_h / window_h) * (grid_w / window_w) windows.
@@ -160,7 +160,7 @@ ALGM_BOTH(int, unmerge,
           (const algm_unmerge_params *params, const void *values, const int64_t *map, void *out, void *stream))
 
 /* scores (B,S,K), map (B,N) -> labels (B,height,width): unmerge, bilinear resize with half-pixel centres
- * (align_corners=False), argmax with ties to the lower class; the full-size scores never exist. NaN never wins. */
+ * (align_corners=False), argmax with ties to the lower class; the full-size scores never exist. Scores are finite; NaN never wins. */
 ALGM_BOTH(int, label_map,
           (const algm_label_map_params *params, const void *scores, const int64_t *map, void *labels, void *stream))
 

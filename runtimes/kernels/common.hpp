@@ -1,0 +1,147 @@
+// What the CPU and the CUDA version share: argument checks, shapes that follow from the parameters, workspace layout.
+#pragma once
+
+#include "algm_kernels.h"
+
+#include <cstddef>
+#include <cstdint>
+
+namespace algm {
+
+// Row indices are int32 inside the kernels; one image's tokens and the whole batch's rows must be countable with them.
+constexpr int64_t kMaxRows = int64_t{1} << 30;
+constexpr float kNormEps = 1e-8f;  // norms are clamped here, as torch's cosine_similarity does
+
+inline bool fits(int64_t a, int64_t b) { return a <= kMaxRows && b <= kMaxRows && a * b <= kMaxRows; }
+
+inline bool is_one_of_two(int32_t value) { return value == 0 || value == 1; }
+
+inline bool is_dtype(int32_t dtype) { return dtype >= ALGM_FLOAT32 && dtype <= ALGM_BFLOAT16; }
+
+inline int64_t dtype_bytes(int32_t dtype) { return dtype == ALGM_FLOAT32 ? 4 : 2; }
+
+inline int64_t window_count(const algm_clap_params &p) { return (p.grid_h / p.window_h) * (p.grid_w / p.window_w); }
+
+// Sets A and B of GBM are every second row from these two on. The published program splits the whole sequence (even rows
+// are A) and then protects the prefix; the paper splits what follows the prefix.
+inline int64_t first_a(const algm_gbm_params &p) {
+    return p.semantics == ALGM_SEMANTICS_PAPER ? p.prefix : p.prefix + p.prefix % 2;
+}
+inline int64_t first_b(const algm_gbm_params &p) {
+    return p.semantics == ALGM_SEMANTICS_PAPER ? p.prefix + 1 : p.prefix + (p.prefix + 1) % 2;
+}
+inline int64_t every_second(int64_t first, int64_t end) { return end > first ? (end - first + 1) / 2 : 0; }
+
+inline int64_t max_a(const algm_gbm_params &p) { return every_second(first_a(p), p.rows); }
+inline int64_t max_b(const algm_gbm_params &p) { return every_second(first_b(p), p.rows); }
+
+inline bool any_null() { return false; }
+template <class... Rest>
+bool any_null(const void *first, Rest... rest) {
+    return first == nullptr || any_null(rest...);
+}
+
+inline int check(const algm_clap_params *p) {
+    if (p == nullptr || p->batch < 1 || p->width < 1 || p->prefix < 0 || p->grid_h < 1 || p->grid_w < 1 ||
+        p->window_h < 1 || p->window_w < 1 || p->window_h * p->window_w < 2)
+        return ALGM_INVALID_ARGUMENT;
+    if (p->rows != p->prefix + p->grid_h * p->grid_w || !is_dtype(p->dtype) || !is_one_of_two(p->semantics) ||
+        !is_one_of_two(p->batch_mode) || !is_one_of_two(p->order))
+        return ALGM_INVALID_ARGUMENT;
+    return fits(p->batch, p->rows) && p->width <= kMaxRows ? ALGM_OK : ALGM_UNSUPPORTED;
+}
+
+inline int check(const algm_gbm_params *p) {
+    if (p == nullptr || p->batch < 1 || p->rows < 1 || p->width < 1 || p->patches < 1 || p->prefix < 0 ||
+        p->prefix > p->rows || !(p->divisor > 0))
+        return ALGM_INVALID_ARGUMENT;
+    if (!is_dtype(p->dtype) || !is_one_of_two(p->semantics) || !is_one_of_two(p->batch_mode) || !is_one_of_two(p->mode))
+        return ALGM_INVALID_ARGUMENT;
+    const bool countable = fits(p->batch, p->rows) && fits(p->batch, p->patches) && p->width <= kMaxRows;
+    return countable ? ALGM_OK : ALGM_UNSUPPORTED;
+}
+
+inline int check(const algm_unmerge_params *p) {
+    if (p == nullptr || p->batch < 1 || p->rows < 1 || p->width < 1 || p->patches < 1 || p->prefix < 0 ||
+        !is_dtype(p->dtype))
+        return ALGM_INVALID_ARGUMENT;
+    return fits(p->batch, p->patches) && fits(p->batch, p->rows) && p->width <= kMaxRows ? ALGM_OK : ALGM_UNSUPPORTED;
+}
+
+inline int check(const algm_label_map_params *p) {
+    if (p == nullptr || p->batch < 1 || p->rows < 1 || p->classes < 1 || p->grid_h < 1 || p->grid_w < 1 ||
+        p->height < 1 || p->width < 1 || p->prefix < 0 || !is_dtype(p->dtype) || !is_one_of_two(p->label_type))
+        return ALGM_INVALID_ARGUMENT;
+    if (p->label_type == ALGM_LABEL_UINT8 && p->classes > 256) return ALGM_INVALID_ARGUMENT;
+    const bool countable = fits(p->grid_h, p->grid_w) && fits(p->height, p->width) && fits(p->batch, p->rows) &&
+                           p->classes <= kMaxRows;
+    return countable ? ALGM_OK : ALGM_UNSUPPORTED;
+}
+
+// Hands out the parts of a workspace in order; from a null base it only measures.
+class Carver {
+public:
+    explicit Carver(void *base) : base_(static_cast<char *>(base)) {}
+
+    template <class T>
+    T *take(int64_t count) {
+        T *part = base_ == nullptr ? nullptr : reinterpret_cast<T *>(base_ + used_);
+        used_ += (static_cast<size_t>(count) * sizeof(T) + 15) / 16 * 16;
+        return part;
+    }
+
+    size_t used() const { return used_; }
+
+private:
+    char *base_;
+    size_t used_ = 0;
+};
+
+// What `decide` leaves for `apply`. `source` (B,S): for an output row the input row it copies, or -1 - i for the merge
+// number i: the window i for CLAP, the row i of set B together with every row of set A whose target it is for GBM.
+struct ClapPlan {
+    int64_t *rows;      // (1) S'
+    int64_t *length;    // (B)
+    int32_t *source;    // (B,S)
+    float *similarity;  // (B,W)
+    int32_t *place;     // (B,W) rank of a merged window among the merged ones, -1 if it stays
+
+    ClapPlan(const algm_clap_params &p, Carver &carver)
+        : rows(carver.take<int64_t>(1)),
+          length(carver.take<int64_t>(p.batch)),
+          source(carver.take<int32_t>(p.batch * p.rows)),
+          similarity(carver.take<float>(p.batch * window_count(p))),
+          place(carver.take<int32_t>(p.batch * window_count(p))) {}
+};
+
+struct GbmPlan {
+    int64_t *rows;      // (1) S''
+    int64_t *length;    // (B)
+    int32_t *source;    // (B,S)
+    int32_t *target;    // (B,A) the row of set B that the i-th row of set A joins, -1 if it stays
+    int32_t *row;       // (B,S) new row of every input row
+    float *best;        // (B,A)
+    int32_t *best_row;  // (B,A)
+
+    GbmPlan(const algm_gbm_params &p, Carver &carver)
+        : rows(carver.take<int64_t>(1)),
+          length(carver.take<int64_t>(p.batch)),
+          source(carver.take<int32_t>(p.batch * p.rows)),
+          target(carver.take<int32_t>(p.batch * max_a(p))),
+          row(carver.take<int32_t>(p.batch * p.rows)),
+          best(carver.take<float>(p.batch * max_a(p))),
+          best_row(carver.take<int32_t>(p.batch * max_a(p))) {}
+};
+
+inline const char *status_sentence(int status) {
+    switch (status) {
+        case ALGM_OK: return "The call succeeded.";
+        case ALGM_INVALID_ARGUMENT:
+            return "A size, an enum value or a pointer contradicts algm_kernels.h: check the shapes against the attributes.";
+        case ALGM_UNSUPPORTED: return "The shape is larger than these kernels can index: use a smaller batch or image.";
+        case ALGM_INVALID_MAP: return "The token map names a row that the values do not have: check map and prefix.";
+        default: return "An unknown status code.";
+    }
+}
+
+}  // namespace algm

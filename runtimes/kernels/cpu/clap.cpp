@@ -1,0 +1,163 @@
+#include "merge_plan.hpp"
+
+#include <vector>
+
+using namespace algm;
+using namespace algm::cpu;
+
+namespace {
+
+// First patch of a window, as a raster index.
+int64_t window_origin(const algm_clap_params &p, int64_t window) {
+    const int64_t across = p.grid_w / p.window_w;
+    return window / across * p.window_h * p.grid_w + window % across * p.window_w;
+}
+
+// Window of a patch, -1 on the border that no window covers.
+int64_t window_of(const algm_clap_params &p, int64_t patch) {
+    const int64_t down = p.grid_h / p.window_h, across = p.grid_w / p.window_w;
+    const int64_t y = patch / p.grid_w / p.window_h, x = patch % p.grid_w / p.window_w;
+    return y < down && x < across ? y * across + x : -1;
+}
+
+template <class T>
+ALGM_INLINE void window_similarity(const algm_clap_params &p, const T *tokens, float *similarity) {
+    const int64_t members = p.window_h * p.window_w;
+    std::vector<float> scales(static_cast<size_t>(members));
+    for (int64_t w = 0; w < window_count(p); ++w) {
+        const T *first = tokens + (p.prefix + window_origin(p, w)) * p.width;
+        const auto member = [&](int64_t i) {
+            return first + (i / p.window_w * p.grid_w + i % p.window_w) * p.width;
+        };
+        float sum = 0;
+        for (int64_t i = 0; i < members; ++i) {
+            scales[static_cast<size_t>(i)] = inverse_norm(member(i), p.width);
+            for (int64_t j = 0; j < i; ++j)
+                sum += dot(member(i), member(j), p.width) * scales[static_cast<size_t>(i)] *
+                       scales[static_cast<size_t>(j)];
+        }
+        similarity[w] = 2 * sum / static_cast<float>(members * (members - 1));
+    }
+}
+
+ALGM_VECTOR_CLONES void similarity_of(const algm_clap_params &p, const float *tokens, float *similarity) {
+    window_similarity(p, tokens, similarity);
+}
+ALGM_VECTOR_CLONES void similarity_of(const algm_clap_params &p, const Half *tokens, float *similarity) {
+    window_similarity(p, tokens, similarity);
+}
+ALGM_VECTOR_CLONES void similarity_of(const algm_clap_params &p, const Bfloat16 *tokens, float *similarity) {
+    window_similarity(p, tokens, similarity);
+}
+
+auto qualifies(const algm_clap_params &p, float threshold) {
+    const bool strict = p.semantics == ALGM_SEMANTICS_PAPER;
+    return [strict, threshold](float value) { return strict ? value > threshold : value >= threshold; };
+}
+
+// Place of every window among the `merges` merged ones, -1 for those that stay.
+template <class Chosen>
+void place_windows(const algm_clap_params &p, const float *similarity, int64_t merges, Chosen chosen, int32_t *place) {
+    const int64_t windows = window_count(p);
+    int32_t next = 0;
+    for (int64_t w = 0; w < windows; ++w) {
+        const int64_t rank = rank_of(similarity, windows, w, chosen);
+        const bool merged = rank >= 0 && rank < merges;
+        const bool raster = p.order == ALGM_ORDER_RASTER;
+        place[w] = !merged ? -1 : raster ? next++ : static_cast<int32_t>(rank);
+    }
+}
+
+// New rows of one image: [prefix | merged windows | other patches]; returns how many.
+int64_t number_rows(const algm_clap_params &p, const int32_t *place, int64_t merges, int64_t *map, int32_t *source) {
+    for (int64_t row = 0; row < p.prefix; ++row) source[row] = static_cast<int32_t>(row);
+    int64_t next = p.prefix + merges;
+    for (int64_t patch = 0; patch < p.grid_h * p.grid_w; ++patch) {
+        const int64_t window = window_of(p, patch);
+        const bool merged = window >= 0 && place[window] >= 0;
+        map[patch] = merged ? p.prefix + place[window] : next++;
+        source[map[patch]] = static_cast<int32_t>(merged ? -1 - window : p.prefix + patch);
+    }
+    return next;
+}
+
+}  // namespace
+
+const char *algm_cpu_status_text(int status) { return status_sentence(status); }
+
+size_t algm_cpu_clap_workspace(const algm_clap_params *params) {
+    if (check(params) != ALGM_OK) return 0;
+    Carver carver(nullptr);
+    ClapPlan(*params, carver);
+    return carver.used();
+}
+
+int algm_cpu_clap_similarity(const algm_clap_params *params, const void *tokens, float *similarity, void *) {
+    if (const int status = check(params)) return status;
+    if (any_null(tokens, similarity)) return ALGM_INVALID_ARGUMENT;
+    with_dtype(params->dtype, [&](auto type) {
+        const auto *values = static_cast<const decltype(type) *>(tokens);
+        for (int64_t b = 0; b < params->batch; ++b)
+            similarity_of(*params, values + b * params->rows * params->width, similarity + b * window_count(*params));
+    });
+    return ALGM_OK;
+}
+
+int algm_cpu_clap_decide_given(const algm_clap_params *params, const float *similarity, const float *threshold,
+                               int64_t *map, int64_t *length, int64_t *rows, int32_t *rows_int32, void *workspace,
+                               void *) {
+    if (const int status = check(params)) return status;
+    if (any_null(similarity, threshold, map, length, rows, workspace)) return ALGM_INVALID_ARGUMENT;
+    const algm_clap_params &p = *params;
+    Carver carver(workspace);
+    const ClapPlan plan(p, carver);
+    const int64_t windows = window_count(p);
+    const auto chosen = qualifies(p, *threshold);
+    int64_t fewest = windows;
+    for (int64_t b = 0; b < p.batch; ++b)
+        fewest = std::min(fewest, count_of(similarity + b * windows, windows, chosen));
+    for (int64_t b = 0; b < p.batch; ++b) {
+        const float *values = similarity + b * windows;
+        const int64_t merges = p.batch_mode == ALGM_BATCH_MIN ? fewest : count_of(values, windows, chosen);
+        int32_t *place = plan.place + b * windows;
+        place_windows(p, values, merges, chosen, place);
+        length[b] = number_rows(p, place, merges, map + b * p.grid_h * p.grid_w, plan.source + b * p.rows);
+    }
+    std::copy_n(length, p.batch, plan.length);
+    publish_rows(length, p.batch, plan.rows, rows, rows_int32);
+    return ALGM_OK;
+}
+
+int algm_cpu_clap_decide(const algm_clap_params *params, const void *tokens, const float *threshold, int64_t *map,
+                         int64_t *length, int64_t *rows, int32_t *rows_int32, void *workspace, void *stream) {
+    if (const int status = check(params)) return status;
+    if (workspace == nullptr) return ALGM_INVALID_ARGUMENT;
+    Carver carver(workspace);
+    float *similarity = ClapPlan(*params, carver).similarity;
+    if (const int status = algm_cpu_clap_similarity(params, tokens, similarity, stream)) return status;
+    return algm_cpu_clap_decide_given(params, similarity, threshold, map, length, rows, rows_int32, workspace, stream);
+}
+
+int algm_cpu_clap_apply(const algm_clap_params *params, const void *tokens, const float *size, const void *workspace,
+                        int64_t out_rows, void *out_tokens, float *out_size, void *) {
+    if (const int status = check(params)) return status;
+    if (any_null(tokens, size, workspace, out_tokens, out_size)) return ALGM_INVALID_ARGUMENT;
+    const algm_clap_params &p = *params;
+    Carver carver(const_cast<void *>(workspace));
+    const ClapPlan plan(p, carver);
+    int64_t rows = 0;
+    if (const int status = output_rows(out_rows, *plan.rows, &rows)) return status;
+    const auto members_of = [&](int64_t, int64_t window) {
+        const int64_t first = p.prefix + window_origin(p, window);
+        return [&p, first](auto add) {
+            for (int64_t y = 0; y < p.window_h; ++y)
+                for (int64_t x = 0; x < p.window_w; ++x) add(first + y * p.grid_w + x);
+        };
+    };
+    with_dtype(p.dtype, [&](auto type) {
+        using T = decltype(type);
+        apply_plan(p.batch, p.rows, rows, p.width, static_cast<const T *>(tokens), size, plan.length, plan.source, true,
+                   members_of, static_cast<T *>(out_tokens), out_size);
+    });
+    return ALGM_OK;
+}

@@ -1,0 +1,235 @@
+#include "merge_plan.hpp"
+
+#include <limits>
+#include <vector>
+
+using namespace algm;
+using namespace algm::cpu;
+
+namespace {
+
+constexpr float kNothing = -std::numeric_limits<float>::infinity();
+
+// Allowed rows of sets A and B in one image.
+struct Split {
+    int64_t a0, b0, a_count, b_count;
+
+    Split(const algm_gbm_params &p, int64_t length)
+        : a0(first_a(p)),
+          b0(first_b(p)),
+          a_count(every_second(a0, std::min(length, p.rows))),
+          b_count(every_second(b0, std::min(length, p.rows))) {}
+};
+
+// Best row of set B for every row of set A, four rows of B at a time; the first of equals stays.
+template <class T>
+ALGM_INLINE void best_matches(const Split &split, int64_t width, const T *tokens, float *best, int32_t *best_row) {
+    constexpr int R = 4;
+    std::vector<float> own(static_cast<size_t>(split.a_count));
+    for (int64_t i = 0; i < split.a_count; ++i)
+        own[static_cast<size_t>(i)] = inverse_norm(tokens + (split.a0 + 2 * i) * width, width);
+    for (int64_t j = 0; j < split.b_count; j += R) {
+        const int count = static_cast<int>(std::min<int64_t>(R, split.b_count - j));
+        const T *rows[R];
+        float scale[R], products[R];
+        for (int r = 0; r < R; ++r) {
+            rows[r] = tokens + (split.b0 + 2 * (j + std::min(r, count - 1))) * width;
+            scale[r] = inverse_norm(rows[r], width);
+        }
+        for (int64_t i = 0; i < split.a_count; ++i) {
+            dots<T, R>(tokens + (split.a0 + 2 * i) * width, rows, width, products);
+            for (int r = 0; r < count; ++r) {
+                const float cosine = products[r] * own[static_cast<size_t>(i)] * scale[r];
+                if (cosine > best[i]) {
+                    best[i] = cosine;
+                    best_row[i] = static_cast<int32_t>(split.b0 + 2 * (j + r));
+                }
+            }
+        }
+    }
+}
+
+ALGM_VECTOR_CLONES void matches_of(const Split &split, int64_t width, const float *tokens, float *best, int32_t *row) {
+    best_matches(split, width, tokens, best, row);
+}
+ALGM_VECTOR_CLONES void matches_of(const Split &split, int64_t width, const Half *tokens, float *best, int32_t *row) {
+    best_matches(split, width, tokens, best, row);
+}
+ALGM_VECTOR_CLONES void matches_of(const Split &split, int64_t width, const Bfloat16 *tokens, float *best,
+                                   int32_t *row) {
+    best_matches(split, width, tokens, best, row);
+}
+
+struct Statistics {
+    double mean, deviation;
+};
+
+// Mean and unbiased deviation of the finite values; NaN where fewer than two exist.
+Statistics statistics(const float *values, int64_t count) {
+    double sum = 0, squares = 0;
+    int64_t finite = 0;
+    for (int64_t i = 0; i < count; ++i) {
+        if (!std::isfinite(values[i])) continue;
+        sum += values[i];
+        ++finite;
+    }
+    if (finite < 2) return {std::numeric_limits<double>::quiet_NaN(), std::numeric_limits<double>::quiet_NaN()};
+    const double mean = sum / static_cast<double>(finite);
+    for (int64_t i = 0; i < count; ++i) {
+        if (!std::isfinite(values[i])) continue;
+        const double difference = values[i] - mean;
+        squares += difference * difference;
+    }
+    return {mean, std::sqrt(squares / static_cast<double>(finite - 1))};
+}
+
+// The similarity that image b must reach.
+float limit_of(const algm_gbm_params &p, const float *best, const int64_t *length, int64_t b, float threshold) {
+    if (p.mode == ALGM_MODE_FIXED) return threshold;
+    const bool together = p.batch_mode == ALGM_BATCH_MIN;
+    Statistics sum = {0, 0};
+    const int64_t begin = together ? 0 : b, end = together ? p.batch : b + 1;
+    for (int64_t image = begin; image < end; ++image) {
+        const Statistics one = statistics(best + image * max_a(p), Split(p, length[image]).a_count);
+        sum.mean += one.mean;
+        sum.deviation += one.deviation;
+    }
+    const double images = static_cast<double>(end - begin);
+    return static_cast<float>(sum.mean / images + double{threshold} * (sum.deviation / images) / p.divisor);
+}
+
+auto reaches(const algm_gbm_params &p, float limit) {
+    const bool strict = p.semantics == ALGM_SEMANTICS_PAPER;
+    return [strict, limit](float value) { return std::isfinite(value) && (strict ? value > limit : value >= limit); };
+}
+
+// New rows of one image: [prefix | rows of A that stay | rows of B]; returns how many.
+int64_t number_rows(const algm_gbm_params &p, const Split &split, const int32_t *target, int32_t *row,
+                    int32_t *source) {
+    for (int64_t r = 0; r < p.prefix; ++r) row[r] = source[r] = static_cast<int32_t>(r);
+    int64_t next = p.prefix;
+    for (int64_t i = 0; i < split.a_count; ++i) {
+        if (target[i] >= 0) continue;
+        const int32_t from = static_cast<int32_t>(split.a0 + 2 * i);
+        row[from] = static_cast<int32_t>(next);
+        source[next++] = from;
+    }
+    for (int64_t j = 0; j < split.b_count; ++j) {
+        const int32_t from = static_cast<int32_t>(split.b0 + 2 * j);
+        row[from] = static_cast<int32_t>(next);
+        source[next++] = from;
+    }
+    for (int64_t i = 0; i < split.a_count; ++i) {
+        if (target[i] < 0) continue;
+        row[split.a0 + 2 * i] = row[target[i]];
+        source[row[target[i]]] = -1 - target[i];
+    }
+    return next;
+}
+
+}  // namespace
+
+size_t algm_cpu_gbm_workspace(const algm_gbm_params *params) {
+    if (check(params) != ALGM_OK) return 0;
+    Carver carver(nullptr);
+    GbmPlan(*params, carver);
+    return carver.used();
+}
+
+int64_t algm_cpu_gbm_candidates(const algm_gbm_params *params) {
+    return check(params) == ALGM_OK ? max_a(*params) : 0;
+}
+
+int algm_cpu_gbm_similarity(const algm_gbm_params *params, const void *tokens, const int64_t *length, float *best,
+                            int32_t *best_row, void *workspace, void *) {
+    if (const int status = check(params)) return status;
+    if (any_null(tokens, length, best, best_row, workspace)) return ALGM_INVALID_ARGUMENT;
+    const int64_t candidates = max_a(*params);
+    std::fill_n(best, params->batch * candidates, kNothing);
+    std::fill_n(best_row, params->batch * candidates, -1);
+    with_dtype(params->dtype, [&](auto type) {
+        const auto *values = static_cast<const decltype(type) *>(tokens);
+        for (int64_t b = 0; b < params->batch; ++b)
+            matches_of(Split(*params, length[b]), params->width, values + b * params->rows * params->width,
+                       best + b * candidates, best_row + b * candidates);
+    });
+    return ALGM_OK;
+}
+
+int algm_cpu_gbm_decide_given(const algm_gbm_params *params, const float *best, const int32_t *best_row,
+                              const int64_t *map, const int64_t *length, const float *threshold, int64_t *out_map,
+                              int64_t *out_length, int64_t *rows, int32_t *rows_int32, void *workspace, void *) {
+    if (const int status = check(params)) return status;
+    if (any_null(best, best_row, map, length, threshold, out_map, out_length, rows, workspace))
+        return ALGM_INVALID_ARGUMENT;
+    const algm_gbm_params &p = *params;
+    Carver carver(workspace);
+    const GbmPlan plan(p, carver);
+    const int64_t candidates = max_a(p);
+    const auto chosen_of = [&](int64_t b) { return reaches(p, limit_of(p, best, length, b, *threshold)); };
+    const bool together = p.batch_mode == ALGM_BATCH_MIN;
+    int64_t fewest = candidates;
+    for (int64_t b = 0; together && b < p.batch; ++b)
+        fewest = std::min(fewest, count_of(best + b * candidates, Split(p, length[b]).a_count, chosen_of(b)));
+    for (int64_t b = 0; b < p.batch; ++b) {
+        const Split split(p, length[b]);
+        const float *values = best + b * candidates;
+        int32_t *target = plan.target + b * candidates;
+        int32_t *row = plan.row + b * p.rows;
+        const auto chosen = chosen_of(b);
+        for (int64_t i = 0; i < split.a_count; ++i) {
+            const bool joins = together ? chosen(values[i]) && rank_of(values, split.a_count, i, chosen) < fewest
+                                        : chosen(values[i]);
+            target[i] = joins ? best_row[b * candidates + i] : -1;
+        }
+        std::fill(target + split.a_count, target + candidates, -1);
+        out_length[b] = number_rows(p, split, target, row, plan.source + b * p.rows);
+        for (int64_t patch = b * p.patches; patch < (b + 1) * p.patches; ++patch) {
+            if (map[patch] < 0 || map[patch] >= std::min(std::max(length[b], p.prefix), p.rows)) return ALGM_INVALID_MAP;
+            out_map[patch] = row[map[patch]];
+        }
+    }
+    std::copy_n(out_length, p.batch, plan.length);
+    publish_rows(out_length, p.batch, plan.rows, rows, rows_int32);
+    return ALGM_OK;
+}
+
+int algm_cpu_gbm_decide(const algm_gbm_params *params, const void *tokens, const int64_t *map, const int64_t *length,
+                        const float *threshold, int64_t *out_map, int64_t *out_length, int64_t *rows,
+                        int32_t *rows_int32, void *workspace, void *stream) {
+    if (const int status = check(params)) return status;
+    if (workspace == nullptr) return ALGM_INVALID_ARGUMENT;
+    Carver carver(workspace);
+    const GbmPlan plan(*params, carver);
+    if (const int status =
+            algm_cpu_gbm_similarity(params, tokens, length, plan.best, plan.best_row, workspace, stream))
+        return status;
+    return algm_cpu_gbm_decide_given(params, plan.best, plan.best_row, map, length, threshold, out_map, out_length, rows,
+                                     rows_int32, workspace, stream);
+}
+
+int algm_cpu_gbm_apply(const algm_gbm_params *params, const void *tokens, const float *size, const void *workspace,
+                       int64_t out_rows, void *out_tokens, float *out_size, void *) {
+    if (const int status = check(params)) return status;
+    if (any_null(tokens, size, workspace, out_tokens, out_size)) return ALGM_INVALID_ARGUMENT;
+    const algm_gbm_params &p = *params;
+    Carver carver(const_cast<void *>(workspace));
+    const GbmPlan plan(p, carver);
+    int64_t rows = 0;
+    if (const int status = output_rows(out_rows, *plan.rows, &rows)) return status;
+    const int64_t candidates = max_a(p), a0 = first_a(p);
+    const auto members_of = [&](int64_t b, int64_t row) {
+        const int32_t *target = plan.target + b * candidates;
+        return [=](auto add) {
+            add(row);
+            for (int64_t i = 0; i < candidates; ++i)
+                if (target[i] == row) add(a0 + 2 * i);
+        };
+    };
+    with_dtype(p.dtype, [&](auto type) {
+        using T = decltype(type);
+        apply_plan(p.batch, p.rows, rows, p.width, static_cast<const T *>(tokens), size, plan.length, plan.source,
+                   p.semantics == ALGM_SEMANTICS_CODE, members_of, static_cast<T *>(out_tokens), out_size);
+    });
+    return ALGM_OK;
+}

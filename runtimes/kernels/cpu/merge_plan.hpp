@@ -1,0 +1,103 @@
+// What clap and gbm share on the CPU: ranks, the row count, and the weighted mean that carries out a plan.
+#pragma once
+
+#include "arithmetic.hpp"
+
+#include <algorithm>
+
+namespace algm::cpu {
+
+// Position of item i when `count` values are sorted in descending order, ties by index; -1 where `chosen` is false.
+template <class Chosen>
+int64_t rank_of(const float *values, int64_t count, int64_t i, Chosen chosen) {
+    if (!chosen(values[i])) return -1;
+    int64_t rank = 0;
+    for (int64_t j = 0; j < count; ++j)
+        rank += chosen(values[j]) && (values[j] > values[i] || (values[j] == values[i] && j < i));
+    return rank;
+}
+
+template <class Chosen>
+int64_t count_of(const float *values, int64_t count, Chosen chosen) {
+    return std::count_if(values, values + count, chosen);
+}
+
+inline void publish_rows(const int64_t *length, int64_t batch, int64_t *plan_rows, int64_t *rows, int32_t *rows_int32) {
+    *plan_rows = *rows = *std::max_element(length, length + batch);
+    if (rows_int32 != nullptr) *rows_int32 = static_cast<int32_t>(*rows);
+}
+
+// The mean of several rows of one image, by size or plain; sums in fp32, in the order in which rows are added.
+template <class T>
+class RowMean {
+public:
+    RowMean(const T *tokens, const float *size, int64_t width, bool weighted)
+        : tokens_(tokens), size_(size), width_(width), weighted_(weighted) {}
+
+    // members(add) calls add(row) for every row of the merge; it runs once for the sizes and once per strip of values.
+    template <class Members>
+    void write(Members members, T *out, float *out_size) const {
+        float weight = 0, size = 0;
+        members([&](int64_t row) {
+            weight += weight_of(row);
+            size += size_[row];
+        });
+        *out_size = size;
+        for (int64_t start = 0; start < width_; start += kStrip) {
+            const int64_t count = std::min(kStrip, width_ - start);
+            float sum[kStrip] = {};
+            members([&](int64_t row) {
+                const T *values = tokens_ + row * width_ + start;
+                const float w = weight_of(row);
+                for (int64_t d = 0; d < count; ++d) sum[d] += w * to_float(values[d]);
+            });
+            for (int64_t d = 0; d < count; ++d) out[start + d] = from_float<T>(weight > 0 ? sum[d] / weight : 0.0f);
+        }
+    }
+
+    void copy(int64_t row, T *out, float *out_size) const {
+        std::memcpy(out, tokens_ + row * width_, static_cast<size_t>(width_) * sizeof(T));
+        *out_size = size_[row];
+    }
+
+private:
+    static constexpr int64_t kStrip = 256;
+
+    float weight_of(int64_t row) const { return weighted_ ? size_[row] : 1.0f; }
+
+    const T *tokens_;
+    const float *size_;
+    int64_t width_;
+    bool weighted_;
+};
+
+// Carries out a plan: `members_of(b, merge)` gives the member enumeration of one merged row.
+template <class T, class MembersOf>
+void apply_plan(int64_t batch, int64_t rows_in, int64_t rows_out, int64_t width, const T *tokens, const float *size,
+                const int64_t *length, const int32_t *source, bool weighted, MembersOf members_of, T *out_tokens,
+                float *out_size) {
+    for (int64_t b = 0; b < batch; ++b) {
+        const RowMean<T> mean(tokens + b * rows_in * width, size + b * rows_in, width, weighted);
+        T *out = out_tokens + b * rows_out * width;
+        for (int64_t row = 0; row < rows_out; ++row, out += width) {
+            float *new_size = out_size + b * rows_out + row;
+            if (row >= length[b]) {
+                std::memset(static_cast<void *>(out), 0, static_cast<size_t>(width) * sizeof(T));
+                *new_size = 0;
+                continue;
+            }
+            const int32_t from = source[b * rows_in + row];
+            if (from >= 0)
+                mean.copy(from, out, new_size);
+            else
+                mean.write(members_of(b, -1 - from), out, new_size);
+        }
+    }
+}
+
+inline int output_rows(int64_t requested, int64_t counted, int64_t *rows) {
+    *rows = requested == ALGM_ROWS_ON_DEVICE ? counted : requested;
+    return *rows >= counted ? ALGM_OK : ALGM_INVALID_ARGUMENT;
+}
+
+}  // namespace algm::cpu

@@ -1,0 +1,122 @@
+// unmerge and label_map: what turns the scores of merged tokens back into a picture.
+#include "../interpolation.hpp"
+#include "arithmetic.hpp"
+
+#include <algorithm>
+#include <vector>
+
+using namespace algm;
+using namespace algm::cpu;
+
+namespace {
+
+bool is_valid_map(const int64_t *map, int64_t count, int64_t prefix, int64_t rows) {
+    return std::all_of(map, map + count, [=](int64_t row) { return row >= prefix && row - prefix < rows; });
+}
+
+// One class inside one cell: the scores of the two left corners and their steps to the right ones.
+struct Candidate {
+    float top, top_step, bottom, bottom_step;
+    int64_t label;
+
+    float at(float fx, float fy) const {
+        const float upper = top + fx * top_step, lower = bottom + fx * bottom_step;
+        return upper + fy * (lower - upper);
+    }
+};
+
+// The classes that can win somewhere in a cell: interpolated values stay between the corners, so a class whose highest
+// corner lies below the lowest corner of another is out. The margin covers the rounding of the interpolation.
+template <class T>
+void find_candidates(const T *const (&corners)[4], int64_t classes, std::vector<Candidate> &found) {
+    float lower_bound = -HUGE_VALF, largest = 0;
+    found.clear();
+    for (int64_t k = 0; k < classes; ++k) {
+        float c[4];
+        for (int i = 0; i < 4; ++i) c[i] = to_float(corners[i][k]);
+        if (std::isnan(c[0] + c[1] + c[2] + c[3])) continue;
+        lower_bound = std::max(lower_bound, *std::min_element(c, c + 4));
+        for (float corner : c) largest = std::max(largest, std::fabs(corner));
+        found.push_back({c[0], c[1] - c[0], c[2], c[3] - c[2], k});
+    }
+    lower_bound -= kInterpolationMargin * largest;
+    const auto loses = [&](const Candidate &one) {
+        return std::max({to_float(corners[0][one.label]), to_float(corners[1][one.label]),
+                         to_float(corners[2][one.label]), to_float(corners[3][one.label])}) < lower_bound;
+    };
+    found.erase(std::remove_if(found.begin(), found.end(), loses), found.end());
+}
+
+int64_t label_at(const std::vector<Candidate> &candidates, float fx, float fy) {
+    int64_t label = 0;
+    float best = -HUGE_VALF;
+    for (const Candidate &one : candidates) {
+        const float value = one.at(fx, fy);
+        if (value > best) {
+            best = value;
+            label = one.label;
+        }
+    }
+    return label;
+}
+
+template <class T, class Label>
+void label_image(const algm_label_map_params &p, const T *scores, const int64_t *map,
+                 std::vector<Candidate> &candidates, Label *labels) {
+    const Axis down(p.grid_h, p.height), across(p.grid_w, p.width);
+    const auto scores_of = [&](int32_t y, int32_t x) {
+        return scores + (map[int64_t{down.patch(y)} * p.grid_w + across.patch(x)] - p.prefix) * p.classes;
+    };
+    for (int32_t cy = -1; cy < down.cells; ++cy) {
+        for (int32_t cx = -1; cx < across.cells; ++cx) {
+            const T *const corners[4] = {scores_of(cy, cx), scores_of(cy, cx + 1), scores_of(cy + 1, cx),
+                                         scores_of(cy + 1, cx + 1)};
+            find_candidates(corners, p.classes, candidates);
+            for (int32_t y = down.first_pixel(cy); y < down.first_pixel(cy + 1); ++y)
+                for (int32_t x = across.first_pixel(cx); x < across.first_pixel(cx + 1); ++x)
+                    labels[int64_t{y} * p.width + x] = static_cast<Label>(
+                        label_at(candidates, across.fraction(x, cx), down.fraction(y, cy)));
+        }
+    }
+}
+
+template <class T, class Label>
+void label_batch(const algm_label_map_params &p, const T *scores, const int64_t *map, Label *labels) {
+    std::vector<Candidate> candidates;
+    candidates.reserve(static_cast<size_t>(p.classes));
+    for (int64_t b = 0; b < p.batch; ++b)
+        label_image(p, scores + b * p.rows * p.classes, map + b * p.grid_h * p.grid_w, candidates,
+                    labels + b * p.height * p.width);
+}
+
+}  // namespace
+
+int algm_cpu_unmerge(const algm_unmerge_params *params, const void *values, const int64_t *map, void *out, void *) {
+    if (const int status = check(params)) return status;
+    if (any_null(values, map, out)) return ALGM_INVALID_ARGUMENT;
+    const algm_unmerge_params &p = *params;
+    if (!is_valid_map(map, p.batch * p.patches, p.prefix, p.rows)) return ALGM_INVALID_MAP;
+    const int64_t bytes = p.width * dtype_bytes(p.dtype);
+    for (int64_t i = 0; i < p.batch * p.patches; ++i) {
+        const int64_t row = i / p.patches * p.rows + map[i] - p.prefix;
+        std::memcpy(static_cast<char *>(out) + i * bytes, static_cast<const char *>(values) + row * bytes,
+                    static_cast<size_t>(bytes));
+    }
+    return ALGM_OK;
+}
+
+int algm_cpu_label_map(const algm_label_map_params *params, const void *scores, const int64_t *map, void *labels,
+                       void *) {
+    if (const int status = check(params)) return status;
+    if (any_null(scores, map, labels)) return ALGM_INVALID_ARGUMENT;
+    const algm_label_map_params &p = *params;
+    if (!is_valid_map(map, p.batch * p.grid_h * p.grid_w, p.prefix, p.rows)) return ALGM_INVALID_MAP;
+    with_dtype(p.dtype, [&](auto type) {
+        const auto *values = static_cast<const decltype(type) *>(scores);
+        if (p.label_type == ALGM_LABEL_UINT8)
+            label_batch(p, values, map, static_cast<uint8_t *>(labels));
+        else
+            label_batch(p, values, map, static_cast<int32_t *>(labels));
+    });
+    return ALGM_OK;
+}

@@ -1,0 +1,393 @@
+#include "apply.cuh"
+#include "matches.cuh"
+
+using namespace algm;
+using namespace algm::cuda;
+
+namespace {
+
+constexpr int64_t kSmallestTile = SmallTile::SIDE;  // the most partial results that a row can have come from here
+
+// The plan, and what the similarity kernel leaves for the decision: the best match of every row within each tile.
+struct Workspace {
+    GbmPlan plan;
+    Match *partial;  // (B, A, tiles)
+
+    Workspace(const algm_gbm_params &p, Carver &carver)
+        : plan(p, carver), partial(carver.take<Match>(p.batch * max_a(p) * ceil_div(max_b(p), kSmallestTile))) {}
+};
+
+Sets sets_of(const algm_gbm_params &p, const int64_t *length) {
+    return {static_cast<int>(p.rows),     static_cast<int>(p.width), static_cast<int>(first_a(p)),
+            static_cast<int>(first_b(p)), static_cast<int>(max_a(p)), 0, length};
+}
+
+struct Device {
+    int multiprocessors, major, shared_bytes;
+
+    static int query(Device *device) {
+        int id = 0;
+        cudaError_t error = cudaGetDevice(&id);
+        const auto get = [&](int *value, cudaDeviceAttr attribute) {
+            if (error == cudaSuccess) error = cudaDeviceGetAttribute(value, attribute, id);
+        };
+        get(&device->multiprocessors, cudaDevAttrMultiProcessorCount);
+        get(&device->major, cudaDevAttrComputeCapabilityMajor);
+        get(&device->shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+        return status_of(error);
+    }
+};
+
+template <class T, class Tile>
+int launch_tensor(const algm_gbm_params &p, Sets *sets, const void *tokens, Match *partial, void *stream) {
+    const cudaError_t error = cudaFuncSetAttribute(tensor_match_kernel<T, Tile>,
+                                                   cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::SHARED_BYTES);
+    if (error != cudaSuccess) return status_of(error);
+    sets->tiles = static_cast<int>(ceil_div(max_b(p), Tile::SIDE));
+    const dim3 grid(sets->tiles, static_cast<unsigned>(ceil_div(max_a(p), Tile::SIDE)), static_cast<unsigned>(p.batch));
+    tensor_match_kernel<T, Tile><<<grid, Tile::THREADS, Tile::SHARED_BYTES, stream_of(stream)>>>(
+        *sets, static_cast<const T *>(tokens), partial);
+    return launched();
+}
+
+// Large tiles read every row less often, small ones keep more multiprocessors busy.
+template <class T>
+int launch_tensor(const algm_gbm_params &p, const Device &device, Sets *sets, const void *tokens, Match *partial,
+                  void *stream) {
+    const int64_t large_blocks =
+        p.batch * ceil_div(max_a(p), LargeTile::SIDE) * ceil_div(max_b(p), LargeTile::SIDE);
+    if (device.shared_bytes < LargeTile::SHARED_BYTES || large_blocks < device.multiprocessors)
+        return launch_tensor<T, SmallTile>(p, sets, tokens, partial, stream);
+    return launch_tensor<T, LargeTile>(p, sets, tokens, partial, stream);
+}
+
+// Queues the kernel that fills `partial` and sets sets->tiles; nothing where no pair exists.
+int launch_matches(const algm_gbm_params &p, Sets *sets, const void *tokens, Match *partial, void *stream) {
+    if (max_a(p) == 0 || max_b(p) == 0) return ALGM_OK;
+    Device device;
+    if (const int status = Device::query(&device)) return status;
+    const bool packed = is_aligned(tokens) && p.width % 8 == 0;
+    if (packed && p.dtype == ALGM_FLOAT16)
+        return launch_tensor<__half>(p, device, sets, tokens, partial, stream);
+    if (packed && p.dtype == ALGM_BFLOAT16 && device.major >= 8)  // sm_75 has no bf16 tensor cores
+        return launch_tensor<__nv_bfloat16>(p, device, sets, tokens, partial, stream);
+    sets->tiles = static_cast<int>(ceil_div(max_b(p), PlainTile::B));
+    const dim3 grid(sets->tiles, static_cast<unsigned>(ceil_div(max_a(p), PlainTile::A)), static_cast<unsigned>(p.batch));
+    return with_dtype(p.dtype, p.width, is_aligned(tokens), [&](auto type, auto pack) {
+        using T = decltype(type);
+        plain_match_kernel<T, decltype(pack)::value><<<grid, PlainTile::THREADS, 0, stream_of(stream)>>>(
+            *sets, static_cast<const T *>(tokens), partial);
+        return launched();
+    });
+}
+
+// Where the decision finds the best match of a row: in partial results (tokens were given) or in arrays.
+struct Matches {
+    Sets sets;
+    const Match *partial;
+    const float *best;
+    const int32_t *best_row;
+
+    // The best match of row i of set A of an image; its column as a row of the sequence, -1 for none.
+    __device__ Match at(int image, int i) const {
+        const int64_t index = int64_t{image} * sets.a_max + i;
+        if (partial == nullptr) return {best[index], best_row[index]};
+        Match match = no_match();
+        for (int t = 0; t < sets.tiles; ++t) {
+            const Match other = partial[index * sets.tiles + t];
+            match.take(other.similarity, other.column);
+        }
+        return {match.similarity, match.similarity > -INFINITY ? sets.b0 + 2 * match.column : -1};
+    }
+
+    __device__ float similarity(int image, int i) const {
+        const int64_t index = int64_t{image} * sets.a_max + i;
+        if (partial == nullptr) return best[index];
+        float largest = -INFINITY;
+        for (int t = 0; t < sets.tiles; ++t) largest = fmaxf(largest, partial[index * sets.tiles + t].similarity);
+        return largest;
+    }
+};
+
+__global__ void collect_kernel(Matches matches, float *best, int32_t *best_row) {
+    const int image = blockIdx.y, i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= matches.sets.a_max) return;
+    const Match match = i < matches.sets.a_count(image) ? matches.at(image, i) : Match{-INFINITY, -1};
+    best[int64_t{image} * matches.sets.a_max + i] = match.similarity;
+    best_row[int64_t{image} * matches.sets.a_max + i] = match.column;
+}
+
+struct Decision {
+    Matches matches;
+    GbmPlan plan;
+    double divisor;
+    int batch, prefix;
+    int64_t patches;
+    bool strict, batch_min, adaptive;
+    const float *threshold;
+    const int64_t *map;
+    int64_t *out_map, *out_length, *rows;
+    int32_t *rows_int32;
+
+    __device__ bool reaches(float value, float limit) const {
+        return isfinite(value) && (strict ? value > limit : value >= limit);
+    }
+
+    // The row count of an image, protected rows always counted.
+    __device__ int length(int image) const { return max(matches.sets.end(image), prefix); }
+};
+
+struct Statistics {
+    double mean, deviation;
+};
+
+// Mean and unbiased deviation of one image's finite similarities, by one warp; NaN where fewer than two exist.
+__device__ Statistics statistics(const Matches &matches, int image) {
+    const int count = matches.sets.a_count(image);
+    double sum = 0, squares = 0;
+    int finite = 0;
+    for (int i = lane_index(); i < count; i += kWarp) {
+        const float value = matches.similarity(image, i);
+        if (isfinite(value)) {
+            sum += value;
+            ++finite;
+        }
+    }
+    sum = warp_sum(sum);
+    finite = warp_sum(finite);
+    if (finite < 2) return {nan(""), nan("")};
+    const double mean = sum / finite;
+    for (int i = lane_index(); i < count; i += kWarp) {
+        const float value = matches.similarity(image, i);
+        const double difference = isfinite(value) ? value - mean : 0;
+        squares += difference * difference;
+    }
+    return {mean, sqrt(warp_sum(squares) / (finite - 1))};
+}
+
+__device__ float limit_from(const Decision &d, double mean, double deviation) {
+    return static_cast<float>(mean + static_cast<double>(*d.threshold) * deviation / d.divisor);
+}
+
+// The threshold that all images of a batch share: one warp an image, added up in the order of the images.
+__device__ float common_limit(const Decision &d) {
+    __shared__ Statistics shared[kWarp];
+    const int warps = blockDim.x / kWarp;
+    Statistics sum = {0, 0};
+    for (int start = 0; start < d.batch; start += warps) {
+        const int image = start + warp_index();
+        __syncthreads();
+        if (image < d.batch) {
+            const Statistics one = statistics(d.matches, image);
+            if (lane_index() == 0) shared[warp_index()] = one;
+        }
+        __syncthreads();
+        for (int w = 0; w < warps && start + w < d.batch; ++w) {
+            sum.mean += shared[w].mean;
+            sum.deviation += shared[w].deviation;
+        }
+    }
+    return limit_from(d, sum.mean / d.batch, sum.deviation / d.batch);
+}
+
+__device__ float own_limit(const Decision &d, int image) {
+    const Statistics one = statistics(d.matches, image);
+    return limit_from(d, one.mean, one.deviation);
+}
+
+// What an image must know of the whole batch: the fewest merges, and the longest result when images decide alone.
+struct Extremes {
+    int fewest, longest;
+};
+
+__device__ Extremes batch_extremes(const Decision &d, float shared_limit) {
+    int fewest = INT32_MAX, longest = 0;
+    for (int image = warp_index(); image < d.batch; image += blockDim.x / kWarp) {
+        const float limit = d.adaptive && !d.batch_min ? own_limit(d, image) : shared_limit;
+        int count = 0;
+        for (int i = lane_index(); i < d.matches.sets.a_count(image); i += kWarp)
+            count += d.reaches(d.matches.similarity(image, i), limit);
+        count = warp_sum(count);
+        fewest = min(fewest, count);
+        longest = max(longest, d.length(image) - (d.batch_min ? 0 : count));
+    }
+    fewest = block_combine(fewest, [](int a, int b) { return min(a, b); });
+    longest = block_combine(longest, [](int a, int b) { return max(a, b); });
+    return {fewest, d.batch_min ? longest - fewest : longest};
+}
+
+// One block an image: threshold, who merges, new row numbers, composed map.
+__global__ void __launch_bounds__(1024) decide_kernel(Decision d) {
+    __shared__ float shared_limit;
+    const Sets &sets = d.matches.sets;
+    const int image = blockIdx.x, a_count = sets.a_count(image), b_count = sets.b_count(image);
+    float *best = d.plan.best + int64_t{image} * sets.a_max;
+    int32_t *best_row = d.plan.best_row + int64_t{image} * sets.a_max;
+    int32_t *target = d.plan.target + int64_t{image} * sets.a_max;
+    int32_t *row = d.plan.row + int64_t{image} * sets.rows;
+    int32_t *source = d.plan.source + int64_t{image} * sets.rows;
+    for (int i = threadIdx.x; i < a_count; i += blockDim.x) {
+        const Match match = d.matches.at(image, i);
+        best[i] = match.similarity;
+        best_row[i] = match.column;
+    }
+
+    float limit = *d.threshold;
+    if (d.adaptive && d.batch_min) limit = common_limit(d);
+    Extremes extremes = {0, 0};
+    if (d.batch_min || image == 0) extremes = batch_extremes(d, limit);
+    if (image == 0 && threadIdx.x == 0) {
+        *d.rows = *d.plan.rows = extremes.longest;
+        if (d.rows_int32 != nullptr) *d.rows_int32 = extremes.longest;
+    }
+    if (d.adaptive && !d.batch_min) {
+        if (warp_index() == 0) {
+            const float own = own_limit(d, image);
+            if (lane_index() == 0) shared_limit = own;
+        }
+        __syncthreads();
+        limit = shared_limit;
+    }
+    __syncthreads();
+
+    for (int r = threadIdx.x; r < d.prefix; r += blockDim.x) row[r] = source[r] = r;
+    int next = d.prefix;
+    for (int start = 0; start < sets.a_max; start += blockDim.x) {
+        const int i = start + threadIdx.x;
+        bool joins = i < a_count && d.reaches(best[i], limit);
+        if (d.batch_min) {
+            const int rank = block_rank(best, a_count, i);
+            joins = joins && rank < extremes.fewest;
+        }
+        const bool stays = i < a_count && !joins;
+        const int new_row = block_flags_before(stays, next);
+        if (i < sets.a_max) target[i] = joins ? best_row[i] : -1;
+        if (stays) {
+            row[sets.a0 + 2 * i] = new_row;
+            source[new_row] = sets.a0 + 2 * i;
+        }
+    }
+    for (int j = threadIdx.x; j < b_count; j += blockDim.x) {
+        row[sets.b0 + 2 * j] = next + j;
+        source[next + j] = sets.b0 + 2 * j;
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < a_count; i += blockDim.x) {
+        if (target[i] < 0) continue;
+        const int new_row = row[target[i]];
+        row[sets.a0 + 2 * i] = new_row;
+        source[new_row] = -1 - target[i];  // several rows may write this, all the same value
+    }
+    if (threadIdx.x == 0) d.out_length[image] = d.plan.length[image] = next + b_count;
+    __syncthreads();
+    const int length = d.length(image);
+    for (int64_t p = image * d.patches + threadIdx.x; p < (image + 1) * d.patches; p += blockDim.x) {
+        const int64_t from = d.map[p];
+        d.out_map[p] = from >= 0 && from < length ? row[from] : -1;
+    }
+}
+
+int launch_decision(const algm_gbm_params &p, const Workspace &workspace, const Matches &matches, const int64_t *map,
+                    const float *threshold, int64_t *out_map, int64_t *out_length, int64_t *rows, int32_t *rows_int32,
+                    void *stream) {
+    const Decision decision = {matches,
+                               workspace.plan,
+                               p.divisor,
+                               static_cast<int>(p.batch),
+                               static_cast<int>(p.prefix),
+                               p.patches,
+                               p.semantics == ALGM_SEMANTICS_PAPER,
+                               p.batch_mode == ALGM_BATCH_MIN,
+                               p.mode == ALGM_MODE_ADAPTIVE,
+                               threshold,
+                               map,
+                               out_map,
+                               out_length,
+                               rows,
+                               rows_int32};
+    const unsigned threads = block_threads(p.batch * kWarp > p.patches ? p.batch * kWarp : p.patches);
+    decide_kernel<<<static_cast<unsigned>(p.batch), threads, 0, stream_of(stream)>>>(decision);
+    return launched();
+}
+
+// A row of set B and every row of set A that joins it, in ascending order.
+struct JoinedRows {
+    const int32_t *target;
+    int a0, a_max;
+
+    template <class Add>
+    __device__ void visit(int image, int row, Add add) const {
+        add(row);
+        const int32_t *targets = target + int64_t{image} * a_max;
+        for (int start = 0; start < a_max; start += kWarp) {
+            const int i = start + lane_index();
+            unsigned joined = __ballot_sync(kAllLanes, i < a_max && targets[i] == row);
+            for (; joined != 0; joined &= joined - 1) add(a0 + 2 * (start + __ffs(joined) - 1));
+        }
+    }
+};
+
+}  // namespace
+
+size_t algm_cuda_gbm_workspace(const algm_gbm_params *params) {
+    if (check_batch(params) != ALGM_OK) return 0;
+    Carver carver(nullptr);
+    Workspace(*params, carver);
+    return carver.used();
+}
+
+int64_t algm_cuda_gbm_candidates(const algm_gbm_params *params) {
+    return check_batch(params) == ALGM_OK ? max_a(*params) : 0;
+}
+
+int algm_cuda_gbm_similarity(const algm_gbm_params *params, const void *tokens, const int64_t *length, float *best,
+                             int32_t *best_row, void *workspace, void *stream) {
+    if (const int status = check_batch(params)) return status;
+    if (any_null(tokens, length, best, best_row, workspace)) return ALGM_INVALID_ARGUMENT;
+    Carver carver(workspace);
+    const Workspace parts(*params, carver);
+    Sets sets = sets_of(*params, length);
+    if (sets.a_max == 0) return ALGM_OK;
+    if (const int status = launch_matches(*params, &sets, tokens, parts.partial, stream)) return status;
+    const dim3 grid(static_cast<unsigned>(ceil_div(sets.a_max, 256)), static_cast<unsigned>(params->batch));
+    collect_kernel<<<grid, 256, 0, stream_of(stream)>>>({sets, parts.partial, nullptr, nullptr}, best, best_row);
+    return launched();
+}
+
+int algm_cuda_gbm_decide_given(const algm_gbm_params *params, const float *best, const int32_t *best_row,
+                               const int64_t *map, const int64_t *length, const float *threshold, int64_t *out_map,
+                               int64_t *out_length, int64_t *rows, int32_t *rows_int32, void *workspace, void *stream) {
+    if (const int status = check_batch(params)) return status;
+    if (any_null(best, best_row, map, length, threshold, out_map, out_length, rows, workspace))
+        return ALGM_INVALID_ARGUMENT;
+    Carver carver(workspace);
+    const Workspace parts(*params, carver);
+    const Matches matches = {sets_of(*params, length), nullptr, best, best_row};
+    return launch_decision(*params, parts, matches, map, threshold, out_map, out_length, rows, rows_int32, stream);
+}
+
+int algm_cuda_gbm_decide(const algm_gbm_params *params, const void *tokens, const int64_t *map, const int64_t *length,
+                         const float *threshold, int64_t *out_map, int64_t *out_length, int64_t *rows,
+                         int32_t *rows_int32, void *workspace, void *stream) {
+    if (const int status = check_batch(params)) return status;
+    if (any_null(tokens, map, length, threshold, out_map, out_length, rows, workspace)) return ALGM_INVALID_ARGUMENT;
+    Carver carver(workspace);
+    const Workspace parts(*params, carver);
+    Sets sets = sets_of(*params, length);
+    if (const int status = launch_matches(*params, &sets, tokens, parts.partial, stream)) return status;
+    const Matches matches = {sets, parts.partial, nullptr, nullptr};
+    return launch_decision(*params, parts, matches, map, threshold, out_map, out_length, rows, rows_int32, stream);
+}
+
+int algm_cuda_gbm_apply(const algm_gbm_params *params, const void *tokens, const float *size, const void *workspace,
+                        int64_t out_rows, void *out_tokens, float *out_size, void *stream) {
+    if (const int status = check_batch(params)) return status;
+    if (any_null(tokens, size, workspace, out_tokens, out_size)) return ALGM_INVALID_ARGUMENT;
+    Carver carver(const_cast<void *>(workspace));
+    const Workspace parts(*params, carver);
+    const ApplyShape shape = {static_cast<int>(params->rows), static_cast<int>(params->width), out_rows,
+                              parts.plan.rows, parts.plan.length, parts.plan.source,
+                              params->semantics == ALGM_SEMANTICS_CODE};
+    const JoinedRows members = {parts.plan.target, static_cast<int>(first_a(*params)), static_cast<int>(max_a(*params))};
+    return launch_apply(params->dtype, params->batch, shape, members, tokens, size, out_tokens, out_size, stream);
+}
