@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -40,6 +42,43 @@ def test_wheel_carries_code_recipes_and_native_sources(wheel: zipfile.ZipFile, r
     assert carried == tracked(root_dir, "algm_deploy") | tracked(root_dir, "export") | tracked(root_dir, "runtimes")
     assert "algm_deploy/py.typed" in names
     assert any(name.startswith("algm_deploy/_content/export/recipes/") for name in names)
+
+
+# Modules whose distribution has another name, and those that only some extras install.
+DISTRIBUTIONS = {
+    "PIL": "pillow",
+    "cv2": "opencv-python-headless",
+    "google": "protobuf",
+    "sklearn": "scikit-learn",
+    "yaml": "pyyaml",
+}
+OPTIONAL = {"onnxruntime", "tensorrt", "tensorrt_rtx"}
+
+
+def imported(file: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module)
+    return {name.partition(".")[0] for name in names} - set(sys.stdlib_module_names) - {"algm_deploy"}
+
+
+def test_every_import_is_a_declared_dependency(root_dir: Path) -> None:
+    project = tomllib.loads((root_dir / "pyproject.toml").read_text())["project"]
+    declared = {re.split(r"[>=<]", line)[0] for line in project["dependencies"]}
+    used = {name for file in (root_dir / "algm_deploy").rglob("*.py") for name in imported(file)} - OPTIONAL
+    assert {DISTRIBUTIONS.get(name, name.replace("_", "-")) for name in used} <= declared
+
+
+def test_ci_pins_every_declared_dependency(root_dir: Path) -> None:
+    project = tomllib.loads((root_dir / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    lines = [*project["dependencies"], *extras["dev"], *extras["onnxruntime-cpu"]]
+    declared = {re.split(r"[>=<]", line)[0].lower() for line in lines}
+    pinned = dict(re.findall(r"^([\w.-]+)==(\S+)$", (root_dir / "constraints-ci.txt").read_text(), re.MULTILINE))
+    assert declared <= set(pinned)
 
 
 def test_wheel_has_licence_and_command(wheel: zipfile.ZipFile) -> None:
