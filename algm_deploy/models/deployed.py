@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from algm_deploy.models.segmenter import upsample_scores
 from algm_deploy.models.vit import MergeInputs, share_parameters
+from algm_deploy.ops._rows import wide
 from algm_deploy.recipes import Network, Output
 
 # (mean, deviation) of the pixels in 0..1, red, green, blue, by the name the official configuration uses.
@@ -61,7 +62,7 @@ class Deployed(nn.Module):
                 result.scores, result.map, result.prefix, self.network.grid, self.network.image_size
             )
         else:
-            tail = upsample_scores(result, self.network.grid, self.network.image_size).float()
+            tail = wide(upsample_scores(result, self.network.grid, self.network.image_size))
         lengths = [stage.length - result.prefix for stage in result.stages]
         counts = torch.stack(lengths, 1) if lengths else image.new_zeros(image.shape[0], 0, dtype=torch.int64)
         return tail, counts, tuple(stage.map for stage in result.stages)

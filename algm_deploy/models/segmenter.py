@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import algm_deploy.ops  # noqa: F401  registers torch.ops.algm
 from algm_deploy.models.vit import Block, MergeInputs, Tokens, VisionTransformer
+from algm_deploy.ops._rows import wide
 from algm_deploy.recipes import Network, Size
 
 
@@ -32,7 +33,7 @@ class TokenScores(NamedTuple):
 
 def _unit(x: Tensor) -> Tensor:
     """Rows scaled to length one; the norm is taken in fp32, where 16-bit squares cannot overflow."""
-    return F.normalize(x.float(), dim=-1).to(x.dtype)
+    return F.normalize(wide(x), dim=-1).to(x.dtype)
 
 
 class LinearDecoder(nn.Module):

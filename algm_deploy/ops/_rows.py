@@ -13,6 +13,11 @@ from torch import Tensor
 NORM_EPS = 1e-8
 
 
+def wide(x: Tensor) -> Tensor:
+    """16-bit values as fp32, others as they are: what sums and norms are computed in."""
+    return x.float() if x.element_size() < 4 else x
+
+
 def merge_rows(tokens: Tensor, weight: Tensor, row: Tensor, rows_out: int) -> Tensor:
     """Weighted mean of the input rows that share an output row.
 
@@ -27,9 +32,9 @@ def merge_rows(tokens: Tensor, weight: Tensor, row: Tensor, rows_out: int) -> Te
         0/1 matrix in fp32, so their order is fixed on every device (a scatter with atomics would not be).
     """
     member = torch.arange(rows_out, device=row.device)[:, None] == row[:, None, :]
-    share = member * weight[:, None, :]
+    share = member * weight[:, None, :].to(wide(tokens).dtype)
     total = share.sum(-1, keepdim=True)
-    mean = (share @ tokens.float()) / torch.where(total > 0, total, 1)
+    mean = (share @ wide(tokens)) / torch.where(total > 0, total, 1)
     return mean.to(tokens.dtype)
 
 

@@ -36,6 +36,7 @@ from algm_deploy.ops._rows import (
     merge_rows_backward,
     merge_rows_reference,
     sum_rows,
+    wide,
 )
 
 
@@ -64,11 +65,11 @@ def window_similarity(tokens: Tensor, grid: list[int], window: list[int], prefix
     The products are summed one by one: the shortcut through the norm of the sum cancels digits and flips decisions.
     """
     members = torch.as_tensor(window_members(grid, window), device=tokens.device)
-    x = tokens[:, prefix:].float()[:, members]
+    x = wide(tokens[:, prefix:])[:, members]
     cosine = F.cosine_similarity(x[..., :, None, :], x[..., None, :, :], dim=-1, eps=NORM_EPS)
     k = members.shape[1]
     off_diagonal = 1 - torch.eye(k, device=tokens.device)
-    return (cosine * off_diagonal).sum((-1, -2)) / (k * (k - 1))
+    return ((cosine * off_diagonal).sum((-1, -2)) / (k * (k - 1))).float()
 
 
 def clap_decisions(similarity: Tensor, threshold: Tensor, semantics: str, batch: str, order: str) -> Tensor:

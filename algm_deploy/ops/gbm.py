@@ -39,6 +39,7 @@ from algm_deploy.ops._rows import (
     merge_rows_reference,
     row_of,
     sum_rows,
+    wide,
 )
 
 
@@ -56,15 +57,15 @@ def gbm_similarity(tokens: Tensor, length: Tensor, prefix: int, semantics: str) 
     A rows that may not merge, and all A rows of an image without an allowed B row, have similarity -inf.
     """
     first = first_source(semantics, prefix)
-    x = tokens.float()
+    x = wide(tokens)
     norm = x.norm(dim=-1, keepdim=True).clamp(min=NORM_EPS)
-    if tokens.dtype == torch.float32:
+    if x is tokens:
         x, norm = x / norm, torch.ones_like(norm)
     rows = torch.arange(tokens.shape[1], device=tokens.device)
     allowed = (rows >= prefix) & (rows < length[:, None])
     # 16-bit values are multiplied as they are, as tensor cores would, and scaled afterwards.
     scores = x[:, first::2] @ x[:, first + 1 :: 2].mT / norm[:, first::2] / norm[:, first + 1 :: 2].mT
-    scores = torch.where(allowed[:, None, first + 1 :: 2], scores, -torch.inf)
+    scores = torch.where(allowed[:, None, first + 1 :: 2], scores.float(), -torch.inf)
     if scores.shape[2] == 0:
         return scores.new_full(scores.shape[:2], -torch.inf), length.new_zeros(scores.shape[:2])
     best, match = scores.max(dim=2)
