@@ -2,6 +2,7 @@
 
 Adding a data set is adding one entry to `SPECS`. Stored label values become class indices through a table of 256
 entries, so a value that has no meaning in a data set is an error that names the file, never a silently ignored pixel.
+CamVid has been run on its photos; of the others the layout is tested on miniature trees.
 """
 
 from __future__ import annotations
@@ -12,18 +13,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from algm_deploy.errors import DatasetError
 from algm_deploy.evaluation.preprocessing import read_indices
+from algm_deploy.recipes import Color
 
 IGNORE = 255
 """Label of pixels that count for nothing, in every data set after its mapping."""
 
 PHOTO_ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff")
-_CLASS_NAMES: dict[str, list[str]] = json.loads((Path(__file__).parent / "class_names.json").read_text())
 _NOT_A_LABEL = -1
 
 
@@ -45,6 +47,7 @@ class Dataset:
     split: str
     root: Path
     class_names: tuple[str, ...]
+    palette: tuple[Color, ...]
     samples: tuple[Sample, ...]
     lookup: NDArray[np.int16] = field(repr=False, compare=False)
 
@@ -75,11 +78,11 @@ class Dataset:
 
 @dataclass(frozen=True)
 class Classes:
-    """A class file: names in index order, optional colours, and the stored value of unlabelled pixels."""
+    """Names and colours in index order, and the stored value of unlabelled pixels."""
 
     names: tuple[str, ...]
-    palette: tuple[tuple[int, int, int], ...]
-    ignore_label: int
+    palette: tuple[Color, ...]
+    ignore_label: int = IGNORE
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ class Spec:
     under the folder a user names, the data set may lie; `slice_of` turns a sample's name into its slice.
     """
 
-    class_names: tuple[str, ...]
+    classes: Classes
     splits: Mapping[str, str]
     layouts: tuple[Layout, ...]
     folders: tuple[str, ...] = (".",)
@@ -133,35 +136,50 @@ def open_dataset(name: str, root: Path, split: str | None = None, slice_by: str 
     for sample, image in sorted(names.items()):
         label = _folder(base, layout.labels, spec.splits[split]) / (sample + layout.label_ending)
         samples.append(Sample(sample, image, label, slice_of(sample)))
-    return Dataset(name, split, root, spec.class_names, tuple(samples), layout.lookup)
+    return Dataset(name, split, root, spec.classes.names, spec.classes.palette, tuple(samples), layout.lookup)
 
 
 def read_classes(path: Path) -> Classes:
     """Reads a class file: JSON with `names`, optionally `palette` (RGB triples) and `ignore_label` (default 255).
 
+    Without a palette the classes get PASCAL VOC's colours from index 1 on.
+
     Raises:
         DatasetError: the file is missing or says something else.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        names = tuple(content["names"])
-        palette = tuple((int(r), int(g), int(b)) for r, g, b in content.get("palette", ()))
-        ignore = content.get("ignore_label", IGNORE)
+        return _classes(json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise DatasetError(f"{path}: expected a class file with the names of the classes, {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DatasetError(f'{path}: expected JSON such as {{"names": ["sky", "road"]}}, got {error!r}') from error
-    if (
-        not 1 <= len(names) <= IGNORE
-        or len(set(names)) < len(names)
-        or not all(isinstance(n, str) and n for n in names)
-    ):
-        raise DatasetError(f"{path}: expected 1 to {IGNORE} distinct class names, got {len(names)}: {names[:5]}")
-    if palette and len(palette) != len(names):
-        raise DatasetError(f"{path}: expected a colour for each of {len(names)} classes, got {len(palette)}")
+    except DatasetError as error:
+        raise DatasetError(f"{path}: {error}") from error
+
+
+def _classes(content: dict[str, Any]) -> Classes:
+    names, ignore = tuple(content["names"]), content.get("ignore_label", IGNORE)
+    distinct = {name for name in names if isinstance(name, str) and name}
+    if not isinstance(content["names"], list) or not 1 <= len(names) == len(distinct) <= IGNORE:
+        raise DatasetError(f"expected 1 to {IGNORE} distinct class names, got {len(names)}: {names[:5]}")
+    palette = tuple(
+        (int(r), int(g), int(b)) for r, g, b in content.get("palette", map(_colour, range(1, len(names) + 1)))
+    )
+    if len(palette) != len(names) or not all(0 <= value <= 255 for color in palette for value in color):
+        raise DatasetError(
+            f"expected a colour in 0..255 for each of {len(names)} classes, got {len(palette)}: {palette[:5]}"
+        )
     if not isinstance(ignore, int) or not len(names) <= ignore <= IGNORE:
-        raise DatasetError(f"{path}: ignore_label must lie in {len(names)}..{IGNORE}, got {ignore!r}")
+        raise DatasetError(f"ignore_label must lie in {len(names)}..{IGNORE}, got {ignore!r}")
     return Classes(names, palette, ignore)
+
+
+def _colour(index: int) -> Color:
+    """PASCAL VOC's colour of an index: its bits dealt out to red, green and blue, highest bit of the colour first."""
+    red, green, blue = (
+        sum((index >> (3 * bit + channel) & 1) << (7 - bit) for bit in range(8)) for channel in range(3)
+    )
+    return red, green, blue
 
 
 def _spec(name: str) -> Spec:
@@ -179,7 +197,7 @@ def _folder_spec(root: Path, split: str | None) -> Spec:
         Layout("images/{split}", PHOTO_ENDINGS, f"{labels}/{{split}}", ".png", lookup)
         for labels in ("annotations", "labels")
     )
-    return Spec(classes.names, {split or "all": split or "."}, layouts)
+    return Spec(classes, {split or "all": split or "."}, layouts)
 
 
 def _matching_layout(name: str, root: Path, split: str, spec: Spec) -> tuple[Layout, Path, dict[str, Path]]:
@@ -298,26 +316,28 @@ def _cityscapes(label_ending: str, lookup: NDArray[np.int16]) -> Layout:
     return Layout("leftImg8bit/{split}", ("_leftImg8bit.png",), "gtFine/{split}", label_ending, lookup)
 
 
-def _pascal(classes: tuple[str, ...], lookup: NDArray[np.int16]) -> Spec:
+def _pascal(classes: Classes, lookup: NDArray[np.int16]) -> Spec:
     layout = Layout(
         "JPEGImages", (".jpg",), "SegmentationClassContext", ".png", lookup, "ImageSets/SegmentationContext/{split}.txt"
     )
     return Spec(classes, {"val": "val", "train": "train"}, (layout,), (".", "VOC2010", "VOCdevkit/VOC2010"))
 
 
-def _names(dataset: str) -> tuple[str, ...]:
-    return tuple(_CLASS_NAMES[dataset])
-
+_KNOWN = {
+    name: _classes(content)
+    for name, content in json.loads((Path(__file__).parent / "classes.json").read_text()).items()
+}
+_PASCAL = _KNOWN["pascal_context"]
 
 SPECS: dict[str, Spec] = {
     "ade20k": Spec(
-        _names("ade20k"),
+        _KNOWN["ade20k"],
         {"val": "validation", "train": "training"},
         (Layout("images/{split}", (".jpg",), "annotations/{split}", ".png", _from_one(150)),),
         (".", "ADEChallengeData2016"),
     ),
     "cityscapes": Spec(
-        _names("cityscapes"),
+        _KNOWN["cityscapes"],
         {"val": "val", "train": "train"},
         (
             _cityscapes("_gtFine_labelTrainIds.png", _as_stored(19)),
@@ -325,15 +345,15 @@ SPECS: dict[str, Spec] = {
         ),
         slice_of=_parent_folder,
     ),
-    "pascal_context": _pascal(_names("pascal_context"), _as_stored(60)),
-    "pascal_context_59": _pascal(_names("pascal_context")[1:], _from_one(59)),
+    "pascal_context": _pascal(_PASCAL, _as_stored(60)),
+    "pascal_context_59": _pascal(Classes(_PASCAL.names[1:], _PASCAL.palette[1:]), _from_one(59)),
     "coco_stuff10k": Spec(
-        _names("coco_stuff10k"),
+        _KNOWN["coco_stuff10k"],
         {"test": "test2014", "train": "train2014"},
         (Layout("images/{split}", (".jpg",), "annotations/{split}", "_labelTrainIds.png", _from_one(171)),),
     ),
     "camvid": Spec(
-        _names("camvid"),
+        _KNOWN["camvid"],
         {"test": "test", "val": "val", "train": "train"},
         (
             Layout("{split}", (".png",), "{split}annot", ".png", _as_stored(11, ignored=(11,))),

@@ -106,10 +106,16 @@ def test_official_layouts(tmp_path: Path, case: tuple) -> None:
     build(tmp_path)
     dataset = open_dataset(name, tmp_path)
     assert [sample.name for sample in dataset.samples] == names
-    assert len(dataset.class_names) == len(set(dataset.class_names)) == classes
+    assert len(dataset.class_names) == len(set(dataset.class_names)) == len(dataset.palette) == classes
     assert dataset.labels_of(dataset.samples[0]).tolist() == [labels, labels]
     assert {sample.slice for sample in dataset.samples} == slices
     assert all(sample.image_path.is_file() for sample in dataset.samples)
+
+
+def test_colours_are_the_data_sets_own_or_distinct() -> None:
+    assert SPECS["cityscapes"].classes.palette[11] == (220, 20, 60)
+    assert SPECS["coco_stuff10k"].classes.palette[:4] == ((128, 0, 0), (0, 128, 0), (128, 128, 0), (0, 0, 128))
+    assert len(set(SPECS["coco_stuff10k"].classes.palette)) == 171
 
 
 def test_every_registered_data_set_has_a_tree() -> None:
@@ -184,11 +190,13 @@ def test_slice_expressions_that_do_not_work_are_refused(folder: Path) -> None:
         ("not json", "expected JSON"),
         ("[]", "expected JSON"),
         ("{}", "expected JSON"),
+        ('{"names": "sky"}', "distinct class names"),
         ('{"names": []}', "distinct class names"),
         ('{"names": ["a", "a"]}', "distinct class names"),
         ('{"names": ["a", 3]}', "distinct class names"),
-        ('{"names": ["a", "b"], "palette": [[0, 0, 0]]}', "colour for each"),
+        ('{"names": ["a", "b"], "palette": [[0, 0, 0]]}', "colour in"),
         ('{"names": ["a", "b"], "palette": [[0, 0], [1, 1]]}', "expected JSON"),
+        ('{"names": ["a", "b"], "palette": [[0, 0, 0], [1, 1, 256]]}', "colour in 0..255"),
         ('{"names": ["a", "b"], "ignore_label": 1}', "ignore_label"),
         ('{"names": ["a", "b"], "ignore_label": 256}', "ignore_label"),
     ],

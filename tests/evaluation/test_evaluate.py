@@ -59,9 +59,13 @@ def dataset(tmp_path: Path) -> Dataset:
     return open_dataset("folder", root, slice_by="folder")
 
 
-def run(dataset: Dataset, reader: Reader, artifact: str = "tiny fp32", recipe: Recipe = RECIPE) -> Evaluation:
+def run(
+    dataset: Dataset, reader: Reader, artifact: str = "tiny fp32", recipe: Recipe = RECIPE, window_batch: int = 1
+) -> Evaluation:
     state = dataset.root.parent / "reports"
-    return evaluate(dataset, reader, recipe, artifact=artifact, state_folder=state, progress=False)
+    return evaluate(
+        dataset, reader, recipe, artifact=artifact, state_folder=state, window_batch=window_batch, progress=False
+    )
 
 
 def state_file(dataset: Dataset) -> Path:
@@ -150,6 +154,9 @@ def test_a_torn_last_line_is_written_again(dataset: Dataset) -> None:
         again = Reader()
         assert run(dataset, again).record() == expected
         assert again.calls == 2
+        unneeded = Reader()
+        assert run(dataset, unneeded).record() == expected
+        assert unneeded.calls == 0
     state_file(dataset).write_bytes(content[:10])  # died while writing the header
     assert run(dataset, Reader()).record() == expected
 
@@ -168,11 +175,11 @@ def test_a_spoilt_line_is_an_error_not_a_lost_image(dataset: Dataset) -> None:
 def test_results_of_different_artifacts_and_protocols_never_mix(dataset: Dataset) -> None:
     run(dataset, Reader())
     other = replace(RECIPE, protocol=replace(RECIPE.protocol, stride=30))
-    for artifact, recipe in (("tiny fp16", RECIPE), ("tiny fp32", other)):
+    for artifact, recipe, window_batch in (("tiny fp16", RECIPE, 1), ("tiny fp32", other, 1), ("tiny fp32", RECIPE, 2)):
         again = Reader()
-        run(dataset, again, artifact, recipe)
-        assert again.calls == 2 * 6
-    assert len(list((dataset.root.parent / "reports").iterdir())) == 3
+        assert run(dataset, again, artifact, recipe, window_batch).record()["window_batch"] == window_batch
+        assert again.calls == 2 * 6 / window_batch
+    assert len(list((dataset.root.parent / "reports").iterdir())) == 4
 
 
 def test_an_image_that_changed_is_evaluated_again(dataset: Dataset) -> None:
@@ -182,6 +189,13 @@ def test_an_image_that_changed_is_evaluated_again(dataset: Dataset) -> None:
     again = Reader()
     assert run(dataset, again).record()["miou_percent"] < 100
     assert again.calls == 2
+
+
+def test_an_image_that_broke_since_is_not_in_the_figures(dataset: Dataset) -> None:
+    run(dataset, Reader())
+    dataset.samples[1].image_path.write_bytes(b"broken")
+    record = run(dataset, Reader()).record()
+    assert (record["images"], record["images_failed"]) == (5, 1)
 
 
 def test_a_state_folder_that_cannot_be_written_is_explained(dataset: Dataset) -> None:

@@ -46,6 +46,7 @@ def picture(height: int = 20, width: int = 30) -> np.ndarray:
         (ADE, (100, 1000), (205, 2048)),  # the long limit rules
         (CITYSCAPES, (1024, 2048), (1024, 2048)),
         (SETR_CITYSCAPES, (1024, 2048), (1025, 2049)),
+        (Protocol("x", 22, 22, 22, max_ratio=30 / 22), (100, 1000), (3, 30)),  # 30 / 22 * 22 is 29.99..
     ],
 )
 def test_published_size(protocol: Protocol, size: tuple[int, int], resized: tuple[int, int]) -> None:

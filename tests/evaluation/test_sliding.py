@@ -78,9 +78,12 @@ def test_labels_come_from_interpolated_scores_with_ties_to_the_lower_class() -> 
     resized = torch.nn.functional.interpolate(torch.from_numpy(scores)[None], (45, 51), mode="bilinear")[0]
     assert (best_labels(scores, (45, 51)) == resized.argmax(0).numpy()).mean() > 0.999
     assert best_labels(np.zeros((3, 2, 2), np.float32), (4, 4)).max() == 0
-    many = np.zeros((300, 2, 2), np.float32)
-    many[299] = 1
-    assert best_labels(many, (2, 2)).tolist() == [[299, 299]] * 2
+    for classes, dtype in ((255, np.uint8), (256, np.int32)):
+        many = np.zeros((classes, 2, 2), np.float32)
+        many[-1] = 1
+        labels = best_labels(many, (2, 2))
+        assert labels.dtype == dtype
+        assert (labels == classes - 1).all()
 
 
 def test_scores_of_another_shape_are_refused() -> None:
