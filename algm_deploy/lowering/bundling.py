@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 import onnx_ir as ir
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from algm_deploy.bundle import Bundle, BundleWriter, sha256_of
 from algm_deploy.errors import ExportError
@@ -18,7 +18,8 @@ from algm_deploy.lowering.portable import add_function_bodies
 from algm_deploy.merging import insert_merging
 from algm_deploy.models.checkpoints import Checkpoint, state_dict_for
 from algm_deploy.models.deployed import Deployed
-from algm_deploy.models.families import network_module
+from algm_deploy.models.families import DTYPES, network_module
+from algm_deploy.models.vit import VitNetwork
 from algm_deploy.recipes import Recipe
 from algm_deploy.signature import signature_of
 
@@ -28,7 +29,9 @@ ALIGNMENT = 64
 EXTERNAL_BYTES = 1024
 
 
-def write_bundle(checkpoint: Checkpoint, recipe: Recipe, target: Path, facts: Mapping[str, Any] | None = None) -> Bundle:
+def write_bundle(
+    checkpoint: Checkpoint, recipe: Recipe, target: Path, facts: Mapping[str, Any] | None = None
+) -> Bundle:
     """Exports a checkpoint to a new bundle at `target`, complete or not at all.
 
     `facts` are added to the manifest. The peak is about the weights in fp32, once more in the graph's layout.
@@ -41,7 +44,7 @@ def write_bundle(checkpoint: Checkpoint, recipe: Recipe, target: Path, facts: Ma
         raise ExportError("portable ONNX has no bf16 that runtimes agree on: export fp32 or fp16")
     weights = state_dict_for(recipe.network, checkpoint)
     source = {checkpoint.path.name: sha256_of(checkpoint.path)}
-    model = network_module(recipe.network, weights.state_dict, recipe.precision)
+    model = network_module(recipe.network, weights.state_dict, DTYPES[recipe.precision])
     with BundleWriter(target, recipe) as writer:
         save_file(_contiguous(model.state_dict()), writer.path(WEIGHTS))
         made_from = {WEIGHTS: writer.record(WEIGHTS, source).sha256}
@@ -61,13 +64,13 @@ def write_bundle(checkpoint: Checkpoint, recipe: Recipe, target: Path, facts: Ma
     return Bundle.open(target)
 
 
-def load_network(bundle: Bundle) -> nn.Module:
-    """The network of a bundle, merge slots empty, in the bundle's precision."""
+def load_network(bundle: Bundle, dtype: torch.dtype | None = None) -> VitNetwork:
+    """The network of a bundle, merge slots empty, in the bundle's precision or in `dtype`."""
     weights = load_file(bundle.file(WEIGHTS))
-    return network_module(bundle.recipe.network, weights, bundle.recipe.precision)
+    return network_module(bundle.recipe.network, weights, dtype or DTYPES[bundle.recipe.precision])
 
 
-def deployed(model: nn.Module, recipe: Recipe) -> Deployed:
+def deployed(model: VitNetwork, recipe: Recipe) -> Deployed:
     """The network with the recipe's merging and the deployed inputs and outputs."""
     return Deployed(insert_merging(model, recipe.merging), recipe.network, recipe.output).eval()
 
@@ -82,7 +85,7 @@ def move_weights(model: ir.Model, data: BinaryIO, location: str) -> None:
         offset = data.tell()
         data.write(tensor.tobytes())
         value.const_value = ir.ExternalTensor(
-            location, offset, tensor.nbytes, tensor.dtype, shape=tensor.shape, name=str(value.name)
+            location, offset, tensor.nbytes, tensor.dtype, shape=ir.Shape(tensor.shape.numpy()), name=str(value.name)
         )
 
 

@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from algm_deploy.errors import RecipeError
 from algm_deploy.models.segmenter import Segmenter
+from algm_deploy.models.vit import VitNetwork
 from algm_deploy.recipes import Network
 
-FAMILIES: dict[str, Callable[[Network], nn.Module]] = {"segmenter": Segmenter}
+FAMILIES: dict[str, Callable[[Network], VitNetwork]] = {"segmenter": Segmenter}
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-def network_module(network: Network, weights: Mapping[str, Tensor], precision: str) -> nn.Module:
-    """The network with its weights, in evaluation mode and in the dtype of `precision`.
+def network_module(network: Network, weights: Mapping[str, Tensor], dtype: torch.dtype) -> VitNetwork:
+    """The network with its weights, in evaluation mode and in `dtype`.
 
     The module is made without memory of its own and takes the tensors as they are, so weights in the right dtype are
     held once.
@@ -29,5 +30,5 @@ def network_module(network: Network, weights: Mapping[str, Tensor], precision: s
         raise RecipeError(f"unknown network family {network.family!r}: choose from {', '.join(FAMILIES)}")
     with torch.device("meta"):
         model = FAMILIES[network.family](network)
-    model.load_state_dict({k: v.to(DTYPES[precision]) for k, v in weights.items()}, assign=True)
+    model.load_state_dict({k: v.to(dtype) for k, v in weights.items()}, assign=True)
     return model.eval().requires_grad_(False)

@@ -6,13 +6,13 @@ similar enough.
     gbm(tokens (B,S,D), size (B,S), map (B,N), length (B), threshold ())
         -> tokens (B,S'',D), size (B,S''), map (B,N), length (B)
 
-Attributes: `prefix` P, `mode`, `divisor`, `semantics`, `batch`. Dtypes as for CLAP. Rows at and behind `length` do not
-exist. Output rows are [prefix | A rows that stay, ascending | all B rows, ascending | zero padding of size 0]; `map` is
-composed: for every patch its row in the new sequence.
+Attributes: `prefix` P, `mode`, `divisor`, `semantics`, `batch`. Dtypes as for CLAP. Rows at and behind `length` do
+not exist. Output rows are [prefix | A rows that stay, ascending | all B rows, ascending | zero padding of size 0];
+`map` is composed: for every patch its row in the new sequence.
 
 mode       `adaptive`: a row joins at similarity >= mean + threshold * std / divisor, mean and unbiased standard
-           deviation over the best similarities of the image's A rows; the published code sets threshold 1 and divisor to
-           the 1-based layer. `fixed`: threshold itself is the similarity to reach.
+           deviation over the best similarities of the image's A rows; the published code sets threshold 1 and divisor
+           to the 1-based layer. `fixed`: threshold itself is the similarity to reach.
 semantics  `code`: A are the even rows of the sequence, prefix counted, `>=`, size-weighted mean. `paper`: A and B
            alternate behind the prefix, `>`, plain mean. Prefix rows never merge and are never joined.
 batch      `per_image`: each image decides alone. `batch_min`: mean and deviation are averaged over the batch, and all
@@ -51,11 +51,8 @@ def first_source(semantics: str, prefix: int) -> int:
 # --- torch -----------------------------------------------------------------------------------------------------------
 
 
-def gbm_similarity(tokens: Tensor, length: Tensor, prefix: int, semantics: str) -> tuple[Tensor, Tensor]:
-    """Best similarity (B, |A|) fp32 of every A row over the allowed B rows, and the index in B that has it.
-
-    A rows that may not merge, and all A rows of an image without an allowed B row, have similarity -inf.
-    """
+def gbm_scores(tokens: Tensor, length: Tensor, prefix: int, semantics: str) -> tuple[Tensor, Tensor]:
+    """Cosines (B, |A|, |B|) fp32 of A and B rows, -inf for B rows that may not be joined; and which A rows may merge."""
     first = first_source(semantics, prefix)
     x = wide(tokens)
     norm = x.norm(dim=-1, keepdim=True).clamp(min=NORM_EPS)
@@ -65,11 +62,19 @@ def gbm_similarity(tokens: Tensor, length: Tensor, prefix: int, semantics: str) 
     allowed = (rows >= prefix) & (rows < length[:, None])
     # 16-bit values are multiplied as they are, as tensor cores would, and scaled afterwards.
     scores = x[:, first::2] @ x[:, first + 1 :: 2].mT / norm[:, first::2] / norm[:, first + 1 :: 2].mT
-    scores = torch.where(allowed[:, None, first + 1 :: 2], scores.float(), -torch.inf)
+    return torch.where(allowed[:, None, first + 1 :: 2], scores.float(), -torch.inf), allowed[:, first::2]
+
+
+def gbm_similarity(tokens: Tensor, length: Tensor, prefix: int, semantics: str) -> tuple[Tensor, Tensor]:
+    """Best similarity (B, |A|) fp32 of every A row over the allowed B rows, and the index in B that has it.
+
+    A rows that may not merge, and all A rows of an image without an allowed B row, have similarity -inf.
+    """
+    scores, sources = gbm_scores(tokens, length, prefix, semantics)
     if scores.shape[2] == 0:
         return scores.new_full(scores.shape[:2], -torch.inf), length.new_zeros(scores.shape[:2])
     best, match = scores.max(dim=2)
-    return torch.where(allowed[:, first::2], best, -torch.inf), match
+    return torch.where(sources, best, -torch.inf), match
 
 
 def gbm_threshold(best: Tensor, threshold: Tensor, mode: str, divisor: float, batch: str) -> Tensor:
@@ -179,10 +184,7 @@ gbm.register_autograd(_backward, setup_context=_save_for_backward)
 # --- ONNX body ------------------------------------------------------------------------------------------------------
 
 
-
-def _onnx_similarity(
-    body: Body, tokens: Value, allowed: Value, first: int
-) -> tuple[Value, Value]:
+def _onnx_similarity(body: Body, tokens: Value, allowed: Value, first: int) -> tuple[Value, Value]:
     """Best similarity (B, |A|) of every A row, -inf where it may not merge, and its match in B."""
     unit = unit_rows(body, tokens, NORM_EPS)
     source, target = (body.rows(unit, start, END, 2) for start in (first, first + 1))
@@ -222,9 +224,7 @@ def _onnx_decisions(body: Body, best: Value, limit: Value, attributes: Mapping[s
     return merged
 
 
-def _onnx_rows(
-    body: Body, merged: Value, match: Value, valid: Value, prefix: int, first: int
-) -> tuple[Value, Value]:
+def _onnx_rows(body: Body, merged: Value, match: Value, valid: Value, prefix: int, first: int) -> tuple[Value, Value]:
     """Output row (B, S) of every input row (meaningless where invalid), and the flags of rows that join another."""
     rows = body.indices(body.size_of(valid, 1))
     offset = body("Sub", rows, first)
@@ -298,8 +298,6 @@ def onnx_body(
     length_out = body("Sub", body("Unsqueeze", length, [1]), body.count(joins))
     out = body.select(reordered(row), reordered(kept), length_out, values, sizes)
     return [*out, body("GatherElements", row, map, axis=1), body("Squeeze", length_out, [1])]
-
-
 
 
 # --- NumPy reference -------------------------------------------------------------------------------------------------
