@@ -148,14 +148,16 @@ def _load_failure(path: Path, error: Exception) -> str:
 
 def _check_tensor(path: Path, key: object, value: object) -> None:
     if not isinstance(key, str) or not isinstance(value, Tensor):
-        raise CheckpointError(f"{path}: expected named tensors under 'model', got {type(value).__name__} as {key!r}")
+        raise CheckpointError(
+            f"{path}: expected named tensors under 'model', got {type(value).__name__} as {_name(key)}"
+        )
     if value.layout != torch.strided or value.device.type != "cpu" or not value.is_floating_point():
         raise CheckpointError(
-            f"{path}: expected plain floating-point weights, got {key} as {value.dtype}, {value.layout}"
+            f"{path}: expected plain floating-point weights, got {_name(key)} as {value.dtype}, {value.layout}"
         )
     if value.untyped_storage().nbytes() < value.numel() * value.element_size():
         raise CheckpointError(
-            f"{path}: {key} claims shape {tuple(value.shape)} but the file holds less data: copy it again"
+            f"{path}: {_name(key)} claims shape {tuple(value.shape)} but the file holds less data: copy it again"
         )
 
 
@@ -449,9 +451,15 @@ def resize_position_embedding(embedding: Tensor, old: Size, new: Size) -> Tensor
 
 
 def _names(names: Iterable[object], limit: int = 5) -> str:
-    listed = [str(name)[:80] for name in names]
+    listed = [_name(name) for name in names]
     more = f" and {len(listed) - limit} more" if len(listed) > limit else ""
     return (", ".join(listed[:limit]) or "none") + more
+
+
+def _name(key: object) -> str:
+    """A key of the file, fit for one line of a message."""
+    text = str(key)[:80]
+    return text if text.isprintable() else ascii(text)
 
 
 def _one_line(text: str) -> str:

@@ -292,7 +292,7 @@ def legacy_claim(path: Path) -> None:
         (object_in_the_scheduler, "found numpy.* save its entry 'model' alone"),
         (a_list, "expected a dict .* got list"),
         (mmseg, "under 'model' .* got entries state_dict, meta"),
-        (value_is_no_tensor, "expected named tensors .* got int as 'encoder.cls_token'"),
+        (value_is_no_tensor, "expected named tensors .* got int as encoder.cls_token"),
         (whole_numbers, "expected plain floating-point weights, got encoder.cls_token as torch.int64"),
         (sparse, "expected plain floating-point weights, got encoder.cls_token .* torch.sparse_coo"),
         (expanded_claim, "claims shape"),
@@ -350,8 +350,11 @@ def test_missing_and_unknown_keys(tmp_path: Path) -> None:
     model = tensors(TINY)
     del model["encoder.norm.bias"]
     model["encoder.blocks.0.ls1.gamma"] = torch.ones(32)
+    model["x\ny"] = torch.ones(32)
     checkpoint = checkpoints.read_checkpoint(write(tmp_path, {"model": model}, variant(TINY)))
-    with pytest.raises(CheckpointError, match=r"missing encoder\.norm\.bias, unknown encoder\.blocks\.0\.ls1\.gamma:"):
+    with pytest.raises(
+        CheckpointError, match=r"missing encoder\.norm\.bias, unknown encoder\.blocks\.0\.ls1\.gamma, 'x\\ny':"
+    ):
         checkpoints.state_dict_for(TINY, checkpoint)
 
 
