@@ -25,6 +25,8 @@ TIERS = (
 )
 RANK = {name: rank for rank, names in enumerate(TIERS) for name in names}
 LEAN = ("algm_deploy", *(f"algm_deploy.{name}" for name in sorted(TIERS[-1])))
+# Reading these would open connections or run what a file says; SECURITY.md promises neither.
+UNTRUSTED = {"socket", "ssl", "http", "urllib", "ftplib", "requests", "pickle", "marshal", "shelve", "dill", "joblib"}
 HEAVY = ("torch", "onnxruntime", "onnx", "onnxscript", "tensorrt", "tensorrt_rtx", "cv2", "matplotlib")
 
 
@@ -95,3 +97,20 @@ def test_importing_loads_no_tensor_library() -> None:
     code = f"import sys, {', '.join(LEAN)}; print(*sorted(set({HEAVY}) & set(sys.modules)))"
     loaded = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True).stdout
     assert loaded.split() == []
+
+
+def test_nothing_connects_or_unpickles() -> None:
+    names = {
+        name.partition(".")[0]
+        for file in modules_of(PACKAGE).values()
+        for node in ast.walk(ast.parse(file.read_text()))
+        for name in imported_names(node)
+    }
+    assert names & UNTRUSTED == set()
+    assert {"json", "torch"} <= names
+
+
+def imported_names(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [node.module or ""] if isinstance(node, ast.ImportFrom) else []
