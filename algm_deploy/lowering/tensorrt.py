@@ -16,17 +16,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
+from algm_deploy.bundle import Bundle
 from algm_deploy.errors import ExportError
+from algm_deploy.lowering.bundling import ONNX, ONNX_DATA, WEIGHTS, deployed, load_network
+from algm_deploy.lowering.export import base_onnx
 from algm_deploy.lowering.tensorrt_precision import ONNX_TYPE, retype
 from algm_deploy.ops.schema import DOMAIN, VERSION
 from algm_deploy.recipes import Precision
+from algm_deploy.signature import signature_of
 
+TENSORRT_ONNX = "model.tensorrt.onnx"
 OPSET = 23
 PLUGIN_NAMESPACE = "algm_deploy"
 PLUGIN_VERSION = "1"
@@ -40,6 +46,44 @@ ENUMERATIONS = {
 }
 # Same name at opset 18 and 23, another meaning.
 _CHANGED_SINCE_18 = frozenset({"DFT", "GroupNormalization"})
+
+
+def write_tensorrt_onnx(bundle: Bundle, precision: Precision) -> tuple[Path, Counter[str]]:
+    """Exports the bundle's network anew and adds `model.tensorrt.onnx` to the bundle.
+
+    Weights that equal those of the portable model are not written again: both files refer to the same data file.
+
+    Returns:
+        Path of the file, and the counts of `tensorrt_from_base`.
+
+    Raises:
+        ExportError: see `tensorrt_from_base`.
+    """
+    recipe = bundle.recipe
+    base = base_onnx(deployed(load_network(bundle), recipe), recipe.merging, signature_of(recipe).image.dtype)
+    model, counts = tensorrt_from_base(base, precision)
+    uses = _share_weights(model, bundle)
+    with bundle.add(TENSORRT_ONNX, made_from={WEIGHTS: bundle.files[WEIGHTS].sha256}, uses=uses) as path:
+        onnx.save(model, path)
+    return bundle.path / TENSORRT_ONNX, counts
+
+
+def _share_weights(model: onnx.ModelProto, bundle: Bundle) -> tuple[str, ...]:
+    """Replaces weights by references into the portable model's data file; names the files that the model now needs."""
+    portable = onnx.load(bundle.file(ONNX), load_external_data=False).graph
+    stored = {t.name: t for t in portable.initializer if t.data_location == TensorProto.EXTERNAL}
+    shared = 0
+    with bundle.file(ONNX_DATA).open("rb") as data:
+        for tensor in model.graph.initializer:
+            other = stored.get(tensor.name)
+            if other is None or tensor.data_type != other.data_type:
+                continue
+            place = {entry.key: entry.value for entry in other.external_data}
+            data.seek(int(place["offset"]))
+            if data.read(int(place["length"])) == tensor.raw_data:
+                tensor.CopyFrom(other)
+                shared += 1
+    return (ONNX_DATA,) if shared else ()
 
 
 def tensorrt_from_base(base: ir.Model, precision: Precision) -> tuple[onnx.ModelProto, Counter[str]]:

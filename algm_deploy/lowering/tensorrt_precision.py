@@ -26,6 +26,8 @@ _FLOAT32_OPS = frozenset(
     {"ReduceL1", "ReduceL2", "ReduceMean", "ReduceSum", "ReduceSumSquare", "Pow", "Sqrt", "Reciprocal", "Softmax"}
     | {"LogSoftmax", "Expand", "ConstantOfShape", "Range"}
 )
+# These stay fp32 behind a value that is fp32: the smallest norm that a division accepts (1e-12) is zero in fp16.
+_FOLLOW_FLOAT32 = frozenset({"Clip", "Div", "Max"})
 # Inputs of the merging operators that are fp32 whatever the tokens are, and their fp32 outputs.
 _FLOAT32_INPUTS = {"clap": (1, 2), "gbm": (1, 4)}
 _FLOAT32_OUTPUTS = {"clap": (1,), "gbm": (1,)}
@@ -127,7 +129,7 @@ def _types(graph: onnx.GraphProto) -> dict[str, int]:
 def _retype_node(node: onnx.NodeProto, out: _Retyped) -> None:
     new = onnx.NodeProto()
     new.CopyFrom(node)
-    compute = TensorProto.FLOAT if node.op_type in _FLOAT32_OPS else out.low
+    compute = _compute_type(node, out)
     kept_in, kept_out = _FLOAT32_INPUTS.get(node.op_type, ()), _FLOAT32_OUTPUTS.get(node.op_type, ())
     for i, name in enumerate(node.input):
         if name:
@@ -137,6 +139,12 @@ def _retype_node(node: onnx.NodeProto, out: _Retyped) -> None:
             new.output[i] = out.write(name, TensorProto.FLOAT if i in kept_out else compute)
     _retype_attributes(new, node, compute, out)
     out.nodes.append(new)
+
+
+def _compute_type(node: onnx.NodeProto, out: _Retyped) -> int:
+    values = [out.versions.get(name, {}) for name in node.input if name not in out.initializers]
+    follows = node.op_type in _FOLLOW_FLOAT32 and any(set(versions) == {TensorProto.FLOAT} for versions in values)
+    return TensorProto.FLOAT if node.op_type in _FLOAT32_OPS or follows else out.low
 
 
 def _retype_attributes(new: onnx.NodeProto, node: onnx.NodeProto, compute: int, out: _Retyped) -> None:

@@ -21,8 +21,9 @@ import onnx
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from tqdm import tqdm
 
-from algm_deploy.bundle import sha256_of
+from algm_deploy.bundle import Bundle, sha256_of
 from algm_deploy.errors import BuildError
+from algm_deploy.lowering.tensorrt import TENSORRT_ONNX, write_tensorrt_onnx
 from algm_deploy.native import REBUILD
 from algm_deploy.ops.schema import DOMAIN
 from algm_deploy.recipes import Precision
@@ -50,7 +51,7 @@ class EngineOptions:
     `compute_capabilities` (such as "8.9") in TensorRT-RTX only, where none means `RTX_TARGETS`.
     """
 
-    batches: tuple[int, int, int] = (1, 1, 8)
+    batches: tuple[int, int, int] = (1, 8, 8)
     level: int | None = None
     workspace_mib: int | None = None
     timing_cache: Path | None = None
@@ -110,6 +111,57 @@ class BuiltEngine:
         """Everything but the engine, as JSON values."""
         record = {key: value for key, value in vars(self).items() if key not in ("engine", "facts")}
         return {"facts": asdict(self.facts), **record}
+
+
+def engine_name(runtime: str) -> str:
+    """Name of a runtime's engine inside a bundle."""
+    return f"engines/{runtime}.engine"
+
+
+def engine_record(bundle: Bundle, runtime: str) -> dict[str, Any] | None:
+    """What the manifest says about the engine (`BuiltEngine.manifest`), None where none was built."""
+    record: dict[str, Any] | None = bundle.manifest.get("engines", {}).get(runtime)
+    return record
+
+
+def build_command(bundle: Bundle, runtime: str) -> str:
+    """The command that builds the engine of a bundle."""
+    return f"algm-deploy build {bundle.path} --runtime {runtime}"
+
+
+def build_engine(
+    bundle: Bundle,
+    runtime: str,
+    options: EngineOptions | None = None,
+    precision: Precision | None = None,
+    progress: bool = True,
+) -> BuiltEngine:
+    """Writes `model.tensorrt.onnx` from the bundle's weights and builds its engine; both become part of the bundle.
+
+    Args:
+        bundle: bundle to build for and to add to. Facts go to `engines` in its manifest, by runtime.
+        runtime: `tensorrt` or `tensorrt-rtx`.
+        options: default batches 1 to the recipe's largest, tuned for the largest.
+        precision: default the recipe's; an fp32 bundle can be built in fp16 and bf16 as well.
+        progress: show a progress bar.
+
+    Raises:
+        RuntimeUnavailableError: the bindings are not installed.
+        BuildError, ExportError: as `engine_from_onnx` and `tensorrt_from_base`.
+    """
+    largest = bundle.recipe.max_batch
+    options = options or EngineOptions(batches=(1, largest, largest))
+    precision = precision or bundle.recipe.precision
+    check_options(options, runtime)
+    load_bindings(runtime)  # before the export, which takes longer
+    model, rewrites = write_tensorrt_onnx(bundle, precision)
+    built = engine_from_onnx(model, runtime, precision, options, progress)
+    name = engine_name(runtime)
+    with bundle.add(name, made_from={TENSORRT_ONNX: built.facts.onnx_hash}) as path:
+        path.write_bytes(built.engine)
+    record = built.manifest() | {"rewrites": dict(rewrites)}
+    bundle.update({"engines": bundle.manifest.get("engines", {}) | {runtime: record}})
+    return built
 
 
 def engine_from_onnx(
