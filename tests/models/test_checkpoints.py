@@ -136,6 +136,15 @@ def test_trained_checkpoints(shared_dir: Path) -> None:
     assert {value.dtype for value in weights.state_dict.values()} == {torch.float32}
 
 
+@pytest.mark.parametrize(("decoder", "decoder_depth"), [("mask_transformer", 2), ("linear", 0)])
+def test_golden_networks(vectors_dir: Path, decoder: Any, decoder_depth: int) -> None:
+    network = Network("segmenter", 64, 4, 2, 11, (128, 128), decoder=decoder, decoder_depth=decoder_depth)
+    checkpoint = checkpoints.read_checkpoint(vectors_dir / f"{decoder}_4x64.pth")
+    weights = checkpoints.state_dict_for(network, checkpoint)
+    assert (weights.unused, weights.resized_from) == ((), None)
+    assert set(weights.state_dict) == set(checkpoint.state_dict)
+
+
 def test_half_weights_become_fp32_copies(tmp_path: Path) -> None:
     model = {key: value.half() for key, value in tensors(TINY).items()}
     checkpoint = checkpoints.read_checkpoint(write(tmp_path, {"model": model}, variant(TINY)))
