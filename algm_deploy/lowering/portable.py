@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import re
+from collections.abc import Hashable, Mapping
+from typing import Any
 
 import onnx_ir as ir
 
@@ -30,13 +32,18 @@ def add_function_bodies(model: ir.Model) -> int:
     return len(nodes)
 
 
+def operator_of(function: str) -> str:
+    """The operator behind the name of a function: `attention_2` is `attention`."""
+    return re.sub(r"_\d+$", "", function)
+
+
 def function_of(node: ir.Node, name: str) -> ir.Function:
     """A function of the given name that computes what `node`, an operator of domain `algm`, stands for."""
     schema = SCHEMAS[node.op_type]
     present = [value is not None for value in node.inputs]
     inputs = [ir.Value(name=p.name) for p in schema.inputs[: len(present)]]
     arguments = [value if there else None for value, there in zip(inputs, present, strict=True)]
-    dtypes = [output.dtype for output in node.outputs]
+    dtypes = [output.dtype or ir.DataType.UNDEFINED for output in node.outputs]
     body = Body()
     outputs = BODIES[node.op_type](body, _attributes(node), arguments, dtypes)
     taken = {value.name for value in inputs}
@@ -49,7 +56,7 @@ def function_of(node: ir.Node, name: str) -> ir.Function:
 
 
 def standalone(
-    op_type: str, attributes: dict[str, object], inputs: list[ir.Value], outputs: list[ir.DataType]
+    op_type: str, attributes: Mapping[str, Any], inputs: list[ir.Value], outputs: list[ir.DataType]
 ) -> ir.Model:
     """A model of one `algm` operator with its body, to run or inspect an operator alone."""
     schema = SCHEMAS[op_type]
@@ -62,7 +69,7 @@ def standalone(
     return model
 
 
-def _attributes(node: ir.Node) -> dict[str, object]:
+def _attributes(node: ir.Node) -> dict[str, Any]:
     return {key: attribute.value for key, attribute in node.attributes.items()}
 
 

@@ -1,0 +1,115 @@
+"""One object for every runtime: photo in, label map out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import cv2
+import numpy as np
+from numpy.typing import NDArray
+
+from algm_deploy.bundle import Bundle
+from algm_deploy.errors import BundleError, ImageError
+from algm_deploy.evaluation.preprocessing import Pixels, canvas_of, read_photo
+from algm_deploy.evaluation.sliding import Labels, Prediction, predict_labels
+from algm_deploy.runners.contract import runner
+from algm_deploy.signature import CLAP_THRESHOLD, GBM_THRESHOLD
+
+
+class Predictor:
+    """A bundle opened on one runtime; use it in a `with` block, or call `close`.
+
+    Args:
+        bundle: folder of the bundle, or the opened bundle.
+        runtime: `torch`, `onnxruntime-cpu`, ...
+        tau: CLAP's similarity threshold instead of the bundle's; higher merges less, above 1 nothing.
+        gbm_threshold: GBM's multiplier or threshold instead of the bundle's.
+
+    Raises:
+        BundleError: the bundle is incomplete, or a threshold is given that its plan does not read.
+        RuntimeUnavailableError: the runtime is not installed or cannot run here.
+    """
+
+    def __init__(
+        self,
+        bundle: Bundle | str | Path,
+        runtime: str = "torch",
+        tau: float | None = None,
+        gbm_threshold: float | None = None,
+    ) -> None:
+        self.bundle = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
+        self._runner = runner(self.bundle, runtime)
+        self.signature = self._runner.signature
+        given = {CLAP_THRESHOLD: tau, GBM_THRESHOLD: gbm_threshold}
+        self.thresholds = {name: np.float32(value) for name, value in given.items() if value is not None}
+        if unread := sorted(set(self.thresholds) - set(self.signature.defaults)):
+            raise BundleError(f"this bundle's merge plan reads no {unread[0]}: leave it out or export with merging")
+        # Coupled windows would change each other's result: the bundle's batch semantics decide how many go at once.
+        self.window_batch = self.signature.max_batch if self.bundle.recipe.merging.batch == "per_image" else 1
+        self._runner.__enter__()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Frees the runtime."""
+        self._runner.__exit__(None, None, None)
+
+    def predict(self, photo: str | Path | NDArray[np.uint8]) -> Labels:
+        """Label map (H, W) of a photo: a file, or RGB uint8 (H, W, 3). The dtype is uint8 up to 255 classes, else int32.
+
+        Raises:
+            ImageError: the photo cannot be read, or needs several windows of a bundle that gives labels only.
+        """
+        return self.prediction(photo).labels
+
+    def prediction(self, photo: str | Path | NDArray[np.uint8]) -> Prediction:
+        """Label map, token counts behind each merge for every window, and the windows' places; see `predict`."""
+        pixels = read_photo(Path(photo)) if isinstance(photo, str | Path) else _checked(photo)
+        if self.bundle.recipe.output == "labels":
+            return self._single_window(pixels)
+        return predict_labels(pixels, self.scores_of, self.bundle.recipe.protocol, self.window_batch)
+
+    def scores_of(self, windows: Pixels) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """Scores (b, K, s, s) and token counts (b, M) of windows (b, 3, s, s), RGB 0..255, uint8 or float32."""
+        outputs = self.infer(windows)
+        if "scores" not in outputs:
+            raise BundleError("this bundle gives labels: for averaged windows and mIoU export with --output scores")
+        return outputs["scores"], outputs["token_counts"]
+
+    def infer(self, windows: Pixels, outputs: tuple[str, ...] | None = None) -> dict[str, NDArray[Any]]:
+        """The network's outputs for windows, with this predictor's thresholds."""
+        return self._runner.infer({"image": self._fitting(windows), **self.thresholds}, outputs)
+
+    def _fitting(self, windows: Pixels) -> NDArray[Any]:
+        """Pixels in the network's dtype; a photo longer than the protocol allows is interpolated, then rounded."""
+        wanted = self.signature.image.dtype
+        if wanted == "uint8" and windows.dtype != np.uint8:
+            return np.clip(np.rint(windows), 0, 255).astype(np.uint8)
+        return windows.astype(wanted, copy=False)
+
+    def _single_window(self, pixels: NDArray[np.uint8]) -> Prediction:
+        canvas = canvas_of(pixels, self.bundle.recipe.protocol)
+        expected = self.signature.image.shape[2:]
+        if canvas.shape[:2] != expected:
+            raise ImageError(
+                f"a bundle with labels takes one window of {expected[0]}x{expected[1]} pixels, this photo becomes "
+                f"{canvas.shape[0]}x{canvas.shape[1]}: crop it, or export with --output scores"
+            )
+        outputs = self.infer(np.ascontiguousarray(canvas.transpose(2, 0, 1))[None])
+        labels = cv2.resize(outputs["labels"][0], pixels.shape[1::-1], interpolation=cv2.INTER_NEAREST)
+        return Prediction(labels, outputs["token_counts"], [(0, 0)])
+
+
+def _checked(photo: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    if not isinstance(photo, np.ndarray) or photo.dtype != np.uint8 or photo.ndim != 3 or photo.shape[2] != 3:
+        came = f"{photo.dtype} {photo.shape}" if isinstance(photo, np.ndarray) else type(photo).__name__
+        raise ImageError(f"a photo is a file or an RGB array uint8 (H, W, 3), got {came}")
+    return photo
