@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from algm_deploy.bundle import Bundle
 from algm_deploy.errors import BundleError, ImageError
-from algm_deploy.evaluation.preprocessing import Pixels, canvas_of, read_photo
+from algm_deploy.evaluation.preprocessing import Pixels, canvas_of, preprocessing_fingerprint, read_photo
 from algm_deploy.evaluation.sliding import Labels, Prediction, predict_labels
 from algm_deploy.runners.contract import runner
 from algm_deploy.signature import CLAP_THRESHOLD, GBM_THRESHOLD
@@ -40,10 +40,11 @@ class Predictor:
         gbm_threshold: float | None = None,
     ) -> None:
         self.bundle = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
+        _check_preprocessing(self.bundle)
         self._runner = runner(self.bundle, runtime)
         self.signature = self._runner.signature
         given = {CLAP_THRESHOLD: tau, GBM_THRESHOLD: gbm_threshold}
-        self.thresholds = {name: np.float32(value) for name, value in given.items() if value is not None}
+        self.thresholds = {name: np.asarray(value, np.float32) for name, value in given.items() if value is not None}
         if unread := sorted(set(self.thresholds) - set(self.signature.defaults)):
             raise BundleError(f"this bundle's merge plan reads no {unread[0]}: leave it out or export with merging")
         # Coupled windows would change each other's result: the bundle's batch semantics decide how many go at once.
@@ -63,7 +64,9 @@ class Predictor:
         self._runner.__exit__(None, None, None)
 
     def predict(self, photo: str | Path | NDArray[np.uint8]) -> Labels:
-        """Label map (H, W) of a photo: a file, or RGB uint8 (H, W, 3). The dtype is uint8 up to 255 classes, else int32.
+        """Label map (H, W) of a photo, uint8 up to 255 classes, else int32.
+
+        `photo` is a file, or RGB uint8 (H, W, 3).
 
         Raises:
             ImageError: the photo cannot be read, or needs several windows of a bundle that gives labels only.
@@ -84,16 +87,17 @@ class Predictor:
             raise BundleError("this bundle gives labels: for averaged windows and mIoU export with --output scores")
         return outputs["scores"], outputs["token_counts"]
 
-    def infer(self, windows: Pixels, outputs: tuple[str, ...] | None = None) -> dict[str, NDArray[Any]]:
+    def infer(self, windows: NDArray[Any], outputs: tuple[str, ...] | None = None) -> dict[str, NDArray[Any]]:
         """The network's outputs for windows, with this predictor's thresholds."""
         return self._runner.infer({"image": self._fitting(windows), **self.thresholds}, outputs)
 
-    def _fitting(self, windows: Pixels) -> NDArray[Any]:
+    def _fitting(self, windows: NDArray[Any]) -> NDArray[Any]:
         """Pixels in the network's dtype; a photo longer than the protocol allows is interpolated, then rounded."""
         wanted = self.signature.image.dtype
         if wanted == "uint8" and windows.dtype != np.uint8:
-            return np.clip(np.rint(windows), 0, 255).astype(np.uint8)
-        return windows.astype(wanted, copy=False)
+            windows = np.clip(np.rint(windows), 0, 255)
+        fitting: NDArray[Any] = windows.astype(wanted, copy=False)
+        return fitting
 
     def _single_window(self, pixels: NDArray[np.uint8]) -> Prediction:
         canvas = canvas_of(pixels, self.bundle.recipe.protocol)
@@ -103,9 +107,19 @@ class Predictor:
                 f"a bundle with labels takes one window of {expected[0]}x{expected[1]} pixels, this photo becomes "
                 f"{canvas.shape[0]}x{canvas.shape[1]}: crop it, or export with --output scores"
             )
-        outputs = self.infer(np.ascontiguousarray(canvas.transpose(2, 0, 1))[None])
+        outputs = self.infer(np.ascontiguousarray(canvas.transpose(2, 0, 1)[None]))
         labels = cv2.resize(outputs["labels"][0], pixels.shape[1::-1], interpolation=cv2.INTER_NEAREST)
         return Prediction(labels, outputs["token_counts"], [(0, 0)])
+
+
+def _check_preprocessing(bundle: Bundle) -> None:
+    """Refuses a bundle whose pixels were prepared by other rules: nothing else would tell, only accuracy would fall."""
+    ours = preprocessing_fingerprint(bundle.recipe.protocol)
+    if (theirs := bundle.fact("preprocessing_sha256")) != ours:
+        raise BundleError(
+            f"{bundle.path}: made with other preprocessing rules ({theirs:.12} instead of {ours:.12}): export it again "
+            "with this release"
+        )
 
 
 def _checked(photo: NDArray[np.uint8]) -> NDArray[np.uint8]:

@@ -38,6 +38,7 @@ from algm_deploy.signature import CLAP_THRESHOLD, GBM_THRESHOLD
 
 SCHEMA_VERSION = 1
 ERROR_FACTOR = 2.0  # a runtime may err twice as much as PyTorch in the same precision
+FP32_EPS = 2.0**-23
 OPERATOR_IMAGES = 2  # the NumPy definitions are loops
 
 
@@ -168,7 +169,7 @@ class _Chain:
             self.seen.problems.append(f"image {index}: {problem}")
             return
         truth, baseline = self._replay(index, maps)
-        allowed = _rms(baseline.scores - truth.scores) + np.finfo(np.float32).eps * _rms(truth.scores)
+        allowed = _rms(baseline.scores - truth.scores) + FP32_EPS * _rms(truth.scores)
         if self.recipe.output == "labels":
             noise = 2 * ERROR_FACTOR * float(np.max(np.abs(baseline.scores - truth.scores)))
             self.seen.wrong_labels += _unexplained_labels(outputs["labels"][position], truth.scores, noise)
@@ -178,7 +179,7 @@ class _Chain:
             self.seen.problems.append(f"image {index}: the scores hold NaN or infinity")
             return
         self.seen.error_ratio.append(_rms(scores - truth.scores) / allowed)
-        self.seen.max_error.append(float(np.max(np.abs(scores - truth.scores))))
+        self.seen.max_error.append(np.abs(scores - truth.scores).max().item())
 
     # --- link 5 ------------------------------------------------------------------------------------------------------
 
@@ -256,7 +257,7 @@ class _Chain:
         with torch.inference_mode():
             ours = dense(image, merge_inputs(0.0, 0.0))[0][0].double().numpy()
             original, truth = (self._original(image, kind) for kind in (dtype, torch.float64))
-        allowed = ERROR_FACTOR * _rms(original - truth) + np.finfo(np.float32).eps * _rms(truth)
+        allowed = ERROR_FACTOR * _rms(original - truth) + FP32_EPS * _rms(truth)
         error = _rms(ours - truth)
         return Link(
             1,

@@ -1,0 +1,284 @@
+"""The command line. Exit codes: 0 done, 1 a gate failed, 2 bad input, 3 built but nothing here can execute it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from algm_deploy import __version__
+from algm_deploy.errors import AlgmDeployError, GateError, RecipeError
+from algm_deploy.recipes import checked, recipe, recipe_names
+
+if TYPE_CHECKING:
+    from algm_deploy.bundle import Bundle
+    from algm_deploy.parity.chain import ParityReport
+
+RUNTIMES = ("torch", "onnxruntime-cpu", "onnxruntime-cuda", "tensorrt", "tensorrt-rtx")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code; errors made for users are one sentence, without a traceback."""
+    options = _parser().parse_args(arguments)
+    try:
+        run: Callable[[argparse.Namespace], int] = options.run
+        return run(options)
+    except AlgmDeployError as error:
+        print(f"algm-deploy {options.command}: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print(f"algm-deploy {options.command}: interrupted", file=sys.stderr)
+        return 130
+
+
+# --- commands --------------------------------------------------------------------------------------------------------
+
+
+def _list(_: argparse.Namespace) -> int:
+    from algm_deploy.report.tables import text_table
+
+    rows = []
+    for name in recipe_names():
+        facts = recipe(name)
+        plan, network = facts.merging, facts.network
+        layers = f"CLAP {', '.join(map(str, plan.clap_layers))}; GBM {', '.join(map(str, plan.gbm_layers))}"
+        size = "x".join(map(str, network.image_size))
+        published = facts.published.get("miou_percent")
+        miou = f"{published:g}" if published else "-"
+        rows.append((name, facts.protocol.dataset, size, layers, f"{plan.clap_threshold:g}", miou))
+    print(text_table(("recipe", "dataset", "input", "merging layers", "tau", "published mIoU %"), rows))
+    return 0
+
+
+def _export(options: argparse.Namespace) -> int:
+    _exported(options)
+    print(f"next: algm-deploy verify {options.output} --runtime onnxruntime-cpu")
+    return 0
+
+
+def _exported(options: argparse.Namespace) -> Bundle:
+    from algm_deploy.deployment import export
+
+    result = export(options.checkpoint, options.output, options.recipe, _settings(options))
+    for line in result.conflicts:
+        print(f"note: {line}")
+    bundle = result.bundle
+    if unused := bundle.fact("unused_checkpoint_keys"):
+        print(f"unused in the checkpoint: {', '.join(unused)}")
+    for name, entry in sorted(bundle.files.items()):
+        print(f"{entry.size_bytes / 1e6:9.1f} MB  {options.output / name}")
+    return bundle
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from algm_deploy.bundle import Bundle
+
+    report = _verified(Bundle.open(options.bundle), options)
+    return 0 if report.passed else GateError.exit_code
+
+
+def _verified(bundle: Bundle, options: argparse.Namespace) -> ParityReport:
+    from algm_deploy.deployment import find_images, verify_bundle
+    from algm_deploy.report.tables import text_table
+
+    paths = find_images(options.images) if options.images else []
+    report = verify_bundle(bundle, options.runtime, paths, options.count)
+    rows = [
+        (str(link.number), link.name, "ok" if link.passed else "FAILED", link.measured, link.gate)
+        for link in report.links
+    ]
+    print(text_table(("", "link", "result", f"measured, {report.runtime}", "would pass at"), rows))
+    batches = ", ".join(map(str, report.batches))
+    pictures = "photos" if paths else "synthetic scenes (give --images for your own)"
+    print(f"{report.images} {pictures}; batches of {batches}; {'passed' if report.passed else 'FAILED'}")
+    return report
+
+
+def _predict(options: argparse.Namespace) -> int:
+    from tqdm import tqdm
+
+    from algm_deploy.deployment import find_images
+    from algm_deploy.evaluation.predictor import Predictor
+    from algm_deploy.report.pictures import write_pictures
+
+    photos = find_images(options.images)
+    with Predictor(options.bundle, options.runtime, options.tau) as predictor:
+        for photo in tqdm(photos, "predict", unit="photo", disable=None if len(photos) > 1 else True):
+            for path in write_pictures(predictor, photo, options.output):
+                tqdm.write(str(path))
+    return 0
+
+
+def _evaluate(options: argparse.Namespace) -> int:
+    from algm_deploy.bundle import Bundle
+
+    _evaluated(Bundle.open(options.bundle), options)
+    return 0
+
+
+def _evaluated(bundle: Bundle, options: argparse.Namespace) -> None:
+    from algm_deploy.deployment import evaluate_bundle
+    from algm_deploy.evaluation.datasets import open_dataset
+    from algm_deploy.report.tables import text_table
+
+    dataset = open_dataset(
+        options.dataset or bundle.recipe.protocol.dataset, options.data, options.split, options.slice
+    )
+    if options.limit:
+        dataset = dataset.subset(options.limit)
+    record = evaluate_bundle(bundle, options.runtime, dataset, options.tau).record()
+    print(text_table(*_quality_table(record)))
+    for name, reason in record["failures"].items():
+        print(f"not evaluated: {name}: {reason}")
+
+
+def _quality_table(record: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    tokens = [key for key in record if key.startswith("tokens_after_") and key.endswith("_mean")]
+    header = (
+        "slice",
+        "images",
+        "mIoU %",
+        "pixel accuracy %",
+        *(k.removesuffix("_mean").replace("_", " ") for k in tokens),
+    )
+    whole = [("all", record)] + (list(record["slices"].items()) if len(record["slices"]) > 1 else [])
+    return header, [
+        (
+            name,
+            str(part["images"]),
+            f"{part['miou_percent']:.2f}",
+            f"{part['pixel_accuracy_percent']:.2f}",
+            *(f"{part[key]:.0f}" for key in tokens),
+        )
+        for name, part in whole
+    ]
+
+
+def _deploy(options: argparse.Namespace) -> int:
+    bundle = _exported(options)
+    print()
+    report = _verified(bundle, options)
+    if options.data:
+        print()
+        _evaluated(bundle, options)
+    if not report.passed:
+        raise GateError("the parity chain failed: nothing of this bundle should be trusted before it passes")
+    print(f"\ndeployed: {options.output}")
+    print(f"next: algm-deploy predict {options.output} PHOTO --runtime {options.runtime}")
+    return 0
+
+
+# --- options ---------------------------------------------------------------------------------------------------------
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "algm-deploy", description="Deploys plain-ViT segmenters with adaptive token merging."
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, run, text, groups in (
+        (
+            "deploy",
+            _deploy,
+            "checkpoint to a verified bundle: export, verify, evaluate",
+            (_export_options, _runtime, _verify_options, _data_options),
+        ),
+        ("export", _export, "checkpoint to a bundle", (_export_options,)),
+        ("verify", _verify, "parity chain of a bundle on a runtime", (_bundle, _runtime, _verify_options)),
+        ("evaluate", _evaluate, "mIoU of a bundle on a data set", (_bundle, _runtime, _data_options)),
+        ("predict", _predict, "label map, overlay and merged-token pictures of photos", (_bundle, _photos, _runtime)),
+        ("list", _list, "recipes that come with the package", ()),
+    ):
+        command = commands.add_parser(name, help=text, description=text)
+        command.set_defaults(run=run)
+        for add in groups:
+            add(command)
+    return parser
+
+
+def _bundle(command: argparse.ArgumentParser) -> None:
+    command.add_argument("bundle", type=Path, metavar="BUNDLE", help="folder that export or deploy wrote")
+
+
+def _photos(command: argparse.ArgumentParser) -> None:
+    command.add_argument("images", type=Path, nargs="+", metavar="IMAGE", help="photos, or folders of photos")
+    command.add_argument("-o", "--output", type=Path, default=Path("predictions"), help="folder for the pictures")
+    command.add_argument(
+        "--tau", type=float, help="CLAP threshold instead of the bundle's; above 1 CLAP merges nothing"
+    )
+
+
+def _runtime(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--runtime", choices=RUNTIMES, default="onnxruntime-cpu")
+
+
+def _verify_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--images", type=Path, nargs="+", default=[], help="photos for parity; default: synthetic scenes"
+    )
+    command.add_argument("--count", type=_positive, default=4, help="how many of them (default 4)")
+
+
+def _data_options(command: argparse.ArgumentParser) -> None:
+    required = command.prog.endswith("evaluate")
+    command.add_argument(
+        "--data", type=Path, required=required, help="root folder of a data set in its official layout"
+    )
+    command.add_argument("--dataset", help="its name; default: the bundle's")
+    command.add_argument("--split", help="default: the split its results are published on")
+    command.add_argument("--slice", help="how to group images for figures by slice")
+    command.add_argument("--limit", type=_positive, help="evaluate that many images, spread evenly")
+    if required:
+        command.add_argument("--tau", type=float, help="CLAP threshold instead of the bundle's")
+
+
+def _export_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="checkpoint.pth or its folder")
+    command.add_argument("-o", "--output", type=Path, required=True, metavar="BUNDLE", help="folder to write")
+    command.add_argument(
+        "--recipe", help="recipe by name (see list) or TOML file; default: the checkpoint's variant.yml"
+    )
+    command.add_argument("--tau", type=float, help="CLAP threshold")
+    command.add_argument(
+        "--scores", action="store_const", const="scores", dest="tail", help="output class scores (default)"
+    )
+    command.add_argument(
+        "--labels", action="store_const", const="labels", dest="tail", help="output label maps only: fastest"
+    )
+    command.add_argument("--precision", choices=("fp32", "fp16"))
+    command.add_argument("--max-batch", type=_positive)
+    command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any setting of the recipe")
+
+
+SETTINGS = {"tau": "merging.clap_threshold", "tail": "output", "precision": "precision", "max_batch": "max_batch"}
+
+
+def _settings(options: argparse.Namespace) -> dict[str, Any]:
+    """Recipe settings from flags."""
+    given = {key: getattr(options, flag) for flag, key in SETTINGS.items() if getattr(options, flag) is not None}
+    for text in options.set:
+        key, separator, value = text.partition("=")
+        if not separator:
+            raise RecipeError(f"expected --set KEY=VALUE, such as merging.order=raster; got {text!r}")
+        given[key] = checked(key, _parsed(value))
+    return given
+
+
+def _parsed(value: str) -> Any:
+    """A TOML value, or the text itself where it is none."""
+    import tomllib
+
+    try:
+        return tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return value
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text}")
+    return number

@@ -1,0 +1,138 @@
+"""The steps of a deployment, one function each: what the command line calls and what a script may call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from algm_deploy.bundle import Bundle
+from algm_deploy.demo.scenes import scene
+from algm_deploy.errors import DatasetError, GateError
+from algm_deploy.evaluation.datasets import Dataset
+from algm_deploy.evaluation.evaluate import Evaluation, evaluate
+from algm_deploy.evaluation.predictor import Predictor
+from algm_deploy.evaluation.preprocessing import canvas_of, preprocessing_fingerprint, read_photo, window_anchors
+from algm_deploy.lowering.bundling import write_bundle
+from algm_deploy.models.checkpoints import VARIANT_FILE, read_checkpoint, settings_from_variant
+from algm_deploy.parity.chain import ParityReport, verify
+from algm_deploy.recipes import Recipe, recipe_settings, resolve
+from algm_deploy.signature import Signature, signature_of
+
+IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff"}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A new bundle, and the settings on which its sources disagreed, one printable line each."""
+
+    bundle: Bundle
+    conflicts: tuple[str, ...]
+
+
+def export(checkpoint: Path, target: Path, recipe: str | None, settings: Mapping[str, Any]) -> Exported:
+    """Exports a checkpoint to a bundle.
+
+    Args:
+        checkpoint: `checkpoint.pth` or its folder, in the official format.
+        target: folder of the new bundle; an existing bundle there is replaced once the new one is complete.
+        recipe: name or TOML file; without it `variant.yml` beside the checkpoint decides.
+        settings: dotted recipe settings that win over both, such as {"merging.clap_threshold": 0.9}.
+    """
+    source = read_checkpoint(checkpoint)
+    layers: list[tuple[str, Mapping[str, Any]]] = []
+    if source.variant is not None or recipe is None:
+        layers.append((VARIANT_FILE, settings_from_variant(source)))
+    if recipe is not None:
+        layers.append((f"recipe {recipe}", recipe_settings(recipe)))
+    decided, conflicts = resolve([*layers, ("command line", settings)])
+    facts = {"preprocessing_sha256": preprocessing_fingerprint(decided.protocol)}
+    return Exported(write_bundle(source, decided, target, facts), conflicts)
+
+
+def find_images(paths: Sequence[Path]) -> list[Path]:
+    """Pictures among files and, in name order, below folders.
+
+    Raises:
+        DatasetError: a path does not exist, or no picture was found.
+    """
+    found: list[Path] = []
+    for path in paths:
+        if not path.exists():
+            raise DatasetError(f"{path}: expected a picture or a folder of pictures, found nothing")
+        inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES) if path.is_dir() else [path]
+        found += inside
+    if not found:
+        listed = ", ".join(map(str, paths))
+        raise DatasetError(f"{listed}: expected pictures ({', '.join(sorted(IMAGE_SUFFIXES))}), found none")
+    return found
+
+
+def parity_windows(recipe: Recipe, paths: Sequence[Path], count: int) -> NDArray[Any]:
+    """One window (n, 3, H, W) each of up to `count` pictures spread evenly over `paths`, in the graph's pixel dtype.
+
+    Without paths the pictures are synthetic street scenes, which exercise merging better than noise would.
+    """
+    if paths:
+        chosen = [
+            paths[i] for i in np.unique(np.linspace(0, len(paths) - 1, min(count, len(paths))).round().astype(int))
+        ]
+        photos = [read_photo(path) for path in chosen]
+    else:
+        photos = [scene(seed)[0] for seed in range(count)]
+    windows = []
+    for index, photo in enumerate(photos):
+        canvas = canvas_of(photo, recipe.protocol)
+        anchors = window_anchors(canvas.shape[:2], recipe.protocol)
+        top, left = anchors[index % len(anchors)]
+        side = recipe.protocol.window
+        windows.append(canvas[top : top + side, left : left + side].transpose(2, 0, 1))
+    dtype = np.dtype(signature_of(recipe).image.dtype)
+    stacked = np.stack([np.rint(w) if dtype == np.uint8 else w for w in windows])
+    return np.ascontiguousarray(stacked.astype(dtype))
+
+
+def verify_bundle(
+    bundle: Bundle, runtime: str, paths: Sequence[Path], count: int, progress: bool = True
+) -> ParityReport:
+    """Runs the parity chain and keeps its record in the manifest."""
+    report = verify(bundle, runtime, parity_windows(bundle.recipe, paths, count), progress)
+    source = "photos" if paths else "synthetic scenes"
+    _keep(bundle, "parity", runtime, {**report.record(), "pictures": source})
+    return report
+
+
+def evaluate_bundle(
+    bundle: Bundle, runtime: str, dataset: Dataset, tau: float | None = None, progress: bool = True
+) -> Evaluation:
+    """Evaluates a bundle on a data set, resuming where an interrupted run stopped; keeps the record in the manifest."""
+    with Predictor(bundle, runtime, tau) as predictor:
+        thresholds = dict(Signature.from_table(bundle.fact("signature")).defaults) | {
+            name: float(value) for name, value in predictor.thresholds.items()
+        }
+        weights = bundle.files["weights.safetensors"].sha256
+        plan = bundle.recipe.merging
+        artifact = f"{weights} {bundle.recipe.precision} {runtime} {plan} {sorted(thresholds.items())}"
+        result = evaluate(
+            dataset,
+            predictor.scores_of,
+            bundle.recipe,
+            artifact=artifact,
+            state_folder=bundle.path / "reports",
+            window_batch=predictor.window_batch,
+            progress=progress,
+        )
+    if not result.results:
+        raise GateError(f"{dataset.name}: none of {len(dataset.samples)} images could be evaluated")
+    tag = f"{runtime} {dataset.name} {dataset.split}" + (f" tau {tau:g}" if tau is not None else "")
+    _keep(bundle, "evaluation", tag, {**result.record(), "thresholds": thresholds})
+    return result
+
+
+def _keep(bundle: Bundle, section: str, key: str, record: Mapping[str, Any]) -> None:
+    """Adds one record to a section of the manifest."""
+    bundle.update({section: {**bundle.manifest.get(section, {}), key: dict(record)}})
