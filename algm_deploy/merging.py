@@ -21,7 +21,7 @@ class Clap(nn.Module):
 
     def forward(self, tokens: Tokens, inputs: MergeInputs) -> Tokens:
         plan = self.plan
-        merged = torch.ops.algm.clap(
+        values, size, map, length = torch.ops.algm.clap(
             tokens.values,
             tokens.size,
             inputs.clap,
@@ -32,7 +32,7 @@ class Clap(nn.Module):
             plan.batch,
             plan.order,
         )
-        return Tokens(*merged, padded=plan.batch == "per_image")
+        return Tokens(values, size, map, length, padded=plan.batch == "per_image")
 
 
 class Gbm(nn.Module):
@@ -44,10 +44,10 @@ class Gbm(nn.Module):
 
     def forward(self, tokens: Tokens, inputs: MergeInputs) -> Tokens:
         plan = self.plan
-        merged = torch.ops.algm.gbm(
+        values, size, map, length = torch.ops.algm.gbm(
             *tokens[:4], inputs.gbm, self.prefix, plan.gbm_mode, float(self.layer), plan.semantics, plan.batch
         )
-        return Tokens(*merged, padded=plan.batch == "per_image")
+        return Tokens(values, size, map, length, padded=plan.batch == "per_image")
 
 
 class Replay(nn.Module):
@@ -94,14 +94,18 @@ def replay_merging(model: Model, plan: MergePlan) -> Model:
     return replaying
 
 
-def merge_inputs(clap: float, gbm: float, maps: tuple[Tensor, ...] = (), device: str | torch.device = "cpu") -> MergeInputs:
+def merge_inputs(
+    clap: float, gbm: float, maps: tuple[Tensor, ...] = (), device: str | torch.device = "cpu"
+) -> MergeInputs:
     """Thresholds as the fp32 scalars the operators take."""
     return MergeInputs(torch.tensor(clap, device=device), torch.tensor(gbm, device=device), maps)
 
 
 def _check_plan(plan: MergePlan, depth: int, grid: Size) -> None:
     if plan.layers and plan.layers[-1] > depth:
-        raise PlanError(f"the plan merges in layer {plan.layers[-1]}, the network has {depth}: choose layers 1 to {depth}")
+        raise PlanError(
+            f"the plan merges in layer {plan.layers[-1]}, the network has {depth}: choose layers 1 to {depth}"
+        )
     if plan.clap_layers and (plan.window[0] > grid[0] or plan.window[1] > grid[1]):
         raise PlanError(
             f"a CLAP window of {plan.window[0]}x{plan.window[1]} patches does not fit a grid of {grid[0]}x{grid[1]}"

@@ -54,8 +54,9 @@ def base_onnx(deployed: Deployed, plan: MergePlan, image_dtype: str = "uint8") -
         ExportError: the exporter fixed the batch or did not know an operation.
     """
     names = tuple(threshold_defaults(plan))
-    example = (torch.zeros(2, 3, *deployed.network.image_size, dtype=getattr(torch, image_dtype)), tuple(torch.ones(()) for _ in names))
-    dynamic = ({0: torch.export.Dim("batch")}, tuple({} for _ in names))
+    image = torch.zeros(2, 3, *deployed.network.image_size, dtype=getattr(torch, image_dtype))
+    example = image, tuple(torch.ones(()) for _ in names)
+    dynamic: Any = ({0: torch.export.Dim("batch")}, tuple({} for _ in names))
     with torch.no_grad(), _quiet():
         try:
             entry = _Entry(deployed, plan).eval()

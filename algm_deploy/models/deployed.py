@@ -7,11 +7,14 @@ behind each of the M merges; `token_map_i` (B, N) int64, row of every patch behi
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from algm_deploy.models.segmenter import upsample_scores
-from algm_deploy.models.vit import MergeInputs, share_parameters
+from algm_deploy.models.vit import MergeInputs, PatchEmbedding, VitNetwork, share_parameters
 from algm_deploy.ops._rows import wide
 from algm_deploy.recipes import Network, Output
 
@@ -20,15 +23,17 @@ NORMALIZATIONS = {
     "vit": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
     "deit": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
 }
-# A power of two, so that scaling pixels by it is exact even in 16 bits; it keeps the folded weights in fp16's normal range.
+# A power of two, so that scaling pixels by it is exact even in 16 bits; it keeps the folded weights in fp16's normal
+# range.
 PIXEL_SCALE = 128
 
 
 class PixelEmbedding(nn.Module):
     """Patch embedding with the normalisation folded in: pixels 0..255 of any dtype to tokens (B, N, D)."""
 
-    def __init__(self, proj: nn.Conv2d, normalization: str) -> None:
+    def __init__(self, embedding: PatchEmbedding, normalization: str) -> None:
         super().__init__()
+        proj = embedding.proj
         mean, deviation = (torch.tensor(v, dtype=torch.float64) for v in NORMALIZATIONS[normalization])
         weight = proj.weight.detach().double() / deviation[:, None, None]
         self.stride = proj.stride
@@ -39,7 +44,7 @@ class PixelEmbedding(nn.Module):
 
     def forward(self, image: Tensor) -> Tensor:
         pixels = image.to(self.weight.dtype) * (1 / PIXEL_SCALE)
-        return nn.functional.conv2d(pixels, self.weight, self.bias, self.stride).flatten(2).transpose(1, 2)
+        return F.conv2d(pixels, self.weight, self.bias, self.stride).flatten(2).transpose(1, 2)
 
 
 class Deployed(nn.Module):
@@ -48,11 +53,12 @@ class Deployed(nn.Module):
     The wrapped network is not changed: parameters are shared, only the patch embedding is new.
     """
 
-    def __init__(self, model: nn.Module, network: Network, output: Output) -> None:
+    def __init__(self, model: VitNetwork, network: Network, output: Output) -> None:
         super().__init__()
         self.network, self.output = network, output
         self.model = share_parameters(model)
-        self.model.encoder.patch_embed = PixelEmbedding(model.encoder.patch_embed.proj, network.normalization)
+        embedding = cast(PatchEmbedding, model.encoder.patch_embed)
+        self.model.encoder.patch_embed = PixelEmbedding(embedding, network.normalization)
 
     def forward(self, image: Tensor, inputs: MergeInputs) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """Labels or scores, token counts, token maps. `inputs.maps` are used by replaying slots only."""

@@ -1,7 +1,7 @@
 """Segmenter (Strudel et al., ICCV 2021): plain ViT encoder with a linear or a mask-transformer decoder.
 
-Parameter names and arithmetic follow the official implementation (rstrudel/segmenter, segm/model/). Both decoders work on
-merged tokens; class scores are unmerged at the very end.
+Parameter names and arithmetic follow the official implementation (rstrudel/segmenter, segm/model/). Both decoders work
+on merged tokens; class scores are unmerged at the very end.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import algm_deploy.ops  # noqa: F401  registers torch.ops.algm
-from algm_deploy.models.vit import Block, MergeInputs, Tokens, VisionTransformer
+from algm_deploy.models.vit import Block, MergeInputs, Tokens, VisionTransformer, VitNetwork
 from algm_deploy.ops._rows import wide
 from algm_deploy.recipes import Network, Size
 
@@ -44,11 +44,12 @@ class LinearDecoder(nn.Module):
         self.head = nn.Linear(dim, classes)
 
     def forward(self, tokens: Tokens) -> Tensor:
-        return self.head(tokens.values)
+        scores: Tensor = self.head(tokens.values)
+        return scores
 
 
 class MaskTransformer(nn.Module):
-    """Class embeddings attend together with the tokens; a score is the cosine of token and class, normalised over classes.
+    """Class embeddings attend together with the tokens; a score is their cosine, normalised over the classes.
 
     Rows are [classes | tokens], so that padding stays at the end; attention does not depend on the order.
     """
@@ -71,10 +72,11 @@ class MaskTransformer(nn.Module):
             tokens = block(tokens)
         x = self.decoder_norm(tokens.values)
         patch, label = _unit(x[:, classes:] @ self.proj_patch), _unit(x[:, :classes] @ self.proj_classes)
-        return self.mask_norm(patch @ label.mT)
+        scores: Tensor = self.mask_norm(patch @ label.mT)
+        return scores
 
 
-class Segmenter(nn.Module):
+class Segmenter(VitNetwork):
     """Image (B, 3, H, W), normalised, to class scores of merged tokens."""
 
     def __init__(self, network: Network) -> None:
@@ -88,11 +90,6 @@ class Segmenter(nn.Module):
             if network.decoder == "linear"
             else MaskTransformer(network.embed_dim, network.classes, network.decoder_depth)
         )
-
-    @property
-    def blocks(self) -> nn.ModuleList:
-        """The encoder blocks, whose slots merging fills."""
-        return self.encoder.blocks
 
     def forward(self, image: Tensor, inputs: MergeInputs | None = None) -> TokenScores:
         prefix = self.encoder.prefix

@@ -1,7 +1,7 @@
 """Plain Vision Transformer with an empty merge slot in every block.
 
-Parameter names are those of the official Segmenter checkpoints (rstrudel/segmenter, segm/model/vit.py). A block computes
-attention, then hands its tokens to the slot, then runs its MLP: that is where ALGM merges.
+Parameter names are those of the official Segmenter checkpoints (rstrudel/segmenter, segm/model/vit.py). A block
+computes attention, then hands its tokens to the slot, then runs its MLP: that is where ALGM merges.
 """
 
 from __future__ import annotations
@@ -15,14 +15,12 @@ from torch import Tensor, nn
 
 from algm_deploy.recipes import Size
 
-Model = TypeVar("Model", bound=nn.Module)
-
 
 class Tokens(NamedTuple):
     """The sequence between two blocks.
 
-    values (B, S, D); size (B, S) fp32, patches a row stands for; map (B, N) int64, row of every patch; length (B) int64,
-    valid rows. `padded`: images differ in length, so attention has to be told.
+    values (B, S, D); size (B, S) fp32, patches a row stands for; map (B, N) int64, row of every patch; length (B)
+    int64, valid rows. `padded`: images differ in length, so attention has to be told.
     """
 
     values: Tensor
@@ -60,7 +58,8 @@ class PatchEmbedding(nn.Module):
         self.proj = nn.Conv2d(3, dim, patch_size, patch_size)
 
     def forward(self, image: Tensor) -> Tensor:
-        return self.proj(image).flatten(2).transpose(1, 2)
+        patches: Tensor = self.proj(image)
+        return patches.flatten(2).transpose(1, 2)
 
 
 class Attention(nn.Module):
@@ -74,8 +73,9 @@ class Attention(nn.Module):
         self.proj = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor, length: Tensor | None) -> Tensor:
-        mixed: Tensor = torch.ops.algm.attention(self.qkv(x), length, self.heads, self.scale)
-        return self.proj(mixed)
+        mixed = torch.ops.algm.attention(self.qkv(x), length, self.heads, self.scale)
+        out: Tensor = self.proj(mixed)
+        return out
 
 
 class Mlp(nn.Module):
@@ -87,7 +87,8 @@ class Mlp(nn.Module):
         self.fc2 = nn.Linear(hidden, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(x)))
+        out: Tensor = self.fc2(F.gelu(self.fc1(x)))
+        return out
 
 
 class Block(nn.Module):
@@ -143,6 +144,20 @@ class VisionTransformer(nn.Module):
             if not isinstance(block.merge, KeepTokens):
                 stages.append(tokens)
         return tokens._replace(values=self.norm(tokens.values)), stages
+
+
+class VitNetwork(nn.Module):
+    """What merging and deployment need of a network: an encoder whose blocks have merge slots."""
+
+    encoder: VisionTransformer
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """The encoder blocks, whose slots merging fills."""
+        return self.encoder.blocks
+
+
+Model = TypeVar("Model", bound=VitNetwork)
 
 
 def share_parameters(model: Model) -> Model:

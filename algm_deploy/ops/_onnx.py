@@ -46,6 +46,10 @@ class Body:
             array = array.astype(np.int64 if array.dtype.kind in "iu" or array.size == 0 else np.float32)
         return self._tape.op("Constant", [], {"value": ir.tensor(array)})
 
+    def number(self, x: float) -> Value:
+        """A scalar fp32 constant."""
+        return self._tape.op("Constant", [], {"value": ir.tensor(np.float32(x))})
+
     def fp32(self, x: Value) -> Value:
         return self("Cast", x, to=ir.DataType.FLOAT)
 
@@ -114,7 +118,7 @@ class Body:
             picked, valid = self.take_rows(x, source), self("Unsqueeze", valid, [2])
         else:
             picked = self("GatherElements", x, source, axis=1)
-        return self("Where", valid, picked, self.like(self.value(0.0), x))  # type: ignore[arg-type]
+        return self("Where", valid, picked, self.like(self.number(0.0), x))
 
 
 def unit_rows(body: Body, x: Value, eps: float) -> Value:

@@ -3,7 +3,7 @@
     attention(qkv (B,S,3D), length (B) int64 or none) -> (B,S,D)
 
 Attributes: `heads` H, `scale`. A row of `qkv` is laid out [query | key | value], each [head][D / H]. Keys at and behind
-`length` are never attended to; the result of queries there is finite and unspecified. fp32, fp16 or bf16.
+`length` are never attended to, whatever they hold; the result of queries there is unspecified. fp32, fp16 or bf16.
 
 An opaque operator on purpose: a visible mask would let the exporter specialise on the token count.
 """
@@ -27,10 +27,12 @@ _BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBack
 
 def _attend(qkv: Tensor, length: Tensor | None, heads: int, scale: float) -> Tensor:
     images, rows, width = qkv.shape
-    query, key, value = qkv.view(images, rows, 3, heads, width // (3 * heads)).permute(2, 0, 3, 1, 4)
     mask = None
     if length is not None and images > 1:  # a single image is never padded
-        mask = (torch.arange(rows, device=qkv.device) < length[:, None])[:, None, None, :]
+        valid = torch.arange(rows, device=qkv.device) < length[:, None]
+        mask = valid[:, None, None, :]
+        qkv = torch.where(valid[:, :, None], qkv, 0)  # zero times a NaN behind the mask would be NaN
+    query, key, value = qkv.view(images, rows, 3, heads, width // (3 * heads)).permute(2, 0, 3, 1, 4)
     with sdpa_kernel(_BACKENDS):
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
     return out.transpose(1, 2).reshape(images, rows, width // 3)
@@ -71,15 +73,14 @@ def onnx_body(
     assert qkv is not None
     heads = body("Transpose", body("Reshape", qkv, [0, 0, 3, attributes["heads"], -1]), perm=[2, 0, 3, 1, 4])
     query, key, value = (body("Squeeze", part, [0]) for part in body.several(3, "Split", heads, axis=0, num_outputs=3))
-    scaled = body("Mul", query, body.like(body.value(attributes["scale"]), qkv))
+    scaled = body("Mul", query, body.like(body.number(attributes["scale"]), qkv))
     scores = body.fp32(body("MatMul", scaled, body("Transpose", key, perm=[0, 1, 3, 2])))
     if length is not None:
         valid = body("Less", body.indices(body.size_of(qkv, 1)), body("Unsqueeze", length, [1]))
         scores = body("Where", body("Unsqueeze", valid, [1, 2]), scores, -np.inf)
+        value = body("Where", body("Unsqueeze", valid, [1, 3]), value, body.like(body.number(0.0), qkv))
     mixed = body("MatMul", body.like(body("Softmax", scores, axis=-1), qkv), value)
     return [body("Reshape", body("Transpose", mixed, perm=[0, 2, 1, 3]), [0, 0, -1])]
-
-
 
 
 def reference(qkv: np.ndarray, length: np.ndarray | None, *, heads: int, scale: float) -> np.ndarray:

@@ -6,9 +6,10 @@ A window of neighbouring patches becomes one token when the mean cosine similari
         -> tokens (B,S',D), size (B,S'), map (B,N), length (B)
 
 Attributes: `grid` and `window` (rows, columns), `prefix` P (leading rows that are no patches), `semantics`, `batch`,
-`order`. S = P + N with N the patches of the grid. Tokens are fp32, fp16 or bf16; size and threshold fp32; map and length
-int64. Output rows are [prefix | merged windows | unmerged patches by raster index | zero padding of size 0]; `map` holds
-for every patch its output row, prefix counted; `length` counts the valid rows of each image, prefix included.
+`order`. S = P + N with N the patches of the grid. Tokens are fp32, fp16 or bf16; size and threshold fp32; map and
+length int64. Output rows are [prefix | merged windows | unmerged patches by raster index | zero padding of size 0];
+`map` holds for every patch its output row, prefix counted; `length` counts the valid rows of each image, prefix
+included.
 
 Windows start at the top left; patches right of and below the last whole window stay unmerged.
 
@@ -153,7 +154,6 @@ clap.register_autograd(_backward, setup_context=_save_for_backward)
 # --- ONNX body ------------------------------------------------------------------------------------------------------
 
 
-
 def _onnx_similarity(body: Body, tokens: Value, members: np.ndarray, prefix: int) -> tuple[Value, Value]:
     """Members (B, W, k, D) fp32 of every window, and the window similarities (B, W)."""
     windows, k = members.shape
@@ -214,14 +214,10 @@ def onnx_body(
     return [*merged, body("Identity", patch_row), body("Squeeze", length, [1])]
 
 
-
-
 # --- NumPy reference -------------------------------------------------------------------------------------------------
 
 
-def reference_similarity(
-    tokens: np.ndarray, grid: tuple[int, int], window: tuple[int, int], prefix: int
-) -> np.ndarray:
+def reference_similarity(tokens: np.ndarray, grid: tuple[int, int], window: tuple[int, int], prefix: int) -> np.ndarray:
     """Window similarities (B, W) in fp64, rounded once to fp32."""
     x = tokens[:, prefix:].astype(np.float64)
     x = x / np.maximum(np.linalg.norm(x, axis=-1, keepdims=True), NORM_EPS)
@@ -229,7 +225,8 @@ def reference_similarity(
     k = x.shape[2]
     gram = np.einsum("bwid,bwjd->bwij", x, x)
     gram[..., np.arange(k), np.arange(k)] = 0
-    return (gram.sum((-1, -2)) / (k * (k - 1))).astype(np.float32)
+    mean: np.ndarray = gram.sum((-1, -2)) / (k * (k - 1))
+    return mean.astype(np.float32)
 
 
 def reference_decisions(

@@ -2,9 +2,10 @@
 
     label_map(scores (B,S,K), map (B,N) int64) -> labels (B,H,W)
 
-Attributes: `prefix` (leading rows that `map` counts and `scores` no longer has), `grid` (rows, columns) of the N patches,
-`size` (H, W). Scores are gathered to the grid, interpolated bilinearly (half-pixel centres, corners not aligned) in fp32
-and the class of the highest score is taken, the lower class on ties. Labels are uint8 for at most 255 classes, else int32.
+Attributes: `prefix` (leading rows that `map` counts and `scores` no longer has), `grid` (rows, columns) of the N
+patches, `size` (H, W). Scores are gathered to the grid, interpolated bilinearly (half-pixel centres, corners not
+aligned) in fp32 and the class of the highest score is taken, the lower class on ties. Labels are uint8 for at most 255
+classes, else int32.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def _(scores: Tensor, map: Tensor, prefix: int, grid: list[int], size: list[int]
 def onnx_body(
     body: Body, attributes: Mapping[str, Any], inputs: Sequence[Value | None], dtypes: Sequence[Any]
 ) -> list[Value]:
-    """Gather, two interpolation products and ArgMax. Holds the full-size scores of the batch: B x K x H x W x 4 bytes."""
+    """Gather, two interpolation products, ArgMax. Holds the full-size scores of the batch: B x K x H x W x 4 bytes."""
     scores, map = inputs
     assert scores is not None and map is not None
     grid, size = attributes["grid"], attributes["size"]
@@ -77,8 +78,6 @@ def onnx_body(
     return [body("Cast", body("ArgMax", full, axis=1, keepdims=0), to=dtypes[0])]
 
 
-
-
 def reference(
     scores: np.ndarray, map: np.ndarray, *, prefix: int, grid: tuple[int, int], size: tuple[int, int]
 ) -> np.ndarray:
@@ -87,4 +86,5 @@ def reference(
     patches = np.take_along_axis(scores, map[:, :, None] - prefix, axis=1).astype(np.float32)
     patches = patches.transpose(0, 2, 1).reshape(images, classes, *grid)
     full = interpolation_matrix(grid[0], size[0]) @ patches @ interpolation_matrix(grid[1], size[1]).T
-    return full.argmax(1).astype(np.uint8 if classes <= 255 else np.int32)
+    labels: np.ndarray = full.argmax(1)
+    return labels.astype(np.uint8 if classes <= 255 else np.int32)

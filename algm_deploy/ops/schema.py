@@ -1,7 +1,7 @@
 """The schema of the five operators as ONNX sees them: domain `algm`, version 1.
 
-Names, inputs, attributes and outputs are those of the PyTorch operators; a test compares the two. The ONNX exporter, the
-function bodies and the native libraries follow this table.
+Names, inputs, attributes and outputs are those of the PyTorch operators; a test compares the two. The ONNX exporter,
+the function bodies and the native libraries follow this table.
 """
 
 from __future__ import annotations

@@ -55,8 +55,6 @@ def onnx_body(
     return [body.take_rows(values, body("Sub", map, attributes["prefix"]))]
 
 
-
-
 def reference(values: np.ndarray, map: np.ndarray, *, prefix: int = 0) -> np.ndarray:
     """NumPy definition."""
     return np.take_along_axis(values, map[:, :, None] - prefix, axis=1)

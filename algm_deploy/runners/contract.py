@@ -97,13 +97,13 @@ class Runner(ABC):
         expected = self.signature.image
         if image.dtype != expected.dtype or image.ndim != 4 or image.shape[1:] != expected.shape[1:]:
             raise BundleError(
-                f"expected image {expected.dtype} (batch, {', '.join(map(str, expected.shape[1:]))}), got {image.dtype} "
-                f"{image.shape}: resize or cut the photo first, or export for another --image-size"
+                f"expected image {expected.dtype} (batch, {', '.join(map(str, expected.shape[1:]))}), got "
+                f"{image.dtype} {image.shape}: resize or cut the photo first, or export for another --image-size"
             )
         if not 1 <= len(image) <= self.signature.max_batch:
             raise BundleError(
-                f"got a batch of {len(image)}, this bundle takes 1 to {self.signature.max_batch}: send smaller batches or "
-                "export with a larger --max-batch"
+                f"got a batch of {len(image)}, this bundle takes 1 to {self.signature.max_batch}: send smaller batches "
+                "or export with a larger --max-batch"
             )
         thresholds = {n: self._threshold(n, feeds.get(n, d)) for n, d in self.signature.defaults.items()}
         return {"image": np.ascontiguousarray(image), **thresholds}
