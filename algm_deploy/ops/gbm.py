@@ -52,7 +52,7 @@ def first_source(semantics: str, prefix: int) -> int:
 
 
 def gbm_scores(tokens: Tensor, length: Tensor, prefix: int, semantics: str) -> tuple[Tensor, Tensor]:
-    """Cosines (B, |A|, |B|) fp32 of A and B rows, -inf for B rows that may not be joined; and which A rows may merge."""
+    """Cosines (B, |A|, |B|) fp32 of A and B rows, -inf for B that may not be joined; and which A may merge."""
     first = first_source(semantics, prefix)
     x = wide(tokens)
     norm = x.norm(dim=-1, keepdim=True).clamp(min=NORM_EPS)
