@@ -57,7 +57,7 @@ class _Retyped:
                 versions[wanted] = self._weight(name, wanted)
             else:
                 source = next(iter(versions.values()))
-                versions[wanted] = self._new_name(name, wanted)
+                versions[wanted] = self._name(name, wanted)
                 self.nodes.append(helper.make_node("Cast", [source], [versions[wanted]], to=wanted))
                 self.counts["cast"] += 1
         return versions[wanted]
@@ -66,19 +66,19 @@ class _Retyped:
         """Name under which a node writes `name` with type `given`."""
         if name not in self.is_float:
             return name
-        new = name if given == TensorProto.FLOAT else self._new_name(name, given)
-        self.versions[name] = {given: new}
-        return new
+        self.versions[name] = {given: self._name(name, given)}
+        return self.versions[name][given]
 
     def _weight(self, name: str, wanted: int) -> str:
-        new = name if wanted == TensorProto.FLOAT else self._new_name(name, wanted)
+        new = self._name(name, wanted)
         self.weights[new] = _retype_tensor(self.initializers[name], wanted, new)
         self.counts["weight"] += wanted != TensorProto.FLOAT
         return new
 
     @staticmethod
-    def _new_name(name: str, data_type: int) -> str:
-        return f"{name}_{TensorProto.DataType.Name(data_type).lower()}"
+    def _name(name: str, data_type: int) -> str:
+        """The fp32 version keeps the name, so that graph inputs and outputs keep theirs."""
+        return name if data_type == TensorProto.FLOAT else f"{name}_{TensorProto.DataType.Name(data_type).lower()}"
 
 
 def retype(model: onnx.ModelProto, precision: Precision) -> tuple[onnx.ModelProto, Counter[str]]:
@@ -110,9 +110,7 @@ def retype(model: onnx.ModelProto, precision: Precision) -> tuple[onnx.ModelProt
     for node in graph.node:
         _retype_node(node, out)
     for value in graph.output:
-        name = out.read(value.name, TensorProto.FLOAT)
-        if name != value.name:
-            out.nodes.append(helper.make_node("Identity", [name], [value.name]))
+        out.read(value.name, TensorProto.FLOAT)
     return _rebuilt(model, out), out.counts
 
 

@@ -212,7 +212,8 @@ def engine_from_onnx(
         plugin_hash=sha256_of(plugins) if plugins else None,
         engine_bytes=len(engine),
     )
-    return BuiltEngine(engine, facts, parsed, layers, reason, tuple(log.engine_layers), tuple(log.lines), seconds)
+    lines = tuple(line.replace(f"{model.parent}/", "") for line in log.lines)
+    return BuiltEngine(engine, facts, parsed, layers, reason, tuple(log.engine_layers), lines, seconds)
 
 
 def check_options(options: EngineOptions, runtime: str) -> None:

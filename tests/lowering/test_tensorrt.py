@@ -1,0 +1,365 @@
+"""ONNX for TensorRT: each rewrite, and the whole graph evaluated by a NumPy interpreter of ONNX against PyTorch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
+from onnx.reference.op_run import OpRun
+
+from algm_deploy.errors import ExportError
+from algm_deploy.lowering.export import base_onnx
+from algm_deploy.lowering.tensorrt import ENUMERATIONS, tensorrt_from_base
+from algm_deploy.merging import insert_merging, merge_inputs
+from algm_deploy.models.deployed import Deployed
+from algm_deploy.models.segmenter import Segmenter
+from algm_deploy.ops import reference
+from algm_deploy.ops.attention import reference as attention_reference
+from algm_deploy.ops.label_map import reference as label_map_reference
+from algm_deploy.recipes import MergePlan, Network, Precision
+
+FLOAT, HALF, INT64 = TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.INT64
+GRID, PREFIX, WIDTH = (4, 6), 1, 8
+ROWS = PREFIX + GRID[0] * GRID[1]
+CLAP = {"grid": GRID, "window": (2, 2), "prefix": PREFIX, "semantics": "paper", "batch": "per_image", "order": "raster"}
+GBM = {"prefix": PREFIX, "mode": "fixed", "divisor": 2.5, "semantics": "code", "batch": "batch_min"}
+
+
+def base(nodes: list[onnx.NodeProto], values: dict[str, tuple[int, list[Any]]], outputs: list[str]) -> ir.Model:
+    """A base graph: `values` gives type and shape of every tensor; what no node writes is an input."""
+    infos = {name: helper.make_tensor_value_info(name, kind, shape) for name, (kind, shape) in values.items()}
+    written = {name for node in nodes for name in node.output}
+    weights = [numpy_helper.from_array(np.float32([1e-12]), "epsilon")]
+    graph = helper.make_graph(
+        nodes,
+        "base",
+        [info for name, info in infos.items() if name not in written],
+        [infos[name] for name in outputs],
+        weights,
+        value_info=[infos[name] for name in infos if name in written and name not in outputs],
+    )
+    opsets = [helper.make_opsetid("", 18), helper.make_opsetid("algm", 1)]
+    return ir.from_proto(helper.make_model(graph, opset_imports=opsets, ir_version=10))
+
+
+def node(op: str, inputs: str, outputs: str, domain: str = "algm", **attributes: Any) -> onnx.NodeProto:
+    return helper.make_node(op, inputs.split(), outputs.split(), name=f"{op}_node", domain=domain, **attributes)
+
+
+VALUES = {
+    "tokens": (FLOAT, ["batch", ROWS, WIDTH]),
+    "size": (FLOAT, ["batch", ROWS]),
+    "tau": (FLOAT, []),
+    "merged": (FLOAT, ["batch", "rows", WIDTH]),
+    "sizes": (FLOAT, ["batch", "rows"]),
+    "map": (INT64, ["batch", ROWS - PREFIX]),
+    "length": (INT64, ["batch"]),
+}
+MERGE = node("clap", "tokens size tau", "merged sizes map length", **CLAP)
+
+
+def merging(*more: onnx.NodeProto, outputs: str = "merged map", **values: tuple[int, list[Any]]) -> ir.Model:
+    return base([MERGE, *more], VALUES | values, outputs.split())
+
+
+def attributes(found: onnx.NodeProto) -> dict[str, Any]:
+    return {a.name: helper.get_attribute_value(a) for a in found.attribute}
+
+
+def only(model: onnx.ModelProto, op: str) -> onnx.NodeProto:
+    (found,) = [n for n in model.graph.node if n.op_type == op]
+    return found
+
+
+def elem_type(model: onnx.ModelProto, name: str) -> int:
+    """Type of a tensor, from the node that casts or the constant that holds it."""
+    for tensor in model.graph.initializer:
+        if tensor.name == name:
+            return tensor.data_type
+    (producer,) = [n for n in model.graph.node if name in n.output]
+    assert producer.op_type == "Cast"
+    return int(attributes(producer)["to"])
+
+
+def test_a_merge_becomes_a_plugin_node_with_a_row_count() -> None:
+    model, counts = tensorrt_from_base(merging(), "fp32")
+    clap = only(model, "clap")
+    assert counts == Counter(clap=1)
+    assert list(clap.output) == ["merged", "sizes", "map", "length", "merged_rows"]
+    expected = CLAP | {"semantics": 1, "batch": 0, "order": 1, "grid": list(GRID), "window": [2, 2]}
+    assert attributes(clap) == expected | {"plugin_namespace": b"algm_deploy", "plugin_version": b"1"}
+
+
+def test_numbers_of_the_enumerations_are_those_of_the_kernels(root_dir: Any) -> None:
+    header = (root_dir / "runtimes" / "kernels" / "algm_kernels.h").read_text()
+    for attribute, values in ENUMERATIONS.items():
+        for name, number in values.items():
+            constant = f"ALGM_{attribute}_{name.removeprefix('batch_')}".upper()
+            assert f"{constant} = {number}" in header
+
+
+def test_gbm_attributes() -> None:
+    gbm = node("gbm", "merged sizes map length tau", "t2 s2 m2 l2", **GBM)
+    more = {"t2": VALUES["merged"], "s2": VALUES["sizes"], "m2": VALUES["map"], "l2": VALUES["length"]}
+    model, counts = tensorrt_from_base(merging(gbm, outputs="t2 m2", **more), "fp32")
+    found = attributes(only(model, "gbm"))
+    assert counts == Counter(clap=1, gbm=1)
+    assert (found["mode"], found["batch"], found["divisor"]) == (1, 1, 2.5)
+    assert only(model, "gbm").output[4] == "t2_rows"
+
+
+@pytest.mark.parametrize(("kind", "cast"), [(TensorProto.UINT8, True), (TensorProto.INT32, False)])
+def test_labels_leave_the_plugin_as_int32(kind: int, cast: bool) -> None:
+    tail = node("label_map", "merged map", "labels", prefix=0, grid=GRID, size=(16, 24))
+    model, _ = tensorrt_from_base(merging(tail, outputs="labels", labels=(kind, ["batch", 16, 24])), "fp32")
+    assert [n.op_type for n in model.graph.node] == ["clap", "label_map", *(["Cast"] if cast else [])]
+    assert model.graph.node[-1].output[0] == "labels"
+    if cast:
+        assert attributes(model.graph.node[-1])["to"] == kind
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (node("prune", "tokens", "x"), "prune_node is algm.prune"),
+        (node("Gelu", "tokens", "x", domain="com.microsoft"), "Gelu_node is com.microsoft.Gelu"),
+        (node("GroupNormalization", "tokens", "x", domain=""), "changed its meaning"),
+        (node("unmerge", "tokens map", "x", semantics="other"), "expected semantics out of code, paper, got other"),
+    ],
+)
+def test_untranslatable_nodes_are_named(bad: onnx.NodeProto, message: str) -> None:
+    with pytest.raises(ExportError, match=message):
+        tensorrt_from_base(merging(bad, outputs="x", x=VALUES["tokens"]), "fp32")
+
+
+# --- attention -------------------------------------------------------------------------------------------------------
+
+
+def attention_model(masked: bool) -> ir.Model:
+    values = {"qkv": (FLOAT, ["batch", "rows", 24]), "out": (FLOAT, ["batch", "rows", 8]), "length": (INT64, ["batch"])}
+    if not masked:
+        del values["length"]
+    attend = node("attention", "qkv length" if masked else "qkv", "out", heads=2, scale=0.5)
+    return base([attend], values, ["out"])
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_attention_equals_its_definition(masked: bool) -> None:
+    model, counts = tensorrt_from_base(attention_model(masked), "fp32")
+    rng = np.random.default_rng(0)
+    qkv, length = rng.standard_normal((3, 7, 24), dtype=np.float32), np.array([7, 1, 4])
+    feeds = {"qkv": qkv, "length": length} if masked else {"qkv": qkv}
+    (out,) = evaluate(model, feeds)
+    expected = attention_reference(qkv, length if masked else None, heads=2, scale=0.5)
+    for b in range(3):
+        valid = int(length[b]) if masked else 7
+        np.testing.assert_allclose(out[b, :valid], expected[b, :valid], rtol=2e-6, atol=2e-6)
+    assert counts == Counter(attention=1)
+
+
+def test_layers_with_the_same_lengths_share_one_mask() -> None:
+    model = merging(
+        node("attention", "merged length", "a", heads=1, scale=1.0),
+        node("attention", "a length", "b", heads=1, scale=1.0),
+        outputs="b",
+        merged=(FLOAT, ["batch", "rows", 24]),
+        a=(FLOAT, ["batch", "rows", 24]),
+        b=(FLOAT, ["batch", "rows", 8]),
+    )
+    lowered, counts = tensorrt_from_base(model, "fp32")
+    assert counts["attention"] == 2
+    assert [n.op_type for n in lowered.graph.node].count("Range") == 1
+    assert {n.input[3] for n in lowered.graph.node if n.op_type == "Attention"} == {"length_mask"}
+
+
+def test_the_builder_may_split_an_attention_without_a_fused_kernel() -> None:
+    model, _ = tensorrt_from_base(attention_model(masked=False), "fp32")
+    assert attributes(only(model, "Attention"))["TRT_decomposable"] == 1
+
+
+# --- precision -------------------------------------------------------------------------------------------------------
+
+
+def normalised() -> ir.Model:
+    """Unit-length merged tokens, with the smallest norm that the published code divides by."""
+    return merging(
+        node("ReduceL2", "merged", "norm", domain="", keepdims=1),
+        node("Max", "norm epsilon", "safe", domain=""),
+        node("Div", "merged safe", "unit", domain=""),
+        node("MatMul", "unit weight", "scores", domain=""),
+        outputs="scores map",
+        norm=(FLOAT, ["batch", "rows", 1]),
+        safe=(FLOAT, ["batch", "rows", 1]),
+        unit=VALUES["merged"],
+        weight=(FLOAT, [WIDTH, 3]),
+        scores=(FLOAT, ["batch", "rows", 3]),
+    )
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_decisions_and_norms_stay_fp32(precision: Precision) -> None:
+    model, counts = tensorrt_from_base(normalised(), precision)
+    low = {"fp16": HALF, "bf16": TensorProto.BFLOAT16}[precision]
+    clap = only(model, "clap")
+    assert elem_type(model, clap.input[0]) == low
+    assert list(clap.input[1:3]) == ["size", "tau"]  # graph inputs, fp32
+    assert clap.output[0] != "merged"
+    assert clap.output[1] == "sizes"
+    for op in ("ReduceL2", "Max", "Div"):
+        assert only(model, op).output[0] in ("norm", "safe", "unit"), op
+    assert elem_type(model, only(model, "MatMul").input[0]) == low
+    assert elem_type(model, "scores") == FLOAT
+    assert counts["weight"] == 0  # the only initializer is used in fp32
+    assert [o.type.tensor_type.elem_type for o in model.graph.output] == [FLOAT, INT64]
+
+
+def test_fp32_is_left_alone() -> None:
+    model, counts = tensorrt_from_base(normalised(), "fp32")
+    assert "Cast" not in [n.op_type for n in model.graph.node]
+    assert counts == Counter(clap=1)
+
+
+def half_base() -> ir.Model:
+    half = {name: (HALF if name in ("tokens", "merged") else kind, shape) for name, (kind, shape) in VALUES.items()}
+    return base([MERGE], half, ["merged", "map"])
+
+
+def test_a_graph_in_the_wanted_precision_is_left_alone() -> None:
+    model, counts = tensorrt_from_base(half_base(), "fp16")
+    assert counts == Counter(clap=1)
+    assert only(model, "clap").output[0] == "merged"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_graph_in_another_precision_is_refused(precision: Precision) -> None:
+    with pytest.raises(ExportError, match="holds float16 tensors"):
+        tensorrt_from_base(half_base(), precision)
+
+
+def test_a_tensor_without_type_is_refused() -> None:
+    model = merging(
+        node("Relu", "merged", "x", domain=""), node("Relu", "x", "y", domain=""), outputs="y", y=VALUES["merged"]
+    )
+    with pytest.raises(ExportError, match="x has none"):
+        tensorrt_from_base(model, "fp16")
+
+
+# --- the whole graph -------------------------------------------------------------------------------------------------
+
+
+def named(attribute: str, number: int) -> str:
+    return {value: name for name, value in ENUMERATIONS[attribute].items()}[number]
+
+
+class Clap(OpRun):
+    """The plugin `clap` in NumPy, for ONNX's interpreter; its fifth output is the row count."""
+
+    op_domain = "algm"
+
+    def _run(self, tokens: Any, size: Any, threshold: Any, **given: Any) -> Any:
+        words = {key: named(key, given[key]) for key in ("semantics", "batch", "order")}
+        grid, window = tuple(given["grid"]), tuple(given["window"])
+        out = reference.clap(tokens, size, threshold, grid=grid, window=window, prefix=given["prefix"], **words)
+        return (*out, np.int64(out[0].shape[1]))
+
+
+class Gbm(OpRun):
+    """The plugin `gbm` in NumPy."""
+
+    op_domain = "algm"
+
+    def _run(self, tokens: Any, size: Any, map: Any, length: Any, threshold: Any, **given: Any) -> Any:
+        words = {key: named(key, given[key]) for key in ("semantics", "batch", "mode")}
+        numbers = {"prefix": given["prefix"], "divisor": given["divisor"]}
+        out = reference.gbm(tokens, size, map, length, threshold, **numbers, **words)
+        return (*out, np.int64(out[0].shape[1]))
+
+
+class LabelMap(OpRun):
+    """The plugin `label_map` in NumPy: int32 labels."""
+
+    op_domain = "algm"
+
+    def _run(self, scores: Any, map: Any, **given: Any) -> Any:
+        grid, size = tuple(given["grid"]), tuple(given["size"])
+        return (label_map_reference(scores, map, prefix=given["prefix"], grid=grid, size=size).astype(np.int32),)
+
+
+Clap.__name__, Gbm.__name__, LabelMap.__name__ = "clap", "gbm", "label_map"
+
+
+def evaluate(model: onnx.ModelProto, feeds: dict[str, Any]) -> list[Any]:
+    """Outputs by ONNX's own interpreter, which does not know the attribute that is for TensorRT's parser alone."""
+    for attend in (n for n in model.graph.node if n.op_type == "Attention"):
+        del attend.attribute[[a.name for a in attend.attribute].index("TRT_decomposable")]
+    found: list[Any] = ReferenceEvaluator(model, new_ops=[Clap, Gbm, LabelMap]).run(None, feeds)
+    return found
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Deployed:
+    torch.manual_seed(0)
+    network = Network("segmenter", 64, 2, 1, 5, (64, 96), decoder_depth=1)
+    model = Segmenter(network).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return Deployed(insert_merging(model, PLAN), network, "labels").eval()
+
+
+PLAN = MergePlan(clap_layers=(1,), gbm_layers=(2,), clap_threshold=0.9)
+
+
+@pytest.fixture(scope="module")
+def exported(tiny: Deployed) -> ir.Model:
+    return base_onnx(tiny, PLAN, "uint8")
+
+
+def pictures() -> Any:
+    image = np.random.default_rng(0).integers(0, 256, (2, 3, 64, 96), dtype=np.uint8)
+    image[0, :, :32, :32] = 90  # something to merge
+    return image
+
+
+def feeds(image: Any) -> dict[str, Any]:
+    return {"image": image, "clap_threshold": np.float32(0.9), "gbm_threshold": np.float32(1.0)}
+
+
+def test_the_exported_network_computes_the_same(tiny: Deployed, exported: ir.Model) -> None:
+    model, counts = tensorrt_from_base(exported, "fp32")
+    assert counts == Counter(attention=3, clap=1, gbm=1, label_map=1)
+    image = pictures()
+    labels, counts_out, *maps = evaluate(model, feeds(image))
+    with torch.inference_mode():
+        expected, expected_counts, expected_maps = tiny(torch.from_numpy(image), merge_inputs(0.9, 1.0))
+    assert labels.dtype == np.uint8
+    np.testing.assert_array_equal(counts_out, expected_counts.numpy())
+    assert len(np.unique(counts_out)) > 1  # images of different lengths: the mask is at work
+    for found, wanted in zip(maps, expected_maps, strict=True):
+        np.testing.assert_array_equal(found, wanted.numpy())
+    assert (labels == expected.numpy()).mean() > 0.999
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_the_exported_network_in_lower_precision(exported: ir.Model, precision: Precision) -> None:
+    wide, _ = tensorrt_from_base(exported, "fp32")
+    model, counts = tensorrt_from_base(exported, precision)
+    assert counts["weight"] > 50
+    low = {"fp16": HALF, "bf16": TensorProto.BFLOAT16}[precision]
+    weights = {t.name: t.data_type for t in model.graph.initializer if t.data_type in (FLOAT, low)}
+    products = [n for n in model.graph.node if n.op_type in ("MatMul", "Conv")]
+    assert products
+    for product in products:
+        assert weights.get(product.input[1], low) == low, product.name
+    assert [o.type.tensor_type.elem_type for o in model.graph.output][:2] == [TensorProto.UINT8, INT64]
+    labels, counts_out, *_ = evaluate(model, feeds(pictures()))
+    expected, expected_counts, *_ = evaluate(wide, feeds(pictures()))
+    assert len(np.unique(expected)) > 1
+    np.testing.assert_array_equal(counts_out, expected_counts)
+    assert (labels == expected).mean() > 0.99
