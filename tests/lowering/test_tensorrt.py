@@ -308,7 +308,7 @@ def tiny() -> Deployed:
     torch.manual_seed(0)
     network = Network("segmenter", 64, 2, 1, 5, (64, 96), decoder_depth=1)
     model = Segmenter(network).eval()
-    for parameter in model.parameters():
+    for parameter in (p for p in model.parameters() if p.ndim > 1):  # norms keep their neutral start
         torch.nn.init.normal_(parameter, std=0.2)
     return Deployed(insert_merging(model, PLAN), network, "labels").eval()
 
@@ -340,6 +340,7 @@ def test_the_exported_network_computes_the_same(tiny: Deployed, exported: ir.Mod
         expected, expected_counts, expected_maps = tiny(torch.from_numpy(image), merge_inputs(0.9, 1.0))
     assert labels.dtype == np.uint8
     np.testing.assert_array_equal(counts_out, expected_counts.numpy())
+    assert len(np.unique(expected)) > 2
     assert len(np.unique(counts_out)) > 1  # images of different lengths: the mask is at work
     for found, wanted in zip(maps, expected_maps, strict=True):
         np.testing.assert_array_equal(found, wanted.numpy())
@@ -350,7 +351,7 @@ def test_the_exported_network_computes_the_same(tiny: Deployed, exported: ir.Mod
 def test_the_exported_network_in_lower_precision(exported: ir.Model, precision: Precision) -> None:
     wide, _ = tensorrt_from_base(exported, "fp32")
     model, counts = tensorrt_from_base(exported, precision)
-    assert counts["weight"] > 50
+    assert counts["weight"] > 30
     low = {"fp16": HALF, "bf16": TensorProto.BFLOAT16}[precision]
     weights = {t.name: t.data_type for t in model.graph.initializer if t.data_type in (FLOAT, low)}
     products = [n for n in model.graph.node if n.op_type in ("MatMul", "Conv")]
@@ -360,6 +361,6 @@ def test_the_exported_network_in_lower_precision(exported: ir.Model, precision: 
     assert [o.type.tensor_type.elem_type for o in model.graph.output][:2] == [TensorProto.UINT8, INT64]
     labels, counts_out, *_ = evaluate(model, feeds(pictures()))
     expected, expected_counts, *_ = evaluate(wide, feeds(pictures()))
-    assert len(np.unique(expected)) > 1
+    assert len(np.unique(expected)) > 2
     np.testing.assert_array_equal(counts_out, expected_counts)
     assert (labels == expected).mean() > 0.99
