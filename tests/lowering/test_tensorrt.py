@@ -347,8 +347,8 @@ def test_the_exported_network_computes_the_same(tiny: Deployed, exported: ir.Mod
     assert (labels == expected.numpy()).mean() > 0.999
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_the_exported_network_in_lower_precision(exported: ir.Model, precision: Precision) -> None:
+@pytest.mark.parametrize(("precision", "limit"), [("fp16", 0.01), ("bf16", 0.08)])  # bf16 is 8 times coarser
+def test_the_exported_network_in_lower_precision(exported: ir.Model, precision: Precision, limit: float) -> None:
     wide, _ = tensorrt_from_base(exported, "fp32")
     model, counts = tensorrt_from_base(exported, precision)
     assert counts["weight"] > 30
@@ -363,4 +363,4 @@ def test_the_exported_network_in_lower_precision(exported: ir.Model, precision: 
     expected, expected_counts, *_ = evaluate(wide, feeds(pictures()))
     assert len(np.unique(expected)) > 2
     np.testing.assert_array_equal(counts_out, expected_counts)
-    assert (labels == expected).mean() > 0.99
+    assert (labels != expected).mean() < limit
