@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from algm_deploy.bundle import Bundle
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -28,6 +33,57 @@ def shared_dir() -> Path:
     if not folder.is_dir():
         pytest.skip(f"needs the trained checkpoints and photos that do not ship with the project, looked in {folder}")
     return folder
+
+
+# What the published code would have written beside the golden network. CLAP merges about half of a drawn scene's windows.
+_TINY_VARIANT = """\
+dataset_kwargs:
+  dataset: camvid
+  image_size: 128
+  crop_size: 128
+  patch_type: algm
+  selected_layers: [1, 3]
+  merging_window_size: [2, 2]
+  threshold: 0.9
+  normalization: vit
+inference_kwargs:
+  im_size: 128
+  window_size: 128
+  window_stride: 96
+net_kwargs:
+  image_size: !!python/tuple
+  - 128
+  - 128
+  patch_size: 16
+  d_model: 64
+  n_heads: 2
+  n_layers: 4
+  normalization: vit
+  distilled: false
+  n_cls: 11
+  decoder:
+    name: mask_transformer
+    n_layers: 2
+    n_cls: 11
+"""
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(vectors_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of an official checkpoint: the golden 4-block, 64-wide network for 128x128 pixels, with its variant.yml."""
+    folder = tmp_path_factory.mktemp("checkpoint") / "segmenter_tiny"
+    folder.mkdir()
+    shutil.copy(vectors_dir / "mask_transformer_4x64.pth", folder / "checkpoint.pth")
+    (folder / "variant.yml").write_text(_TINY_VARIANT)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """The tiny network as a bundle with scores. It is shared: tests that change a bundle copy its folder first."""
+    from algm_deploy.deployment import export
+
+    return export(tiny_checkpoint, tmp_path_factory.mktemp("bundle") / "tiny", None, {}).bundle
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
