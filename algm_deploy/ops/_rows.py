@@ -18,6 +18,12 @@ def wide(x: Tensor) -> Tensor:
     return x.float() if x.element_size() < 4 else x
 
 
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """Matrix product in the dtype of its operands: autocast would round fp32 to 16 bits."""
+    with torch.autocast(a.device.type, enabled=False):
+        return a @ b
+
+
 def merge_rows(tokens: Tensor, weight: Tensor, row: Tensor, rows_out: int) -> Tensor:
     """Weighted mean of the input rows that share an output row.
 
@@ -34,7 +40,7 @@ def merge_rows(tokens: Tensor, weight: Tensor, row: Tensor, rows_out: int) -> Te
     member = torch.arange(rows_out, device=row.device)[:, None] == row[:, None, :]
     share = member * weight[:, None, :].to(wide(tokens).dtype)
     total = share.sum(-1, keepdim=True)
-    mean = (share @ wide(tokens)) / torch.where(total > 0, total, 1)
+    mean = product(share, wide(tokens)) / torch.where(total > 0, total, 1)
     return mean.to(tokens.dtype)
 
 

@@ -37,6 +37,7 @@ from algm_deploy.ops._rows import (
     merge_rows,
     merge_rows_backward,
     merge_rows_reference,
+    product,
     row_of,
     sum_rows,
     wide,
@@ -61,7 +62,7 @@ def gbm_scores(tokens: Tensor, length: Tensor, prefix: int, semantics: str) -> t
     rows = torch.arange(tokens.shape[1], device=tokens.device)
     allowed = (rows >= prefix) & (rows < length[:, None])
     # 16-bit values are multiplied as they are, as tensor cores would, and scaled afterwards.
-    scores = x[:, first::2] @ x[:, first + 1 :: 2].mT / norm[:, first::2] / norm[:, first + 1 :: 2].mT
+    scores = product(x[:, first::2], x[:, first + 1 :: 2].mT) / norm[:, first::2] / norm[:, first + 1 :: 2].mT
     return torch.where(allowed[:, None, first + 1 :: 2], scores.float(), -torch.inf), allowed[:, first::2]
 
 
