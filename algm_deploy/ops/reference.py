@@ -1,5 +1,6 @@
 """The NumPy definitions of the operators under one name: what every other implementation is compared with."""
 
+from algm_deploy.ops.attention import reference as attention
 from algm_deploy.ops.clap import reference as clap
 from algm_deploy.ops.clap import reference_decisions as clap_decisions
 from algm_deploy.ops.clap import reference_rows as clap_rows
@@ -8,8 +9,11 @@ from algm_deploy.ops.gbm import reference as gbm
 from algm_deploy.ops.gbm import reference_decisions as gbm_decisions
 from algm_deploy.ops.gbm import reference_rows as gbm_rows
 from algm_deploy.ops.gbm import reference_similarity as gbm_similarity
+from algm_deploy.ops.label_map import reference as label_map
+from algm_deploy.ops.unmerge import reference as unmerge
 
 __all__ = [
+    "attention",
     "clap",
     "clap_decisions",
     "clap_rows",
@@ -17,5 +21,7 @@ __all__ = [
     "gbm_decisions",
     "gbm_rows",
     "gbm_similarity",
+    "label_map",
+    "unmerge",
     "window_similarity",
 ]

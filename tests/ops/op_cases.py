@@ -1,0 +1,209 @@
+"""One way to call every implementation of an operator, and the inputs they are compared on.
+
+Equality has three meanings. Similarities agree within rounding. Decisions are exact given equal similarities. End to
+end, results are exact where every sum is exact: tokens of +-1 and widths that are powers of four have integer products
+and norms that are powers of two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+
+import algm_deploy.ops  # noqa: F401  registers torch.ops.algm
+from algm_deploy.lowering.portable import standalone
+from algm_deploy.ops import reference
+from algm_deploy.ops.bodies import OPSET, Body
+from algm_deploy.ops.schema import SCHEMAS
+
+Array = np.ndarray
+Arrays = Sequence[Array]
+
+_parts: dict[Hashable, ort.InferenceSession] = {}
+ONNX_TYPES = {
+    np.dtype(kind.numpy()): kind
+    for kind in (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.INT64, ir.DataType.BOOL)
+}
+# Sessions are made on the way, so a first example is slow whatever it tests.
+PROPERTY = settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+
+
+def run_reference(op: str, inputs: Arrays, **attributes: Any) -> list[Array]:
+    found = getattr(reference, op)(*inputs, **attributes)
+    return list(found) if isinstance(found, tuple) else [found]
+
+
+def run_torch(op: str, inputs: Arrays, **attributes: Any) -> list[Array]:
+    tensors = [None if x is None else torch.from_numpy(np.array(x)) for x in inputs]
+    found = getattr(torch.ops.algm, op)(*tensors, **attributes)
+    return [x.numpy() for x in (found if isinstance(found, tuple) else (found,))]
+
+
+def run_onnx(op: str, inputs: Arrays, **attributes: Any) -> list[Array]:
+    """The operator's body in ONNX Runtime; axes are free, so one session serves every shape."""
+    key = tuple((k, tuple(v) if isinstance(v, list | tuple) else v) for k, v in attributes.items())
+    kinds = tuple(None if x is None else (np.asarray(x).dtype, np.ndim(x)) for x in inputs)
+    labels = "label_map" in op and np.shape(inputs[0])[2] > 255
+    session = _session(op, key, kinds, labels)
+    names = [parameter.name for parameter in SCHEMAS[op].inputs]
+    feeds = {name: np.asarray(x) for name, x in zip(names, inputs, strict=False) if x is not None}
+    return list(session.run(None, feeds))
+
+
+IMPLEMENTATIONS: dict[str, Callable[..., list[Array]]] = {"torch": run_torch, "onnx": run_onnx}
+ALL: dict[str, Callable[..., list[Array]]] = {"reference": run_reference, **IMPLEMENTATIONS}
+
+
+def operator_model(op: str, attributes: Mapping[str, Any], kinds: Sequence[Any], wide_labels: bool = False) -> ir.Model:
+    """A model of one operator with its body. `kinds`: dtype and rank of every input, None for one left out."""
+    names = [parameter.name for parameter in SCHEMAS[op].inputs]
+    inputs = [
+        None if kind is None else typed(name, ONNX_TYPES[kind[0]], kind[1])
+        for name, kind in zip(names, kinds, strict=False)
+    ]
+    types = {"tensor(int64)": ir.DataType.INT64, "tensor(float)": ir.DataType.FLOAT, "T": inputs[0].dtype}
+    types["L"] = ir.DataType.INT32 if wide_labels else ir.DataType.UINT8
+    present = [value for value in inputs if value is not None]
+    return standalone(op, attributes, present, [types[p.type_str] for p in SCHEMAS[op].outputs])
+
+
+def typed(name: str, dtype: ir.DataType, rank: int) -> ir.Value:
+    return ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape([f"{name}_{axis}" for axis in range(rank)]))
+
+
+@cache
+def _session(op: str, attributes: tuple[Any, ...], kinds: tuple[Any, ...], wide_labels: bool) -> ort.InferenceSession:
+    plain = {k: list(v) if isinstance(v, tuple) else v for k, v in attributes}
+    return open_session(operator_model(op, plain, kinds, wide_labels))
+
+
+def open_session(model: ir.Model) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = 1, 3
+    return ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+def run_steps(key: Hashable, build: Callable[..., Sequence[ir.Value]], *inputs: Array) -> list[Array]:
+    """Runs a part of a body: `build(body, *values)` returns its results. `key` says which part, for reuse."""
+    if key not in _parts:
+        values = [typed(f"x{i}", ONNX_TYPES[np.asarray(x).dtype], np.ndim(x)) for i, x in enumerate(inputs)]
+        body = Body()
+        results = build(body, *values)
+        for index, value in enumerate(results):
+            value.name = f"out{index}"
+        graph = ir.Graph(values, results, nodes=body.nodes, opset_imports={"": OPSET}, name="steps")
+        _parts[key] = open_session(ir.Model(graph, ir_version=10))
+    return list(_parts[key].run(None, {f"x{i}": np.asarray(x) for i, x in enumerate(inputs)}))
+
+
+def assert_same(found: Arrays, expected: Arrays, tolerance: float) -> None:
+    """Integers exactly, floats within an absolute tolerance; dtypes and shapes always."""
+    assert len(found) == len(expected)
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype == b.dtype
+        assert a.shape == b.shape
+        if a.dtype.kind in "iub":
+            np.testing.assert_array_equal(a, b)
+        else:
+            np.testing.assert_allclose(a.astype(np.float64), b.astype(np.float64), rtol=0, atol=tolerance)
+
+
+# ------------------------------------------------------------------------------------------------------------ inputs
+
+
+def similar_tokens(rng: np.random.Generator, images: int, rows: int, width: int = 8) -> Array:
+    """Tokens that resemble each other to varying degrees, as those of a photo do."""
+    kinds = rng.standard_normal((images, 4, width))[:, rng.integers(4, size=rows)]
+    return (kinds + rng.uniform(0.1, 1) * rng.standard_normal((images, rows, width))).astype(np.float32)
+
+
+def exact_tokens(rng: np.random.Generator, kind: str, images: int, rows: int, width: int) -> Array:
+    """Tokens of +-1: independent, few different ones, all equal, or in equal pairs."""
+    tokens = rng.choice([-1.0, 1.0], size=(images, rows, width))
+    if kind == "few":
+        tokens = tokens[:, rng.integers(min(3, rows), size=rows)]
+    elif kind == "constant":
+        tokens[:] = 1
+    elif kind == "pairs":
+        tokens[:, 1::2] = tokens[:, : rows - rows % 2 : 2]
+    return tokens.astype(np.float32)
+
+
+def ones(tokens: Array) -> Array:
+    return np.ones(tokens.shape[:2], np.float32)
+
+
+seeds = st.integers(0, 2**32 - 1)
+kinds = st.sampled_from(["independent", "few", "constant", "pairs"])
+semantics = st.sampled_from(["code", "paper"])
+batches = st.sampled_from(["per_image", "batch_min"])
+# Square, not square, one row, windows that do not divide, a single window, a single patch beside no window.
+GRIDS = ((4, 4), (3, 5), (1, 7), (6, 4), (2, 2))
+
+
+@st.composite
+def clap_attributes(draw: st.DrawFn) -> dict[str, Any]:
+    grid = draw(st.sampled_from(GRIDS))
+    windows = [w for w in ((2, 2), (1, 2), (3, 2)) if w[0] <= grid[0] and w[1] <= grid[1]]
+    return {
+        "grid": list(grid),
+        "window": list(draw(st.sampled_from(windows))),
+        "prefix": draw(st.sampled_from([0, 1, 5])),
+        "semantics": draw(semantics),
+        "batch": draw(batches),
+        "order": draw(st.sampled_from(["published", "raster"])),
+    }
+
+
+@st.composite
+def gbm_attributes(draw: st.DrawFn) -> dict[str, Any]:
+    return {
+        "prefix": draw(st.sampled_from([0, 1, 5])),
+        "mode": draw(st.sampled_from(["adaptive", "fixed"])),
+        "divisor": draw(st.sampled_from([1.0, 5.0])),
+        "semantics": draw(semantics),
+        "batch": draw(batches),
+    }
+
+
+def clap_rows_in(attributes: Mapping[str, Any]) -> int:
+    grid = attributes["grid"]
+    return int(attributes["prefix"] + grid[0] * grid[1])
+
+
+def sequence(tokens: Array, prefix: int, rng: np.random.Generator | None = None, padded: bool = False) -> list[Array]:
+    """Inputs of GBM without threshold: every patch its own row, or, `padded`, images of different lengths.
+
+    Rows behind an image's length hold values, as they do behind an MLP; patches of shorter images share rows.
+    """
+    images, rows, _ = tokens.shape
+    size, length = ones(tokens), np.full(images, rows, np.int64)
+    patch_row = np.tile(np.arange(prefix, rows), (images, 1))
+    if padded and rng is not None:
+        for image in range(1, images):
+            length[image] = rng.integers(prefix + 1, rows + 1)
+            patch_row[image] = np.sort(np.minimum(patch_row[image], length[image] - 1))
+            size[image] = np.bincount(patch_row[image], minlength=rows)
+            size[image, :prefix] = 1
+    return [tokens, size, patch_row, length]
+
+
+def assert_partition(size: Array, patch_row: Array, length: Array, prefix: int) -> None:
+    """Every output row stands for a patch, sizes count them, and padding is empty."""
+    images, rows = size.shape
+    assert length.max() == rows
+    for image in range(images):
+        counts = np.bincount(patch_row[image], minlength=rows)
+        assert (counts[prefix : length[image]] > 0).all()
+        assert not counts[length[image] :].any()
+        assert not counts[:prefix].any()
+        np.testing.assert_array_equal(size[image, prefix:], counts[prefix:])
+        assert (size[image, :prefix] == 1).all()

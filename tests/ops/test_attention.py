@@ -1,0 +1,112 @@
+"""Attention over images with different numbers of valid rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from op_cases import ALL, IMPLEMENTATIONS, PROPERTY, Array, assert_same, run_reference, seeds
+
+PLAIN: dict[str, Any] = {"heads": 2, "scale": 0.35}
+every = pytest.mark.parametrize("run", ALL.values(), ids=ALL)
+compared = pytest.mark.parametrize("run", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
+
+
+def packed(seed: int, images: int, rows: int, width: int = 8) -> Array:
+    return np.random.default_rng(seed).standard_normal((images, rows, 3 * width)).astype(np.float32)
+
+
+def valid_rows(values: Array, length: Array) -> list[Array]:
+    return [image[:rows] for image, rows in zip(values, length, strict=True)]
+
+
+@compared
+@PROPERTY
+@given(
+    seed=seeds,
+    images=st.integers(1, 3),
+    rows=st.integers(1, 9),
+    heads=st.sampled_from([1, 2, 4]),
+    lengths=st.booleans(),
+)
+def test_equals_the_reference(run: Any, seed: int, images: int, rows: int, heads: int, lengths: bool) -> None:
+    rng = np.random.default_rng(seed)
+    qkv = packed(seed, images, rows)
+    length = rng.integers(1, rows + 1, images) if lengths else None
+    if length is not None:
+        length[rng.integers(images)] = rows
+    (expected,) = run_reference("attention", [qkv, length], heads=heads, scale=0.35)
+    (found,) = run("attention", [qkv, length], heads=heads, scale=0.35)
+    assert found.shape == (images, rows, 8)
+    checked = np.full(images, rows) if length is None else length
+    assert_same(valid_rows(found, checked), valid_rows(expected, checked), 2e-6)
+
+
+@every
+def test_layout_is_query_key_value_then_heads(run: Any) -> None:
+    """Two heads of width one. Only head 1 tells the rows apart; its query meets the key of row 1."""
+    qkv = np.zeros((1, 2, 6), np.float32)
+    qkv[0, :, 1] = 1  # query of head 1
+    qkv[0, 1, 3] = 100  # key of head 1 in row 1
+    qkv[0, :, 4] = [1, 3]  # values of head 0
+    qkv[0, :, 5] = [5, 7]  # values of head 1
+    (found,) = run("attention", [qkv, None], heads=2, scale=1.0)
+    np.testing.assert_allclose(found[0], [[2, 7], [2, 7]], rtol=0, atol=1e-6)
+
+
+@compared
+@pytest.mark.parametrize("content", [np.nan, np.inf, 1e30])
+def test_padded_rows_are_never_read(run: Any, content: float) -> None:
+    qkv, length = packed(0, 3, 6), np.array([6, 4, 1])
+    clean = run("attention", [qkv, length], **PLAIN)[0]
+    for image, rows in enumerate(length):
+        qkv[image, rows:] = content
+    dirty = run("attention", [qkv, length], **PLAIN)[0]
+    assert_same(valid_rows(dirty, length), valid_rows(clean, length), 0)
+
+
+@compared
+def test_a_padded_image_equals_itself_alone(run: Any) -> None:
+    qkv, length = packed(0, 2, 7), np.array([7, 4])
+    together = run("attention", [qkv, length], **PLAIN)[0]
+    alone = run("attention", [qkv[1:, :4], None], **PLAIN)[0]
+    assert_same([together[1:, :4]], [alone], 2e-6)
+
+
+@compared
+def test_length_of_a_full_batch_changes_nothing(run: Any) -> None:
+    qkv = packed(0, 2, 5)
+    assert_same(run("attention", [qkv, np.array([5, 5])], **PLAIN), run("attention", [qkv, None], **PLAIN), 1e-6)
+
+
+@compared
+def test_16_bit_tokens(run: Any) -> None:
+    """At most twice the error of rounding inputs and result: the softmax is fp32."""
+    qkv, length = packed(0, 2, 9, 16).astype(np.float16), np.array([9, 5])
+    (expected,) = run_reference("attention", [qkv.astype(np.float32), length], **PLAIN)
+    (found,) = run("attention", [qkv, length], **PLAIN)
+    assert found.dtype == np.float16
+    exact = valid_rows(expected, length)
+    baseline = max(abs(x.astype(np.float16) - x).max() for x in exact)
+    error = max(abs(a - b).max() for a, b in zip(valid_rows(found.astype(np.float32), length), exact, strict=True))
+    assert error <= 2 * baseline + 2**-10  # products of fp16 rows carry half a unit of their own
+
+
+def test_large_scores_do_not_overflow_in_16_bits() -> None:
+    """Scores up to 64 * 60 * 60: their exponentials need the maximum subtracted, in fp32."""
+    qkv = (packed(0, 1, 5, 8) * 60).astype(np.float16)
+    for run in IMPLEMENTATIONS.values():
+        assert np.isfinite(run("attention", [qkv, None], **PLAIN)[0]).all()
+
+
+def test_bf16_in_torch() -> None:
+    qkv = torch.from_numpy(packed(0, 2, 9, 16)).bfloat16()
+    length = torch.tensor([9, 5])
+    low = torch.ops.algm.attention(qkv, length, 2, 0.35)
+    high = torch.ops.algm.attention(qkv.float(), length, 2, 0.35)
+    assert low.dtype == torch.bfloat16
+    torch.testing.assert_close(low[1, :5].float(), high[1, :5], rtol=2**-7, atol=2**-7)

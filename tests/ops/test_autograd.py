@@ -1,0 +1,120 @@
+"""The operators inside PyTorch: fake kernels, dispatch, and gradients with the decisions held fixed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from op_cases import sequence, similar_tokens
+from torch import Tensor
+
+GRID = {"grid": [4, 5], "window": [2, 2], "prefix": 1}
+CLAP = GRID | {"semantics": "code", "batch": "per_image", "order": "published"}
+GBM: dict[str, Any] = {"prefix": 1, "mode": "adaptive", "divisor": 5.0, "semantics": "code", "batch": "per_image"}
+HEADS = {"heads": 2, "scale": 0.5}
+
+
+def doubles(images: int, rows: int, width: int) -> Tensor:
+    tokens = similar_tokens(np.random.default_rng(0), images, rows, width)
+    return torch.from_numpy(tokens).double().requires_grad_()
+
+
+def clap_inputs() -> tuple[Tensor, Tensor, Tensor]:
+    size = torch.from_numpy(np.random.default_rng(1).integers(1, 4, (2, 21))).float()
+    return doubles(2, 21, 4), size, torch.tensor(0.2)
+
+
+def gbm_inputs() -> tuple[Tensor, ...]:
+    rng = np.random.default_rng(1)
+    rest = sequence(similar_tokens(rng, 2, 21, 4), 1, rng, padded=True)[1:]
+    return doubles(2, 21, 4), *(torch.from_numpy(x) for x in rest), torch.tensor(0.5)
+
+
+CASES: dict[str, tuple[Callable[[], tuple[Any, ...]], dict[str, Any]]] = {
+    "clap": (clap_inputs, CLAP),
+    "gbm": (gbm_inputs, GBM),
+    "attention": (lambda: (doubles(2, 5, 12), torch.tensor([5, 3])), HEADS),
+    "unmerge": (lambda: (doubles(2, 3, 4), torch.tensor([[1, 1, 3, 2], [2, 3, 1, 1]])), {"prefix": 1}),
+}
+
+
+def first(found: Any) -> Tensor:
+    result: Tensor = found[0] if isinstance(found, tuple) else found
+    return result
+
+
+@pytest.mark.parametrize("op", CASES)
+def test_opcheck(op: str) -> None:
+    inputs, attributes = CASES[op]
+    arguments = tuple(
+        x.float().detach().requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in inputs()
+    )
+    torch.library.opcheck(getattr(torch.ops.algm, op).default, arguments, attributes)
+
+
+def test_opcheck_of_attention_without_lengths() -> None:
+    torch.library.opcheck(torch.ops.algm.attention.default, (torch.randn(2, 5, 12), None), HEADS)
+
+
+def test_opcheck_of_label_map() -> None:
+    arguments = torch.randn(2, 3, 5), torch.tensor([[1, 1, 3, 2], [2, 3, 1, 1]])
+    torch.library.opcheck(torch.ops.algm.label_map.default, arguments, {"prefix": 1, "grid": [2, 2], "size": [6, 6]})
+
+
+@pytest.mark.parametrize("op", CASES)
+def test_gradients_equal_finite_differences(op: str) -> None:
+    """Far from a threshold the decisions hold still, so differences show the gradient of the merge alone."""
+    inputs, attributes = CASES[op]
+    tokens, *rest = inputs()
+    operator = getattr(torch.ops.algm, op)
+    assert torch.autograd.gradcheck(lambda x: first(operator(x, *rest, **attributes)), tokens, eps=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("semantics", ["code", "paper"])
+@pytest.mark.parametrize("op", ["clap", "gbm"])
+def test_gradients_equal_plain_autograd(op: str, semantics: str) -> None:
+    """Against the same merge written as a product with a constant matrix."""
+    inputs, attributes = CASES[op]
+    tokens, *rest = inputs()
+    tokens = tokens.detach().float().requires_grad_()
+    merged, _, patch_row, length = getattr(torch.ops.algm, op)(tokens, *rest, **attributes | {"semantics": semantics})
+    assert int(length.min()) < 21
+    size, map_in = rest[0], rest[1] if op == "gbm" else torch.arange(1, 21).expand(2, -1)
+    weight = torch.ones_like(size) if (op, semantics) == ("gbm", "paper") else size
+    share = torch.zeros(2, merged.shape[1], 21)
+    share[:, 0, 0] = 1
+    for image in range(2):
+        for row_in, row_out in zip(map_in[image].tolist(), patch_row[image].tolist(), strict=True):
+            share[image, row_out, row_in] = weight[image, row_in]
+    plain = share / share.sum(2, keepdim=True).clamp(min=1) @ tokens
+    torch.testing.assert_close(merged, plain, rtol=0, atol=1e-6)
+    cotangent = torch.randn(merged.shape, generator=torch.Generator().manual_seed(0))
+    (found,) = torch.autograd.grad(merged, tokens, cotangent)
+    (expected,) = torch.autograd.grad(plain, tokens, cotangent)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+def test_padded_rows_get_no_gradient() -> None:
+    tokens, *rest = gbm_inputs()
+    out = torch.ops.algm.gbm(tokens, *rest, **GBM)[0]
+    (grad,) = torch.autograd.grad(out.square().sum(), tokens)
+    length = int(rest[2][1])
+    assert length < 21
+    assert bool(grad[1, :length].any())
+    assert not bool(grad[1, length:].any())
+
+
+def test_counts_are_symbols_for_the_exporter() -> None:
+    """The token count of a merge is unknown to the fake kernel; a specialised one would bake one photo into a graph."""
+
+    class Merge(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return first(torch.ops.algm.clap(x, torch.ones(2, 21), torch.tensor(0.0), **CLAP))
+
+    program = torch.export.export(Merge(), (torch.from_numpy(np.ones((2, 21, 4), np.float32)),))
+    (merged,) = (node.meta["val"] for node in program.graph.nodes if node.name == "getitem")
+    assert merged.shape[0] == 2
+    assert isinstance(merged.shape[1], torch.SymInt)

@@ -1,0 +1,344 @@
+"""GBM: golden vectors, decisions on given similarities, and what must hold for every input."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from op_cases import (
+    ALL,
+    IMPLEMENTATIONS,
+    PROPERTY,
+    Array,
+    assert_partition,
+    assert_same,
+    batches,
+    exact_tokens,
+    gbm_attributes,
+    kinds,
+    run_reference,
+    run_steps,
+    run_torch,
+    seeds,
+    semantics,
+    sequence,
+    similar_tokens,
+)
+
+from algm_deploy.ops import reference
+from algm_deploy.ops.gbm import (
+    _onnx_decisions,
+    _onnx_rows,
+    _onnx_similarity,
+    _onnx_threshold,
+    first_source,
+    gbm_decisions,
+    gbm_rows,
+    gbm_similarity,
+    gbm_threshold,
+)
+
+PLAIN: dict[str, Any] = {
+    "prefix": 1,
+    "mode": "adaptive",
+    "divisor": 5.0,
+    "semantics": "code",
+    "batch": "per_image",
+}
+every = pytest.mark.parametrize("run", ALL.values(), ids=ALL)
+prefixes = st.sampled_from([0, 1, 5])
+modes = st.sampled_from(["adaptive", "fixed"])
+thresholds = st.sampled_from([-1.0, 0.0, 0.5, 1.0, 5.0, -1000.0, np.inf, -np.inf, np.nan])
+
+
+@pytest.mark.parametrize("name", [f"op_{i:02}" for i in range(8)])
+@every
+def test_golden_vectors(vectors_dir: Path, run: Any, name: str) -> None:
+    golden = np.load(vectors_dir / f"{name}.npz")
+    rows = golden["clap_tokens"].shape[1]
+    length = np.full(len(golden["x"]), rows)
+    inputs = [golden["clap_tokens"], golden["clap_size"], golden["clap_map"][:, 1:], length, np.float32(1)]
+    attributes = PLAIN | {"divisor": float(golden["gbm_layer"]), "batch": "batch_min"}
+    tokens, size, patch_row, length = run("gbm", inputs, **attributes)
+    np.testing.assert_allclose(tokens, golden["gbm_tokens"], rtol=0, atol=1e-5)
+    np.testing.assert_array_equal(size, golden["gbm_size"])
+    np.testing.assert_array_equal(patch_row, golden["token_map"][:, 1:])
+    assert (length == golden["gbm_tokens"].shape[1]).all()
+
+
+# ------------------------------------------------------------------------------------- similarities within tolerance
+
+
+def as_lists(best: Array, match: Array, length: Array, prefix: int, semantics: str) -> tuple[list[Array], list[Array]]:
+    """Best similarities and the rows that have them, of the A rows that may merge, as the reference gives them."""
+    first = first_source(semantics, prefix)
+    rows = first + 2 * np.arange(best.shape[1])
+    allowed = [(rows >= prefix) & (rows < n) for n in length]
+    return [b[a] for b, a in zip(best, allowed, strict=True)], [
+        (first + 1 + 2 * m)[a] for m, a in zip(match, allowed, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("prefix", [0, 1, 2])
+@pytest.mark.parametrize("semantics", ["code", "paper"])
+def test_similarities_agree(semantics: str, prefix: int, dtype: str) -> None:
+    rng = np.random.default_rng(0)
+    tokens, _, _, length = sequence(similar_tokens(rng, 3, 24, 64).astype(dtype), prefix, rng, padded=True)
+    best, match = reference.gbm_similarity(tokens, length, prefix, semantics)
+    found = [x.numpy() for x in gbm_similarity(torch.from_numpy(tokens), torch.from_numpy(length), prefix, semantics)]
+    rows = np.arange(tokens.shape[1])
+    allowed = (rows >= prefix) & (rows < length[:, None])
+    first = first_source(semantics, prefix)
+    body = run_steps(
+        ("gbm similarity", first, dtype), lambda body, *x: _onnx_similarity(body, *x, first), tokens, allowed
+    )
+    assert {len(b) for b in best} != {len(best[0])}  # lengths differ
+    for similarity, partner in (found, body):
+        values, partners = as_lists(similarity, partner, length, prefix, semantics)
+        for a, b, expected, other in zip(values, partners, best, match, strict=True):
+            np.testing.assert_allclose(a, expected, rtol=0, atol=4e-7)
+            np.testing.assert_array_equal(b, other)
+
+
+# ------------------------------------------------------------------------------- decisions, given equal similarities
+
+
+def ragged(best: Array) -> list[Array]:
+    """The A rows of every image: -inf marks rows that may not merge."""
+    return [row[row > -np.inf] for row in best]
+
+
+@PROPERTY
+@given(
+    seed=seeds,
+    images=st.integers(1, 4),
+    sources=st.integers(1, 12),
+    distinct=st.integers(1, 6),
+    threshold=thresholds,
+    mode=modes,
+    divisor=st.sampled_from([1.0, 5.0]),
+    semantics=semantics,
+    batch=batches,
+)
+def test_decisions_are_a_function_of_the_similarities(
+    seed: int,
+    images: int,
+    sources: int,
+    distinct: int,
+    threshold: float,
+    mode: str,
+    divisor: float,
+    semantics: str,
+    batch: str,
+) -> None:
+    rng = np.random.default_rng(seed)
+    best = rng.choice(rng.uniform(-1, 1, distinct).astype(np.float32), size=(images, sources))
+    for image in range(1, images):
+        best[image, rng.integers(0, sources + 1) :] = -np.inf
+    tau = np.float32(threshold)
+    expected = reference.gbm_decisions(ragged(best), tau, mode, divisor, semantics, batch)
+    limit = gbm_threshold(torch.from_numpy(best), torch.tensor(tau), mode, divisor, batch)
+    found = gbm_decisions(torch.from_numpy(best), limit, semantics, batch).numpy()
+    attributes = {"mode": mode, "divisor": divisor, "semantics": semantics, "batch": batch}
+    (body,) = run_steps(
+        ("gbm decisions", *attributes.values()),
+        lambda body, b, t: [_onnx_decisions(body, b, _onnx_threshold(body, b, t, attributes), attributes)],
+        best,
+        tau,
+    )
+    for image, merged in enumerate(expected):
+        for flags in (found[image], body[image]):
+            np.testing.assert_array_equal(flags[: len(merged)], merged)
+            assert not flags[len(merged) :].any()
+
+
+@PROPERTY
+@given(seed=seeds, rows=st.integers(7, 14), prefix=prefixes, semantics=semantics)
+def test_rows_are_a_function_of_the_decisions(seed: int, rows: int, prefix: int, semantics: str) -> None:
+    """Whichever rows merge, all implementations number the output rows alike."""
+    rng = np.random.default_rng(seed)
+    first = first_source(semantics, prefix)
+    length = np.array([rows, rng.integers(prefix + 1, rows + 1)])
+    merged, match = [], []
+    flags = np.zeros((2, len(range(first, rows, 2))), bool)
+    partners = np.zeros(flags.shape, np.int64)
+    for image in range(2):
+        sources, targets = reference_split(rows, int(length[image]), prefix, semantics)
+        joins = rng.random(len(sources)) < 0.5 if len(targets) else np.zeros(len(sources), bool)
+        partner = rng.choice(targets, len(sources)) if len(targets) else np.zeros(len(sources), np.int64)
+        merged.append(joins)
+        match.append(partner)
+        flags[image, (sources - first) // 2] = joins
+        if len(targets):
+            partners[image, (sources - first) // 2] = (partner - first - 1) // 2
+    expected, length_out = reference.gbm_rows(merged, match, rows, length, prefix, semantics)
+    found, lengths = gbm_rows(*(torch.from_numpy(x) for x in (flags, partners, length)), rows, prefix, semantics)
+    np.testing.assert_array_equal(found.numpy(), expected)
+    np.testing.assert_array_equal(lengths.numpy(), length_out)
+    valid = np.arange(rows) < length[:, None]
+    body, joins = run_steps(
+        ("gbm rows", prefix, first), lambda b, *x: _onnx_rows(b, *x, prefix, first), flags, partners, valid
+    )
+    np.testing.assert_array_equal(np.where(valid, body, -1), expected)
+    np.testing.assert_array_equal((valid & ~joins).sum(1), length_out)
+
+
+def reference_split(rows: int, length: int, prefix: int, semantics: str) -> tuple[Array, Array]:
+    """A and B, written out once more."""
+    first = prefix if semantics == "paper" else 0
+    allowed = [row for row in range(rows) if prefix <= row < length]
+    return (
+        np.array([row for row in allowed if (row - first) % 2 == 0], np.int64),
+        np.array([row for row in allowed if (row - first) % 2 == 1], np.int64),
+    )
+
+
+# -------------------------------------------------------------------------------------------------------- end to end
+
+
+@pytest.mark.parametrize("run", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
+@PROPERTY
+@given(
+    attributes=gbm_attributes(),
+    seed=seeds,
+    kind=kinds,
+    images=st.integers(1, 3),
+    patches=st.integers(1, 16),
+    threshold=thresholds,
+)
+def test_equals_the_reference_where_sums_are_exact(
+    run: Any, attributes: dict[str, Any], seed: int, kind: str, images: int, patches: int, threshold: float
+) -> None:
+    rng = np.random.default_rng(seed)
+    prefix = attributes["prefix"]
+    tokens = exact_tokens(rng, kind, images, prefix + patches, 4 ** int(rng.integers(1, 4)))
+    inputs = [*sequence(tokens, prefix, rng, padded=True), np.float32(threshold)]
+    expected = run_reference("gbm", inputs, **attributes)
+    assert_same(run("gbm", inputs, **attributes), expected, 0)
+    assert_partition(*expected[1:], prefix)
+
+
+@PROPERTY
+@given(attributes=gbm_attributes(), seed=seeds, kind=kinds, threshold=thresholds)
+def test_every_image_decides_alone(attributes: dict[str, Any], seed: int, kind: str, threshold: float) -> None:
+    """`per_image`: a permuted batch permutes the results, and each member equals itself unpadded and alone."""
+    attributes["batch"] = "per_image"
+    rng = np.random.default_rng(seed)
+    tokens = exact_tokens(rng, kind, 3, attributes["prefix"] + 12, 16)
+    inputs = sequence(tokens, attributes["prefix"], rng, padded=True)
+    tau = np.float32(threshold)
+    together = run_torch("gbm", [*inputs, tau], **attributes)
+    order = rng.permutation(3)
+    permuted = run_torch("gbm", [*(x[order] for x in inputs), tau], **attributes)
+    assert_same(permuted, [x[order] for x in together], 0)
+    for image in range(3):
+        rows = int(inputs[3][image])
+        cut = [inputs[0][[image], :rows], inputs[1][[image], :rows], inputs[2][[image]], inputs[3][[image]]]
+        alone = run_torch("gbm", [*cut, tau], **attributes)
+        rows = alone[0].shape[1]
+        member = [together[0][[image], :rows], together[1][[image], :rows], together[2][[image]], together[3][[image]]]
+        assert_same(alone, member, 0)
+        assert not together[0][image, rows:].any()
+
+
+@every
+def test_split_of_the_code_counts_the_prefix(run: Any) -> None:
+    """Code: rows 2 and 4 look among 1, 3, 5. Paper: the split starts behind the prefix, 1, 3, 5 look among 2, 4."""
+    tokens = np.zeros((1, 6, 4), np.float32)
+    tokens[0, [0, 1, 2], 0] = 1  # cls equals rows 1 and 2, and never takes part
+    tokens[0, [3, 4, 5], [1, 2, 3]] = 1
+    inputs = [*sequence(tokens, 1), np.float32(0.5)]
+    code = run("gbm", inputs, **PLAIN | {"mode": "fixed"})
+    paper = run("gbm", inputs, **PLAIN | {"mode": "fixed", "semantics": "paper"})
+    # Code: row 2 joins row 1; order 4 | 1 3 5. Paper: row 1 joins row 2; order 3 5 | 2 4.
+    assert code[2].tolist() == [[2, 2, 3, 1, 4]]
+    assert paper[2].tolist() == [[3, 3, 1, 4, 2]]
+    assert code[1].tolist() == [[1, 1, 2, 1, 1]]
+    assert paper[1].tolist() == [[1, 1, 1, 2, 1]]
+
+
+@every
+def test_code_weighs_by_size_and_paper_does_not(run: Any) -> None:
+    tokens, size = np.float32([[[4, 0], [1, 0]]]), np.float32([[3, 1]])
+    inputs = [tokens, size, np.array([[0, 0, 0, 1]]), np.array([2]), np.float32(0.5)]
+    attributes = PLAIN | {"prefix": 0, "mode": "fixed"}
+    assert run("gbm", inputs, **attributes)[0].tolist() == [[[3.25, 0]]]
+    paper = run("gbm", inputs, **attributes | {"semantics": "paper"})
+    assert paper[0].tolist() == [[[2.5, 0]]]
+    assert paper[1].tolist() == [[4]]
+
+
+@every
+def test_argmax_ties_go_to_the_lower_row(run: Any) -> None:
+    tokens = np.ones((1, 7, 4), np.float32)
+    found = run("gbm", [*sequence(tokens, 1), np.float32(0.5)], **PLAIN | {"mode": "fixed"})
+    assert found[2].tolist() == [[1, 1, 2, 1, 3, 1]]
+
+
+@every
+@pytest.mark.parametrize(("semantics", "merges"), [("code", True), ("paper", False)])
+def test_a_constant_image_reaches_its_mean(run: Any, semantics: str, merges: bool) -> None:
+    tokens = np.ones((2, 9, 16), np.float32)
+    found = run("gbm", [*sequence(tokens, 1), np.float32(1)], **PLAIN | {"semantics": semantics})
+    assert found[3].tolist() == [9 - 4 * merges] * 2
+
+
+@every
+def test_the_deviation_of_one_row_is_undefined(run: Any) -> None:
+    """Prefix 1 and three rows: one A row. Adaptive merges nothing, fixed may."""
+    tokens = np.ones((1, 3, 4), np.float32)
+    assert run("gbm", [*sequence(tokens, 1), np.float32(-9)], **PLAIN)[3].tolist() == [3]
+    assert run("gbm", [*sequence(tokens, 1), np.float32(-9)], **PLAIN | {"mode": "fixed"})[3].tolist() == [2]
+
+
+@every
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("semantics", ["code", "paper"])
+def test_too_few_rows_to_merge(run: Any, rows: int, semantics: str) -> None:
+    """Cls alone with no partner on one side: nothing merges and nothing fails."""
+    tokens = np.ones((2, rows, 4), np.float32)
+    attributes = PLAIN | {"prefix": rows - 1, "mode": "fixed", "semantics": semantics}
+    found = run("gbm", [*sequence(tokens, rows - 1), np.float32(-2)], **attributes)
+    assert found[3].tolist() == [rows] * 2
+    assert_same(found[:1], [tokens], 0)
+
+
+@every
+def test_batch_min_shares_threshold_and_count(run: Any) -> None:
+    """Image 0 alone would merge one row, image 1 three; together one each, the most similar."""
+    unit = np.eye(8, dtype=np.float32)
+    tokens = np.stack([unit[[0, 0, 1, 2, 3, 4, 5, 6]], unit[[0, 0, 1, 1, 2, 2, 3, 4]]])
+    attributes = PLAIN | {"prefix": 0, "mode": "fixed"}
+    alone = run("gbm", [*sequence(tokens, 0), np.float32(0.5)], **attributes)
+    together = run("gbm", [*sequence(tokens, 0), np.float32(0.5)], **attributes | {"batch": "batch_min"})
+    assert alone[3].tolist() == [7, 5]
+    assert together[3].tolist() == [7, 7]
+    assert together[2][1, :4].tolist() == [3, 3, 0, 4]  # of three equal similarities the lower row merges
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_16_bit_tokens_in_torch(dtype: torch.dtype) -> None:
+    """The same decisions as on the rounded values in fp32; means rounded once."""
+    arrays = sequence(similar_tokens(np.random.default_rng(0), 2, 33, 64), 1)
+    tokens, *rest = (torch.from_numpy(x) for x in arrays)
+    low = torch.ops.algm.gbm(tokens.to(dtype), *rest, torch.tensor(1.0), **PLAIN)
+    high = torch.ops.algm.gbm(tokens.to(dtype).float(), *rest, torch.tensor(1.0), **PLAIN)
+    assert 17 < int(low[3].min()) < 33
+    assert low[0].dtype == dtype
+    assert torch.equal(low[0], high[0].to(dtype))
+    assert all(torch.equal(a, b) for a, b in zip(low[1:], high[1:], strict=True))
+
+
+def test_16_bit_tokens_in_onnx() -> None:
+    tokens = exact_tokens(np.random.default_rng(0), "few", 2, 17, 16).astype(np.float16)
+    inputs = [*sequence(tokens, 1), np.float32(0.5)]
+    expected = run_reference("gbm", inputs, **PLAIN | {"mode": "fixed"})
+    assert expected[3].max() < 17
+    for run in IMPLEMENTATIONS.values():
+        assert_same(run("gbm", inputs, **PLAIN | {"mode": "fixed"}), expected, 0)

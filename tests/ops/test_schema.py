@@ -1,0 +1,120 @@
+"""One table of operators: PyTorch, ONNX bodies, NumPy references and tests follow it; bodies use only what is allowed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+from op_cases import operator_model
+
+from algm_deploy.ops import reference
+from algm_deploy.ops.bodies import BODIES
+from algm_deploy.ops.schema import DOMAIN, SCHEMAS
+
+CLAP: dict[str, Any] = {"grid": [4, 4], "window": [2, 2], "prefix": 1}
+GBM: dict[str, Any] = {"prefix": 1, "divisor": 5.0}
+CHOICES = {
+    "semantics": ("code", "paper"),
+    "batch": ("per_image", "batch_min"),
+    "order": ("published", "raster"),
+    "mode": ("adaptive", "fixed"),
+}
+OTHERS = {
+    "attention": {"heads": 2, "scale": 0.5},
+    "unmerge": {"prefix": 1},
+    "label_map": {"prefix": 1, "grid": [4, 4], "size": [8, 8]},
+}
+
+
+def combinations(fixed: dict[str, Any], *choices: str) -> list[dict[str, Any]]:
+    found = [fixed]
+    for key in choices:
+        found = [attributes | {key: value} for attributes in found for value in CHOICES[key]]
+    return found
+
+
+VARIANTS = [
+    *(("clap", a) for a in combinations(CLAP, "semantics", "batch", "order")),
+    *(("gbm", a) for a in combinations(GBM, "mode", "semantics", "batch")),
+    *OTHERS.items(),
+]
+INPUT_RANKS = {"tokens": 3, "qkv": 3, "values": 3, "scores": 3, "size": 2, "map": 2, "length": 1, "threshold": 0}
+
+
+def body_nodes(op: str, attributes: dict[str, Any], dtype: str) -> list[ir.Node]:
+    types = {"T": np.dtype(dtype), "tensor(float)": np.dtype("float32"), "tensor(int64)": np.dtype("int64")}
+    kinds = [(types[p.type_str], INPUT_RANKS[p.name]) for p in SCHEMAS[op].inputs]
+    (function,) = operator_model(op, attributes, kinds).functions.values()
+    return list(function)
+
+
+@pytest.mark.parametrize("op", SCHEMAS)
+def test_pytorch_has_the_same_schema(op: str) -> None:
+    schema, torch_schema = SCHEMAS[op], getattr(torch.ops.algm, op).default._schema
+    inputs = [p.name for p in schema.inputs]
+    arguments = {a.name: str(a.type) for a in torch_schema.arguments}
+    assert list(arguments) == [*inputs, *schema.attributes]
+    optional = {p.name for p in schema.inputs if p.option == p.option.Optional}
+    kinds = {"INT": "int", "INTS": "List[int]", "FLOAT": "float", "STRING": "str"}
+    for name, kind in arguments.items():
+        if name in inputs:
+            assert kind == ("Optional[Tensor]" if name in optional else "Tensor")
+        else:
+            assert kind == kinds[schema.attributes[name].type.name]
+            assert schema.attributes[name].required
+    assert [str(r.type) for r in torch_schema.returns] == ["Tensor"] * len(schema.outputs)
+
+
+@pytest.mark.parametrize("op", SCHEMAS)
+def test_every_operator_is_complete(op: str) -> None:
+    assert SCHEMAS[op].domain == DOMAIN
+    assert op in BODIES
+    assert callable(getattr(reference, op))
+    assert (Path(__file__).parent / f"test_{op}.py").is_file()
+
+
+def test_no_operator_is_missing_in_the_table() -> None:
+    registered = {
+        name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_all_op_names() if "algm::" in name
+    }
+    assert registered == set(SCHEMAS) == set(BODIES)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize(("op", "attributes"), VARIANTS, ids=lambda value: value if isinstance(value, str) else "")
+def test_bodies_are_portable(op: str, attributes: dict[str, Any], dtype: str) -> None:
+    """Standard operators only, at most one TopK, nothing scattered by addition, no branches or loops."""
+    nodes = body_nodes(op, attributes, dtype)
+    kinds = [node.op_type for node in nodes]
+    assert {node.domain for node in nodes} == {""}
+    assert kinds.count("TopK") <= 1
+    assert not {"Loop", "If", "Scan", "NonZero", "ScatterND"} & set(kinds)
+    for node in nodes:
+        if node.op_type == "ScatterElements":
+            assert "reduction" not in node.attributes
+
+
+@pytest.mark.parametrize(("op", "attributes"), VARIANTS[:16], ids=lambda value: value if isinstance(value, str) else "")
+def test_similarities_are_fp32_for_16_bit_tokens(op: str, attributes: dict[str, Any]) -> None:
+    """Between tokens and their products stands a Cast to fp32, and statistics are fp64."""
+    nodes = body_nodes(op, attributes, "float16")
+    products = [node for node in nodes if node.op_type == "MatMul"]
+    assert products
+    for node in products:
+        assert ir.DataType.FLOAT in [kind for value in node.inputs for kind in casts_behind(value)]
+    doubles = [node for node in nodes if node.op_type == "Cast" and node.attributes["to"].value == ir.DataType.DOUBLE]
+    assert bool(doubles) == (attributes.get("mode") == "adaptive")
+
+
+def casts_behind(value: ir.Value | None) -> set[int]:
+    """The nearest casts that a value comes from."""
+    node = value.producer() if value is not None else None
+    if node is None:
+        return set()
+    if node.op_type in ("Cast", "CastLike"):
+        return {node.attributes["to"].value} if node.op_type == "Cast" else {0}
+    return {kind for other in node.inputs for kind in casts_behind(other)}
