@@ -112,9 +112,11 @@ def device_query(field: str) -> str:
 
 
 def similar_tokens(batch: int, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """Neighbours resemble each other to varying degrees: similarities spread, as in a photo."""
-    base = torch.randn(batch, 1, width, device="cuda")
-    spread = torch.rand(batch, rows, 1, device="cuda").repeat_interleave(4, dim=1)[:, :rows]
+    """Forty segments of neighbouring tokens that resemble each other to varying degrees, as in a photo."""
+    common = torch.randn(batch, 1, width, device="cuda")
+    segments = common + 0.7 * torch.randn(batch, 40, width, device="cuda")
+    base = segments[:, torch.arange(rows, device="cuda") * 40 // rows]
+    spread = torch.rand(batch, (rows + 3) // 4, 1, device="cuda").repeat_interleave(4, dim=1)[:, :rows]
     return (base + (0.3 + spread) * torch.randn(batch, rows, width, device="cuda")).to(dtype)
 
 
@@ -203,17 +205,20 @@ class Gbm:
 
 
 class Tail:
-    """Scores of the merged tokens and what turns them into a picture; `photo`: one class stands out in most places."""
+    """Scores of the merged tokens and what turns them into a picture; `photo`: objects of 8 x 8 patches stand out."""
 
     def __init__(self, stream: Stream, batch: int, dtype: torch.dtype, photo: bool):
         self.stream, code = stream, DTYPE_CODES[dtype]
         rows = AFTER_GBM - 1
+        row_of_patch = torch.arange(PATCHES, device="cuda").mul(rows).div(PATCHES).long()
         scores = torch.randn(batch, rows, CLASSES, device="cuda")
         if photo:
-            winners = torch.randint(8, (batch, rows // 16 + 1), device="cuda").repeat_interleave(16, 1)[:, :rows]
-            scores.scatter_add_(2, winners[:, :, None], torch.full((batch, rows, 1), 6.0, device="cuda"))
+            patch_of_row = torch.arange(rows, device="cuda").mul(PATCHES).div(rows).long()
+            region = patch_of_row // (8 * GRID) * (GRID // 8) + patch_of_row % GRID // 8
+            winners = torch.randint(CLASSES, (batch, 16), device="cuda")[:, region, None]
+            scores.scatter_add_(2, winners, torch.full(winners.shape, 6.0, device="cuda"))
         self.scores = scores.to(dtype)
-        self.map = torch.arange(PATCHES, device="cuda").mul(rows).div(PATCHES).long().add(1).repeat(batch, 1)
+        self.map = row_of_patch.add(1).repeat(batch, 1)
         self.labels = torch.empty(batch, PIXELS, PIXELS, dtype=torch.uint8, device="cuda")
         self.values = torch.empty(batch, PATCHES, CLASSES, dtype=dtype, device="cuda")
         self.label_params = LabelMapParams(batch, rows, CLASSES, GRID, GRID, PIXELS, PIXELS, 1, code, 0)

@@ -41,6 +41,9 @@ bool any_null(const void *first, Rest... rest) {
     return first == nullptr || any_null(rest...);
 }
 
+// An array without elements may be a null pointer.
+inline bool is_missing(const void *array, int64_t count) { return array == nullptr && count > 0; }
+
 inline int check(const algm_clap_params *p) {
     if (p == nullptr || p->batch < 1 || p->width < 1 || p->prefix < 0 || p->grid_h < 1 || p->grid_w < 1 ||
         p->window_h < 1 || p->window_w < 1 || p->window_h * p->window_w < 2)

@@ -46,6 +46,10 @@ struct Axis {
     // First pixel of a cell; `pixels` for cell = cells.
     ALGM_EVERYWHERE int32_t first_pixel(int32_t cell_index) const {
         if (cell_index < 0) return 0;
+        if (pixels % (2 * cells) == 0) {  // pixel centres keep half a pixel away from patch centres
+            const int32_t ratio = pixels / cells;
+            return cell_index < cells ? cell_index * ratio + ratio / 2 : pixels;
+        }
         const float guess = (static_cast<float>(cell_index) + 0.5f) / scale - 0.5f;
         int32_t pixel = guess < 0 ? 0 : static_cast<int32_t>(guess);
         pixel = pixel < pixels ? pixel : pixels;

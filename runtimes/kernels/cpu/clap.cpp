@@ -94,7 +94,7 @@ size_t algm_cpu_clap_workspace(const algm_clap_params *params) {
 
 int algm_cpu_clap_similarity(const algm_clap_params *params, const void *tokens, float *similarity, void *) {
     if (const int status = check(params)) return status;
-    if (any_null(tokens, similarity)) return ALGM_INVALID_ARGUMENT;
+    if (tokens == nullptr || is_missing(similarity, window_count(*params))) return ALGM_INVALID_ARGUMENT;
     with_dtype(params->dtype, [&](auto type) {
         const auto *values = static_cast<const decltype(type) *>(tokens);
         for (int64_t b = 0; b < params->batch; ++b)
@@ -107,7 +107,8 @@ int algm_cpu_clap_decide_given(const algm_clap_params *params, const float *simi
                                int64_t *map, int64_t *length, int64_t *rows, int32_t *rows_int32, void *workspace,
                                void *) {
     if (const int status = check(params)) return status;
-    if (any_null(similarity, threshold, map, length, rows, workspace)) return ALGM_INVALID_ARGUMENT;
+    if (any_null(threshold, map, length, rows, workspace) || is_missing(similarity, window_count(*params)))
+        return ALGM_INVALID_ARGUMENT;
     const algm_clap_params &p = *params;
     Carver carver(workspace);
     const ClapPlan plan(p, carver);

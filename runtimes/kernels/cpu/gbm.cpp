@@ -143,8 +143,9 @@ int64_t algm_cpu_gbm_candidates(const algm_gbm_params *params) {
 int algm_cpu_gbm_similarity(const algm_gbm_params *params, const void *tokens, const int64_t *length, float *best,
                             int32_t *best_row, void *workspace, void *) {
     if (const int status = check(params)) return status;
-    if (any_null(tokens, length, best, best_row, workspace)) return ALGM_INVALID_ARGUMENT;
     const int64_t candidates = max_a(*params);
+    if (any_null(tokens, length, workspace) || is_missing(best, candidates) || is_missing(best_row, candidates))
+        return ALGM_INVALID_ARGUMENT;
     std::fill_n(best, params->batch * candidates, kNothing);
     std::fill_n(best_row, params->batch * candidates, -1);
     with_dtype(params->dtype, [&](auto type) {
@@ -160,9 +161,10 @@ int algm_cpu_gbm_decide_given(const algm_gbm_params *params, const float *best, 
                               const int64_t *map, const int64_t *length, const float *threshold, int64_t *out_map,
                               int64_t *out_length, int64_t *rows, int32_t *rows_int32, void *workspace, void *) {
     if (const int status = check(params)) return status;
-    if (any_null(best, best_row, map, length, threshold, out_map, out_length, rows, workspace))
-        return ALGM_INVALID_ARGUMENT;
     const algm_gbm_params &p = *params;
+    if (any_null(map, length, threshold, out_map, out_length, rows, workspace) || is_missing(best, max_a(p)) ||
+        is_missing(best_row, max_a(p)))
+        return ALGM_INVALID_ARGUMENT;
     Carver carver(workspace);
     const GbmPlan plan(p, carver);
     const int64_t candidates = max_a(p);

@@ -102,53 +102,89 @@ __device__ inline float warp_max(float value) {
 
 __device__ inline int lane_index() { return threadIdx.x % kWarp; }
 __device__ inline int warp_index() { return threadIdx.x / kWarp; }
+__device__ inline unsigned lanes_below() { return (1u << lane_index()) - 1; }
 
-// Combines one value a warp into one for the block; every thread gets it. Called by all threads, warps being whole.
-template <class Combine>
-__device__ int block_combine(int warp_value, Combine combine) {
-    __shared__ int values[kWarp];
-    __syncthreads();
-    if (lane_index() == 0) values[warp_index()] = warp_value;
-    __syncthreads();
-    int result = values[0];
-    for (int w = 1; w < blockDim.x / kWarp; ++w) result = combine(result, values[w]);
-    return result;
-}
-
-__device__ inline int block_count(bool flag) {
-    return block_combine(__popc(__ballot_sync(kAllLanes, flag)), [](int a, int b) { return a + b; });
-}
-
-// Number of set flags in the threads before this one; `total` grows by the block's.
+// Set flags in the threads before this one; `total` grows by all of the block's. Called by all threads.
 __device__ inline int block_flags_before(bool flag, int &total) {
     __shared__ int counts[kWarp];
     const unsigned flags = __ballot_sync(kAllLanes, flag);
     __syncthreads();
     if (lane_index() == 0) counts[warp_index()] = __popc(flags);
     __syncthreads();
-    int before = total + __popc(flags & ((1u << lane_index()) - 1));
-    for (int w = 0; w < blockDim.x / kWarp; ++w) {
-        before += w < warp_index() ? counts[w] : 0;
-        total += counts[w];
+    const int own = lane_index() < blockDim.x / kWarp ? counts[lane_index()] : 0;
+    int sum = own;
+#pragma unroll
+    for (int offset = 1; offset < kWarp; offset *= 2) {
+        const int below = __shfl_up_sync(kAllLanes, sum, offset);
+        sum += lane_index() >= offset ? below : 0;
     }
+    const int before = total + __shfl_sync(kAllLanes, sum - own, warp_index()) + __popc(flags & lanes_below());
+    total += __shfl_sync(kAllLanes, sum, kWarp - 1);
     return before;
 }
 
-// Rank of this thread's value among `count` values in descending order, ties by index. Called by all threads of a block;
-// `index` may lie outside. Every value above or equal to a qualifying one qualifies too, so none needs to be left out.
+// The smallest of one value a warp. Called by all threads.
+__device__ inline int block_min(int warp_value) {
+    __shared__ int values[kWarp];
+    __syncthreads();
+    if (lane_index() == 0) values[warp_index()] = warp_value;
+    __syncthreads();
+    return warp_min(values[lane_index() < blockDim.x / kWarp ? lane_index() : 0]);
+}
+
+// Four neighbouring threads rank one value, so that a block ranks blockDim.x / 4 at a time.
+constexpr int kRankers = 4;
+
+// Rank of values[index] among `count` values in descending order, ties by index; the same for the four threads that pass
+// this index, which may lie outside. Called by all threads. Where a value qualifies, so does every one that ranks above
+// it, so none needs to be left out.
 __device__ inline int block_rank(const float *values, int count, int index) {
-    __shared__ float tile[1024];
+    constexpr int kTile = 1024;
+    __shared__ float4 tile[kTile / 4];
     const float own = index < count ? values[index] : 0;
     int rank = 0;
-    for (int start = 0; start < count; start += blockDim.x) {
+    for (int start = 0; start < count; start += kTile) {
         __syncthreads();
-        if (start + threadIdx.x < count) tile[threadIdx.x] = values[start + threadIdx.x];
+        for (int j = threadIdx.x; j < kTile; j += blockDim.x)
+            reinterpret_cast<float *>(tile)[j] = start + j < count ? values[start + j] : -INFINITY;
         __syncthreads();
-        const int end = min(static_cast<int>(blockDim.x), count - start);
-        for (int j = 0; j < end; ++j) rank += tile[j] > own || (tile[j] == own && start + j < index);
+        const int quads = (min(kTile, count - start) + 3) / 4;
+        for (int q = threadIdx.x % kRankers; q < quads; q += kRankers) {
+            const float four[4] = {tile[q].x, tile[q].y, tile[q].z, tile[q].w};
+#pragma unroll
+            for (int v = 0; v < 4; ++v)
+                rank += four[v] > own || (four[v] == own && start + 4 * q + v < index);
+        }
     }
+    for (int offset = 1; offset < kRankers; offset *= 2) rank += __shfl_xor_sync(kAllLanes, rank, offset);
     return rank;
 }
+
+// Where the row count of the longest image is gathered: zeroed by the kernel before the decision, raised by each image.
+struct RowCount {
+    int64_t *rows, *plan_rows;
+    int32_t *rows_int32;  // may be null
+
+    __device__ void clear() const {
+        if (rows == nullptr) return;
+        *rows = *plan_rows = 0;
+        if (rows_int32 != nullptr) *rows_int32 = 0;
+    }
+
+    __device__ void raise(int length) const {
+        atomicMax(reinterpret_cast<unsigned long long *>(rows), static_cast<unsigned long long>(length));
+        atomicMax(reinterpret_cast<unsigned long long *>(plan_rows), static_cast<unsigned long long>(length));
+        if (rows_int32 != nullptr) atomicMax(rows_int32, length);
+    }
+
+    int clear_on(cudaStream_t stream) const {
+        cudaError_t error = cudaMemsetAsync(rows, 0, sizeof(int64_t), stream);
+        if (error == cudaSuccess) error = cudaMemsetAsync(plan_rows, 0, sizeof(int64_t), stream);
+        if (error == cudaSuccess && rows_int32 != nullptr)
+            error = cudaMemsetAsync(rows_int32, 0, sizeof(int32_t), stream);
+        return status_of(error);
+    }
+};
 
 inline unsigned block_threads(int64_t items) {
     const int64_t threads = ceil_div(items, kWarp) * kWarp;

@@ -23,7 +23,7 @@ Sets sets_of(const algm_gbm_params &p, const int64_t *length) {
 }
 
 struct Device {
-    int multiprocessors, major, shared_bytes;
+    int multiprocessors, shared_bytes;
 
     static int query(Device *device) {
         int id = 0;
@@ -32,51 +32,63 @@ struct Device {
             if (error == cudaSuccess) error = cudaDeviceGetAttribute(value, attribute, id);
         };
         get(&device->multiprocessors, cudaDevAttrMultiProcessorCount);
-        get(&device->major, cudaDevAttrComputeCapabilityMajor);
         get(&device->shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin);
         return status_of(error);
     }
 };
 
 template <class T, class Tile>
-int launch_tensor(const algm_gbm_params &p, Sets *sets, const void *tokens, Match *partial, void *stream) {
+int launch_tensor(const algm_gbm_params &p, Sets *sets, const void *tokens, Match *partial, const RowCount &count,
+                  void *stream) {
     const cudaError_t error = cudaFuncSetAttribute(tensor_match_kernel<T, Tile>,
                                                    cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::SHARED_BYTES);
     if (error != cudaSuccess) return status_of(error);
     sets->tiles = static_cast<int>(ceil_div(max_b(p), Tile::SIDE));
     const dim3 grid(sets->tiles, static_cast<unsigned>(ceil_div(max_a(p), Tile::SIDE)), static_cast<unsigned>(p.batch));
     tensor_match_kernel<T, Tile><<<grid, Tile::THREADS, Tile::SHARED_BYTES, stream_of(stream)>>>(
-        *sets, static_cast<const T *>(tokens), partial);
+        *sets, static_cast<const T *>(tokens), partial, count);
     return launched();
 }
 
 // Large tiles read every row less often, small ones keep more multiprocessors busy.
 template <class T>
 int launch_tensor(const algm_gbm_params &p, const Device &device, Sets *sets, const void *tokens, Match *partial,
-                  void *stream) {
+                  const RowCount &count, void *stream) {
     const int64_t large_blocks =
         p.batch * ceil_div(max_a(p), LargeTile::SIDE) * ceil_div(max_b(p), LargeTile::SIDE);
     if (device.shared_bytes < LargeTile::SHARED_BYTES || large_blocks < device.multiprocessors)
-        return launch_tensor<T, SmallTile>(p, sets, tokens, partial, stream);
-    return launch_tensor<T, LargeTile>(p, sets, tokens, partial, stream);
+        return launch_tensor<T, SmallTile>(p, sets, tokens, partial, count, stream);
+    return launch_tensor<T, LargeTile>(p, sets, tokens, partial, count, stream);
 }
 
-// Queues the kernel that fills `partial` and sets sets->tiles; nothing where no pair exists.
-int launch_matches(const algm_gbm_params &p, Sets *sets, const void *tokens, Match *partial, void *stream) {
-    if (max_a(p) == 0 || max_b(p) == 0) return ALGM_OK;
+// sm_75 has no bf16 tensor cores. What counts is the architecture the kernel was compiled for: code for sm_75 that the
+// driver translates for a later GPU lacks the instruction too.
+int has_bf16_tensor_cores(bool *has) {
+    cudaFuncAttributes attributes;
+    const cudaError_t error = cudaFuncGetAttributes(&attributes, tensor_match_kernel<__nv_bfloat16, SmallTile>);
+    *has = error == cudaSuccess && attributes.ptxVersion >= 80;
+    return status_of(error);
+}
+
+// Queues the kernel that fills `partial`, clears the row count, and sets sets->tiles; without a pair there is nothing to
+// fill.
+int launch_matches(const algm_gbm_params &p, Sets *sets, const void *tokens, Match *partial, const RowCount &count,
+                   void *stream) {
+    if (max_a(p) == 0 || max_b(p) == 0) return count.rows == nullptr ? ALGM_OK : count.clear_on(stream_of(stream));
     Device device;
     if (const int status = Device::query(&device)) return status;
     const bool packed = is_aligned(tokens) && p.width % 8 == 0;
-    if (packed && p.dtype == ALGM_FLOAT16)
-        return launch_tensor<__half>(p, device, sets, tokens, partial, stream);
-    if (packed && p.dtype == ALGM_BFLOAT16 && device.major >= 8)  // sm_75 has no bf16 tensor cores
-        return launch_tensor<__nv_bfloat16>(p, device, sets, tokens, partial, stream);
+    if (packed && p.dtype == ALGM_FLOAT16) return launch_tensor<__half>(p, device, sets, tokens, partial, count, stream);
+    bool tensor_bf16 = false;
+    if (packed && p.dtype == ALGM_BFLOAT16)
+        if (const int status = has_bf16_tensor_cores(&tensor_bf16)) return status;
+    if (tensor_bf16) return launch_tensor<__nv_bfloat16>(p, device, sets, tokens, partial, count, stream);
     sets->tiles = static_cast<int>(ceil_div(max_b(p), PlainTile::B));
     const dim3 grid(sets->tiles, static_cast<unsigned>(ceil_div(max_a(p), PlainTile::A)), static_cast<unsigned>(p.batch));
     return with_dtype(p.dtype, p.width, is_aligned(tokens), [&](auto type, auto pack) {
         using T = decltype(type);
         plain_match_kernel<T, decltype(pack)::value><<<grid, PlainTile::THREADS, 0, stream_of(stream)>>>(
-            *sets, static_cast<const T *>(tokens), partial);
+            *sets, static_cast<const T *>(tokens), partial, count);
         return launched();
     });
 }
@@ -126,39 +138,36 @@ struct Decision {
     bool strict, batch_min, adaptive;
     const float *threshold;
     const int64_t *map;
-    int64_t *out_map, *out_length, *rows;
-    int32_t *rows_int32;
+    int64_t *out_map, *out_length;
+    RowCount count;
 
     __device__ bool reaches(float value, float limit) const {
         return isfinite(value) && (strict ? value > limit : value >= limit);
     }
-
-    // The row count of an image, protected rows always counted.
-    __device__ int length(int image) const { return max(matches.sets.end(image), prefix); }
 };
 
 struct Statistics {
     double mean, deviation;
 };
 
-// Mean and unbiased deviation of one image's finite similarities, by one warp; NaN where fewer than two exist.
-__device__ Statistics statistics(const Matches &matches, int image) {
-    const int count = matches.sets.a_count(image);
+// Mean and unbiased deviation of the finite values among `count`, by one warp; NaN where fewer than two exist.
+template <class Value>
+__device__ Statistics statistics(int count, Value value_of) {
     double sum = 0, squares = 0;
     int finite = 0;
+#pragma unroll 4
     for (int i = lane_index(); i < count; i += kWarp) {
-        const float value = matches.similarity(image, i);
-        if (isfinite(value)) {
-            sum += value;
-            ++finite;
-        }
+        const float value = value_of(i);
+        sum += isfinite(value) ? value : 0.0f;
+        finite += isfinite(value);
     }
     sum = warp_sum(sum);
     finite = warp_sum(finite);
     if (finite < 2) return {nan(""), nan("")};
     const double mean = sum / finite;
+#pragma unroll 4
     for (int i = lane_index(); i < count; i += kWarp) {
-        const float value = matches.similarity(image, i);
+        const float value = value_of(i);
         const double difference = isfinite(value) ? value - mean : 0;
         squares += difference * difference;
     }
@@ -178,7 +187,8 @@ __device__ float common_limit(const Decision &d) {
         const int image = start + warp_index();
         __syncthreads();
         if (image < d.batch) {
-            const Statistics one = statistics(d.matches, image);
+            const Statistics one = statistics(d.matches.sets.a_count(image),
+                                              [&](int i) { return d.matches.similarity(image, i); });
             if (lane_index() == 0) shared[warp_index()] = one;
         }
         __syncthreads();
@@ -190,78 +200,71 @@ __device__ float common_limit(const Decision &d) {
     return limit_from(d, sum.mean / d.batch, sum.deviation / d.batch);
 }
 
-__device__ float own_limit(const Decision &d, int image) {
-    const Statistics one = statistics(d.matches, image);
-    return limit_from(d, one.mean, one.deviation);
+// The threshold of an image that decides alone; `best` is complete.
+__device__ float own_limit(const Decision &d, const float *best, int count) {
+    __shared__ float limit;
+    if (warp_index() == 0) {
+        const Statistics one = statistics(count, [&](int i) { return best[i]; });
+        if (lane_index() == 0) limit = limit_from(d, one.mean, one.deviation);
+    }
+    __syncthreads();
+    return limit;
 }
 
-// What an image must know of the whole batch: the fewest merges, and the longest result when images decide alone.
-struct Extremes {
-    int fewest, longest;
-};
-
-__device__ Extremes batch_extremes(const Decision &d, float shared_limit) {
-    int fewest = INT32_MAX, longest = 0;
+// The fewest rows that any image would merge: one warp an image.
+__device__ int fewest_merges(const Decision &d, float limit) {
+    int fewest = INT32_MAX;
     for (int image = warp_index(); image < d.batch; image += blockDim.x / kWarp) {
-        const float limit = d.adaptive && !d.batch_min ? own_limit(d, image) : shared_limit;
         int count = 0;
+#pragma unroll 4
         for (int i = lane_index(); i < d.matches.sets.a_count(image); i += kWarp)
             count += d.reaches(d.matches.similarity(image, i), limit);
-        count = warp_sum(count);
-        fewest = min(fewest, count);
-        longest = max(longest, d.length(image) - (d.batch_min ? 0 : count));
+        fewest = min(fewest, warp_sum(count));
     }
-    fewest = block_combine(fewest, [](int a, int b) { return min(a, b); });
-    longest = block_combine(longest, [](int a, int b) { return max(a, b); });
-    return {fewest, d.batch_min ? longest - fewest : longest};
+    return block_min(fewest);
+}
+
+// Sets target[i] for every row of set A: the row it joins, or -1 if it stays or does not exist. Under `batch_min` the
+// best `merges` join.
+__device__ void choose_targets(const Decision &d, const float *best, const int32_t *best_row, int count, float limit,
+                               int merges, int32_t *target) {
+    if (!d.batch_min) {
+        for (int i = threadIdx.x; i < d.matches.sets.a_max; i += blockDim.x)
+            target[i] = i < count && d.reaches(best[i], limit) ? best_row[i] : -1;
+    } else {
+        for (int start = 0; start < d.matches.sets.a_max; start += blockDim.x / kRankers) {
+            const int i = start + threadIdx.x / kRankers;
+            const int rank = block_rank(best, count, i);
+            if (i < d.matches.sets.a_max && threadIdx.x % kRankers == 0)
+                target[i] = i < count && d.reaches(best[i], limit) && rank < merges ? best_row[i] : -1;
+        }
+    }
+    __syncthreads();
 }
 
 // One block an image: threshold, who merges, new row numbers, composed map.
 __global__ void __launch_bounds__(1024) decide_kernel(Decision d) {
-    __shared__ float shared_limit;
     const Sets &sets = d.matches.sets;
     const int image = blockIdx.x, a_count = sets.a_count(image), b_count = sets.b_count(image);
-    float *best = d.plan.best + int64_t{image} * sets.a_max;
-    int32_t *best_row = d.plan.best_row + int64_t{image} * sets.a_max;
-    int32_t *target = d.plan.target + int64_t{image} * sets.a_max;
-    int32_t *row = d.plan.row + int64_t{image} * sets.rows;
-    int32_t *source = d.plan.source + int64_t{image} * sets.rows;
+    const int64_t a_offset = int64_t{image} * sets.a_max, row_offset = int64_t{image} * sets.rows;
+    float *best = d.plan.best + a_offset;
+    int32_t *best_row = d.plan.best_row + a_offset, *target = d.plan.target + a_offset;
+    int32_t *row = d.plan.row + row_offset, *source = d.plan.source + row_offset;
     for (int i = threadIdx.x; i < a_count; i += blockDim.x) {
         const Match match = d.matches.at(image, i);
         best[i] = match.similarity;
         best_row[i] = match.column;
     }
-
-    float limit = *d.threshold;
-    if (d.adaptive && d.batch_min) limit = common_limit(d);
-    Extremes extremes = {0, 0};
-    if (d.batch_min || image == 0) extremes = batch_extremes(d, limit);
-    if (image == 0 && threadIdx.x == 0) {
-        *d.rows = *d.plan.rows = extremes.longest;
-        if (d.rows_int32 != nullptr) *d.rows_int32 = extremes.longest;
-    }
-    if (d.adaptive && !d.batch_min) {
-        if (warp_index() == 0) {
-            const float own = own_limit(d, image);
-            if (lane_index() == 0) shared_limit = own;
-        }
-        __syncthreads();
-        limit = shared_limit;
-    }
     __syncthreads();
+    const float limit = !d.adaptive ? *d.threshold : d.batch_min ? common_limit(d) : own_limit(d, best, a_count);
+    choose_targets(d, best, best_row, a_count, limit, d.batch_min ? fewest_merges(d, limit) : 0, target);
 
     for (int r = threadIdx.x; r < d.prefix; r += blockDim.x) row[r] = source[r] = r;
     int next = d.prefix;
-    for (int start = 0; start < sets.a_max; start += blockDim.x) {
+    for (int start = 0; start < a_count; start += blockDim.x) {
         const int i = start + threadIdx.x;
-        bool joins = i < a_count && d.reaches(best[i], limit);
-        if (d.batch_min) {
-            const int rank = block_rank(best, a_count, i);
-            joins = joins && rank < extremes.fewest;
-        }
-        const bool stays = i < a_count && !joins;
+        const bool stays = i < a_count && target[i] < 0;
         const int new_row = block_flags_before(stays, next);
-        if (i < sets.a_max) target[i] = joins ? best_row[i] : -1;
         if (stays) {
             row[sets.a0 + 2 * i] = new_row;
             source[new_row] = sets.a0 + 2 * i;
@@ -271,16 +274,19 @@ __global__ void __launch_bounds__(1024) decide_kernel(Decision d) {
         row[sets.b0 + 2 * j] = next + j;
         source[next + j] = sets.b0 + 2 * j;
     }
+    if (threadIdx.x == 0) {
+        d.out_length[image] = d.plan.length[image] = next + b_count;
+        d.count.raise(next + b_count);
+    }
     __syncthreads();
     for (int i = threadIdx.x; i < a_count; i += blockDim.x) {
         if (target[i] < 0) continue;
-        const int new_row = row[target[i]];
+        const int new_row = next + (target[i] - sets.b0) / 2;
         row[sets.a0 + 2 * i] = new_row;
         source[new_row] = -1 - target[i];  // several rows may write this, all the same value
     }
-    if (threadIdx.x == 0) d.out_length[image] = d.plan.length[image] = next + b_count;
     __syncthreads();
-    const int length = d.length(image);
+    const int length = max(sets.end(image), d.prefix);
     for (int64_t p = image * d.patches + threadIdx.x; p < (image + 1) * d.patches; p += blockDim.x) {
         const int64_t from = d.map[p];
         d.out_map[p] = from >= 0 && from < length ? row[from] : -1;
@@ -288,7 +294,7 @@ __global__ void __launch_bounds__(1024) decide_kernel(Decision d) {
 }
 
 int launch_decision(const algm_gbm_params &p, const Workspace &workspace, const Matches &matches, const int64_t *map,
-                    const float *threshold, int64_t *out_map, int64_t *out_length, int64_t *rows, int32_t *rows_int32,
+                    const float *threshold, int64_t *out_map, int64_t *out_length, const RowCount &count,
                     void *stream) {
     const Decision decision = {matches,
                                workspace.plan,
@@ -303,27 +309,42 @@ int launch_decision(const algm_gbm_params &p, const Workspace &workspace, const 
                                map,
                                out_map,
                                out_length,
-                               rows,
-                               rows_int32};
+                               count};
     const unsigned threads = block_threads(p.batch * kWarp > p.patches ? p.batch * kWarp : p.patches);
     decide_kernel<<<static_cast<unsigned>(p.batch), threads, 0, stream_of(stream)>>>(decision);
     return launched();
 }
 
-// A row of set B and every row of set A that joins it, in ascending order.
+// A row of set B and every row of set A that joins it, in ascending order. Rows of set B come last in the output and a
+// popular one takes longest, so these start first.
 struct JoinedRows {
+    static constexpr bool kLongRowsLast = true;
+    static constexpr int kTogether = 4;
     const int32_t *target;
     int a0, a_max;
 
     template <class Add>
-    __device__ void visit(int image, int row, Add add) const {
-        add(row);
+    __device__ void visit(int image, int row, int *list, Add add) const {
+        if (lane_index() == 0) list[0] = row;
+        int count = 1;
         const int32_t *targets = target + int64_t{image} * a_max;
+#pragma unroll 4
         for (int start = 0; start < a_max; start += kWarp) {
             const int i = start + lane_index();
-            unsigned joined = __ballot_sync(kAllLanes, i < a_max && targets[i] == row);
-            for (; joined != 0; joined &= joined - 1) add(a0 + 2 * (start + __ffs(joined) - 1));
+            const bool joins = i < a_max && targets[i] == row;
+            const unsigned joined = __ballot_sync(kAllLanes, joins);
+            if (joined == 0) continue;
+            if (count + __popc(joined) > kMemberList) {
+                __syncwarp();
+                add(count);
+                __syncwarp();
+                count = 0;
+            }
+            if (joins) list[count + __popc(joined & lanes_below())] = a0 + 2 * i;
+            count += __popc(joined);
         }
+        __syncwarp();
+        add(count);
     }
 };
 
@@ -343,12 +364,14 @@ int64_t algm_cuda_gbm_candidates(const algm_gbm_params *params) {
 int algm_cuda_gbm_similarity(const algm_gbm_params *params, const void *tokens, const int64_t *length, float *best,
                              int32_t *best_row, void *workspace, void *stream) {
     if (const int status = check_batch(params)) return status;
-    if (any_null(tokens, length, best, best_row, workspace)) return ALGM_INVALID_ARGUMENT;
+    if (any_null(tokens, length, workspace) || is_missing(best, max_a(*params)) ||
+        is_missing(best_row, max_a(*params)))
+        return ALGM_INVALID_ARGUMENT;
     Carver carver(workspace);
     const Workspace parts(*params, carver);
     Sets sets = sets_of(*params, length);
     if (sets.a_max == 0) return ALGM_OK;
-    if (const int status = launch_matches(*params, &sets, tokens, parts.partial, stream)) return status;
+    if (const int status = launch_matches(*params, &sets, tokens, parts.partial, {}, stream)) return status;
     const dim3 grid(static_cast<unsigned>(ceil_div(sets.a_max, 256)), static_cast<unsigned>(params->batch));
     collect_kernel<<<grid, 256, 0, stream_of(stream)>>>({sets, parts.partial, nullptr, nullptr}, best, best_row);
     return launched();
@@ -358,12 +381,15 @@ int algm_cuda_gbm_decide_given(const algm_gbm_params *params, const float *best,
                                const int64_t *map, const int64_t *length, const float *threshold, int64_t *out_map,
                                int64_t *out_length, int64_t *rows, int32_t *rows_int32, void *workspace, void *stream) {
     if (const int status = check_batch(params)) return status;
-    if (any_null(best, best_row, map, length, threshold, out_map, out_length, rows, workspace))
+    if (any_null(map, length, threshold, out_map, out_length, rows, workspace) || is_missing(best, max_a(*params)) ||
+        is_missing(best_row, max_a(*params)))
         return ALGM_INVALID_ARGUMENT;
     Carver carver(workspace);
     const Workspace parts(*params, carver);
+    const RowCount count = {rows, parts.plan.rows, rows_int32};
+    if (const int status = count.clear_on(stream_of(stream))) return status;
     const Matches matches = {sets_of(*params, length), nullptr, best, best_row};
-    return launch_decision(*params, parts, matches, map, threshold, out_map, out_length, rows, rows_int32, stream);
+    return launch_decision(*params, parts, matches, map, threshold, out_map, out_length, count, stream);
 }
 
 int algm_cuda_gbm_decide(const algm_gbm_params *params, const void *tokens, const int64_t *map, const int64_t *length,
@@ -374,9 +400,10 @@ int algm_cuda_gbm_decide(const algm_gbm_params *params, const void *tokens, cons
     Carver carver(workspace);
     const Workspace parts(*params, carver);
     Sets sets = sets_of(*params, length);
-    if (const int status = launch_matches(*params, &sets, tokens, parts.partial, stream)) return status;
+    const RowCount count = {rows, parts.plan.rows, rows_int32};
+    if (const int status = launch_matches(*params, &sets, tokens, parts.partial, count, stream)) return status;
     const Matches matches = {sets, parts.partial, nullptr, nullptr};
-    return launch_decision(*params, parts, matches, map, threshold, out_map, out_length, rows, rows_int32, stream);
+    return launch_decision(*params, parts, matches, map, threshold, out_map, out_length, count, stream);
 }
 
 int algm_cuda_gbm_apply(const algm_gbm_params *params, const void *tokens, const float *size, const void *workspace,

@@ -109,18 +109,19 @@ struct TensorTile {
     static constexpr int DEPTH = 64, CHUNKS = DEPTH / 8, STAGES = 3;                    // 16-bit values, 16-byte chunks
     static constexpr int STAGE_BYTES = 2 * SIDE * DEPTH * 2;
     static constexpr int SHARED_BYTES = STAGES * STAGE_BYTES + 2 * SIDE * static_cast<int>(sizeof(float));
-    static_assert(THREADS == 2 * SIDE, "one thread sums the squares of one row");
+    static_assert(THREADS == 2 * SIDE && CHUNKS == 8, "a thread sums the squares of one row and copies SIDE / 4 apart");
     static_assert(SIDE * WARPS_N * sizeof(Match) <= STAGE_BYTES, "the stages are reused for the last reduction");
 };
 using LargeTile = TensorTile<128, 2, 4>;
 using SmallTile = TensorTile<64, 2, 2>;
 
 template <class T, class Tile>
-__global__ void __launch_bounds__(Tile::THREADS, 2) tensor_match_kernel(Sets sets, const T *tokens, Match *partial) {
+__global__ void __launch_bounds__(Tile::THREADS, 2) tensor_match_kernel(Sets sets, const T *tokens, Match *partial, RowCount count) {
     extern __shared__ __align__(128) unsigned char shared[];
     float *scales = reinterpret_cast<float *>(shared + Tile::STAGES * Tile::STAGE_BYTES);
     const int image = blockIdx.z, first_a = blockIdx.y * Tile::SIDE, first_b = blockIdx.x * Tile::SIDE;
     const int a_count = sets.a_count(image), b_count = sets.b_count(image);
+    if (threadIdx.x + blockIdx.x + blockIdx.y + blockIdx.z == 0) count.clear();
     if (first_a >= a_count) return;
     tokens += int64_t{image} * sets.rows * sets.width;
 
@@ -129,18 +130,21 @@ __global__ void __launch_bounds__(Tile::THREADS, 2) tensor_match_kernel(Sets set
         return shared + stage * Tile::STAGE_BYTES + (row * Tile::CHUNKS + (chunk ^ (row & 7))) * 16;
     };
     const int steps = (sets.width + Tile::DEPTH - 1) / Tile::DEPTH;
+    // A thread always copies the same chunk of the same rows: SIDE / 4 apart, first those of A, then those of B.
+    const int my_row = threadIdx.x / Tile::CHUNKS, my_chunk = threadIdx.x % Tile::CHUNKS;
+    const T *from_a = tokens + int64_t{sets.a0 + 2 * (first_a + my_row)} * sets.width + my_chunk * 8;
+    const T *from_b = tokens + int64_t{sets.b0 + 2 * (first_b + my_row)} * sets.width + my_chunk * 8;
+    const int64_t row_step = int64_t{Tile::SIDE / 2} * sets.width;
     const auto fetch = [&](int step) {
         if (step < steps) {
+            const bool inside = step * Tile::DEPTH + my_chunk * 8 < sets.width;
 #pragma unroll
             for (int i = 0; i < Tile::CHUNKS; ++i) {
-                const int item = i * Tile::THREADS + threadIdx.x;
-                const int row = item / Tile::CHUNKS, chunk = item % Tile::CHUNKS;
-                const bool is_a = row < Tile::SIDE;
-                const int in_set = is_a ? first_a + row : first_b + row - Tile::SIDE;
-                const int column = step * Tile::DEPTH + chunk * 8;
-                const bool valid = in_set < (is_a ? a_count : b_count) && column < sets.width;
-                const int64_t from = int64_t{(is_a ? sets.a0 : sets.b0) + 2 * in_set} * sets.width + column;
-                copy_16(chunk_of(step % Tile::STAGES, row, chunk), tokens + (valid ? from : 0), valid);
+                const bool is_a = i < Tile::CHUNKS / 2;
+                const int nth = i % (Tile::CHUNKS / 2), row = my_row + nth * (Tile::SIDE / 4);
+                const bool valid = inside && (is_a ? first_a + row < a_count : first_b + row < b_count);
+                const T *from = (is_a ? from_a : from_b) + nth * row_step + step * Tile::DEPTH;
+                copy_16(chunk_of(step % Tile::STAGES, is_a ? row : Tile::SIDE + row, my_chunk), valid ? from : tokens, valid);
             }
         }
         end_copy_group();
@@ -235,12 +239,13 @@ __device__ void load_four(const T *row, int column, int width, bool valid, float
 }
 
 template <class T, int V>
-__global__ void __launch_bounds__(PlainTile::THREADS) plain_match_kernel(Sets sets, const T *tokens, Match *partial) {
+__global__ void __launch_bounds__(PlainTile::THREADS) plain_match_kernel(Sets sets, const T *tokens, Match *partial, RowCount count) {
     using Tile = PlainTile;
     __shared__ __align__(16) float left[2][Tile::DEPTH][Tile::A + Tile::PAD], right[2][Tile::DEPTH][Tile::B + Tile::PAD];
     __shared__ float scales[Tile::A + Tile::B];
     const int image = blockIdx.z, first_a = blockIdx.y * Tile::A, first_b = blockIdx.x * Tile::B;
     const int a_count = sets.a_count(image), b_count = sets.b_count(image);
+    if (threadIdx.x + blockIdx.x + blockIdx.y + blockIdx.z == 0) count.clear();
     if (first_a >= a_count) return;
     tokens += int64_t{image} * sets.rows * sets.width;
 

@@ -9,15 +9,29 @@ using namespace algm::cuda;
 
 namespace {
 
-template <class T, int V>
-__global__ void unmerge_kernel(int64_t total, int64_t patches, int64_t rows, int packs, int64_t prefix, const T *values,
-                               const int64_t *map, T *out) {
-    const int64_t index = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-    if (index >= total) return;
-    const int64_t patch = index / packs, row = map[patch] - prefix;
-    Pack<T, V> copied = {};
-    if (row >= 0 && row < rows) copied = load_pack<T, V>(values + (patch / patches * rows + row) * packs * V, index % packs);
-    reinterpret_cast<Pack<T, V> *>(out)[index] = copied;
+constexpr int kCopyWarps = 8;
+
+// One warp a patch copies its row, whose bytes are a whole number of words; a row that does not exist is zeros.
+template <class Word>
+__global__ void unmerge_kernel(int64_t total, int64_t patches, int64_t rows, int words, int64_t prefix,
+                               const Word *values, const int64_t *map, Word *out) {
+    const int64_t patch = int64_t{blockIdx.x} * kCopyWarps + warp_index();
+    if (patch >= total) return;
+    const int64_t row = map[patch] - prefix;
+    const bool exists = row >= 0 && row < rows;
+    const Word *from = values + (patch / patches * rows + (exists ? row : 0)) * words;
+    out += patch * words;
+#pragma unroll 4
+    for (int w = lane_index(); w < words; w += kWarp) out[w] = exists ? from[w] : Word{};
+}
+
+template <class Word>
+int launch_unmerge(const algm_unmerge_params &p, const void *values, const int64_t *map, void *out, void *stream) {
+    const int64_t total = p.batch * p.patches, words = p.width * dtype_bytes(p.dtype) / static_cast<int64_t>(sizeof(Word));
+    unmerge_kernel<<<static_cast<unsigned>(ceil_div(total, kCopyWarps)), kCopyWarps * kWarp, 0, stream_of(stream)>>>(
+        total, p.patches, p.rows, static_cast<int>(words), p.prefix, static_cast<const Word *>(values), map,
+        static_cast<Word *>(out));
+    return launched();
 }
 
 constexpr int kSide = 16;      // a warp labels a square of 16 x 16 pixels: two lanes a column,
@@ -169,7 +183,7 @@ __global__ void __launch_bounds__(kCellWarps *kWarp) label_kernel(Shape shape, c
         const bool keep = k < shape.classes && !has_nan(c) && highest(c) >= bound;
         const unsigned kept = __ballot_sync(kAllLanes, keep);
         if (keep) {
-            const int at = count + __popc(kept & ((1u << lane) - 1));
+            const int at = count + __popc(kept & lanes_below());
             planes[at] = make_float4(c.x, c.y - c.x, c.z, c.w - c.z);
             classes[at] = k;
         }
@@ -221,16 +235,13 @@ int algm_cuda_unmerge(const algm_unmerge_params *params, const void *values, con
     if (const int status = check_batch(params)) return status;
     if (any_null(values, map, out)) return ALGM_INVALID_ARGUMENT;
     const algm_unmerge_params &p = *params;
-    return with_dtype(p.dtype, p.width, is_aligned(values) && is_aligned(out), [&](auto type, auto pack) {
-        using T = decltype(type);
-        constexpr int V = decltype(pack)::value;
-        const int64_t total = p.batch * p.patches * (p.width / V), blocks = ceil_div(total, 256);
-        if (blocks > INT32_MAX) return static_cast<int>(ALGM_UNSUPPORTED);
-        unmerge_kernel<T, V><<<static_cast<unsigned>(blocks), 256, 0, stream_of(stream)>>>(
-            total, p.patches, p.rows, static_cast<int>(p.width / V), p.prefix, static_cast<const T *>(values), map,
-            static_cast<T *>(out));
-        return launched();
-    });
+    // The largest word that divides a row and both addresses.
+    const uint64_t odd = reinterpret_cast<uintptr_t>(values) | reinterpret_cast<uintptr_t>(out) |
+                         static_cast<uint64_t>(p.width * dtype_bytes(p.dtype));
+    if (odd % 16 == 0) return launch_unmerge<uint4>(p, values, map, out, stream);
+    if (odd % 8 == 0) return launch_unmerge<uint2>(p, values, map, out, stream);
+    if (odd % 4 == 0) return launch_unmerge<uint32_t>(p, values, map, out, stream);
+    return launch_unmerge<uint16_t>(p, values, map, out, stream);
 }
 
 int algm_cuda_label_map(const algm_label_map_params *params, const void *scores, const int64_t *map, void *labels,
