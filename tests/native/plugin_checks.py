@@ -1,0 +1,191 @@
+"""Checks of the plugin library inside one runtime library: `python plugin_checks.py CHECK HARNESS RUNTIME PLUGINS`.
+
+A program of its own, because one process holds one TensorRT. A failed check is an AssertionError.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from plugin_harness import BUILD, PLUGINS, RUNTIME, SHAPES, Harness, PluginKernels, tensor
+
+DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
+CASES = int(os.environ.get("ALGM_GPU_CASES", "500"))  # for each check and token type
+
+
+def created(harness: Harness) -> None:
+    for name, (attributes, _, _) in PLUGINS.items():
+        for phase in (BUILD, RUNTIME):
+            assert harness.create(name, attributes, phase), name
+
+
+def wrong_namespace(harness: Harness) -> None:
+    assert harness.create("clap", PLUGINS["clap"][0], namespace="algm") is None
+
+
+def serialized(harness: Harness) -> None:
+    """Fields hold the attributes, and a plugin made from them at run time holds the same."""
+    for name, (attributes, _, _) in PLUGINS.items():
+        expected = {key: value if isinstance(value, tuple) else (value,) for key, value in attributes.items()}
+        plugin = harness.create(name, attributes)
+        assert plugin
+        assert plugin.fields() == expected
+        again = harness.create(name, {k: v[0] if len(v) == 1 else v for k, v in plugin.fields().items()}, RUNTIME)
+        assert again
+        assert again.fields() == expected
+
+
+def cloned(harness: Harness) -> None:
+    """A clone owns its fields: they survive the object it was cloned from."""
+    for name, (attributes, _, _) in PLUGINS.items():
+        plugin = harness.create(name, attributes)
+        assert plugin
+        before = plugin.fields()
+        for copy in (plugin.clone(), plugin.attach()):
+            assert not set(copy.field_addresses()) & set(plugin.field_addresses())
+            assert copy.fields() == before
+        copy = plugin.clone()
+        plugin.destroy()
+        assert copy.fields() == before
+
+
+def types(harness: Harness) -> None:
+    for name, (attributes, inputs, outputs) in PLUGINS.items():
+        plugin = harness.create(name, attributes)
+        assert plugin
+        for kind in ("float32", "float16", "bfloat16"):
+            given, expected = ([kind if t == "T" else t for t in ports] for ports in (inputs, outputs))
+            assert plugin.output_types(given) == expected, (name, kind)
+            assert all(plugin.accepts([*given, *expected])), (name, kind)
+            assert not any(plugin.accepts([*given, *expected], layout=3)), name
+
+
+def wrong_types(harness: Harness) -> None:
+    for name, (attributes, inputs, outputs) in PLUGINS.items():
+        plugin = harness.create(name, attributes)
+        assert plugin
+        assert plugin.output_types(["int8" if t == "T" else t for t in inputs]) is None
+        for position in range(1, len(inputs)):
+            wrong = ["float16" if t == "T" else t for t in inputs]
+            wrong[position] = "float16"
+            assert plugin.output_types(wrong) is None, (name, position)
+            expected = ["float16" if t == "T" else t for t in outputs]
+            assert not plugin.accepts([*wrong, *expected])[position], (name, position)
+
+
+def shapes(harness: Harness) -> None:
+    for name, (inputs, outputs) in SHAPES.items():
+        plugin = harness.create(name, PLUGINS[name][0])
+        assert plugin
+        found = plugin.output_shapes(inputs)
+        assert found
+        assert found[0] == outputs, name
+        if name in ("clap", "gbm"):
+            rows = inputs[0][1]
+            assert found[1] == ((rows + 1) // 2, rows), name
+
+
+def wrong_shapes(harness: Harness) -> None:
+    """A wrong rank is refused while parsing, sizes that contradict each other when the shapes are known."""
+    plugin = harness.create("clap", PLUGINS["clap"][0])
+    assert plugin
+    assert plugin.output_shapes([(2, 25), (2, 25), ()]) is None
+    tokens, size, threshold = ((2, 30, 8), (2, 30), ())
+    assert plugin.workspace([tensor(shape, "float32") for shape in (tokens, size, threshold)]) == -1
+
+
+def workspace(harness: Harness) -> None:
+    for name in ("clap", "gbm"):
+        plugin = harness.create(name, PLUGINS[name][0])
+        assert plugin
+        sizes = []
+        for batch in (1, 4):
+            given = [
+                tensor((batch, *shape[1:]) if shape else shape, "float32" if kind == "T" else kind)
+                for shape, kind in zip(SHAPES[name][0], PLUGINS[name][1], strict=True)
+            ]
+            sizes.append(plugin.workspace(given))
+        assert 0 < sizes[0] < sizes[1], (name, sizes)
+
+
+def wrong_attributes(harness: Harness) -> None:
+    clap, gbm = PLUGINS["clap"][0], PLUGINS["gbm"][0]
+    assert harness.create("clap", {k: v for k, v in clap.items() if k != "grid"}) is None
+    assert harness.create("clap", clap | {"window": (5, 2)}) is None
+    assert harness.create("clap", clap | {"grid": (4, 6, 1)}) is None
+    assert harness.create("clap", clap | {"semantics": 2}) is None
+    assert harness.create("gbm", gbm | {"divisor": 0.0}) is None
+    assert harness.create("gbm", gbm | {"divisor": 2}) is None  # an integer where a float belongs
+
+
+# --- on a GPU --------------------------------------------------------------------------------------------------------
+
+
+def each_case(check: Callable[[Any, Any, np.random.Generator, Any], None], harness: Harness) -> None:
+    import kernel_cases as cases
+
+    for seed, dtype in itertools.product(range(CASES), DTYPES):
+        rng = np.random.default_rng([seed, DTYPES.index(dtype)])
+        try:
+            check(PluginKernels(harness), cases.pick_from(rng), rng, dtype)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}, {np.dtype(dtype).name}: {error}") from error
+
+
+def enqueued_clap(harness: Harness) -> None:
+    import kernel_cases as cases  # loads torch, which the checks without a GPU do not need
+
+    each_case(lambda k, pick, rng, dtype: cases.check_clap_exact(k, cases.clap_case(pick, rng, dtype, True)), harness)
+
+
+def enqueued_gbm(harness: Harness) -> None:
+    import kernel_cases as cases
+
+    each_case(lambda k, pick, rng, dtype: cases.check_gbm_exact(k, cases.gbm_case(pick, rng, dtype, True)), harness)
+
+
+def enqueued_tail(harness: Harness) -> None:
+    """Unmerge is a gather; labels of whole-number scores at power-of-two ratios are exact."""
+
+    import kernel_cases as cases
+
+    def check(kernels: Any, pick: cases.Pick, rng: np.random.Generator, dtype: Any) -> None:
+        prefix, grid = pick((0, 1)), (pick((2, 3)), pick((2, 5)))
+        scores, patch_map = cases.label_inputs(rng, grid, pick((1, 7, 150, 300)), prefix, dtype, True)
+        values = kernels.unmerge(scores, patch_map, prefix=prefix)
+        np.testing.assert_array_equal(values, np.take_along_axis(scores, patch_map[:, :, None] - prefix, 1))
+        size = (grid[0] * 16, grid[1] * 8)
+        assert cases.check_label_map(kernels, scores, patch_map, prefix=prefix, grid=grid, size=size) == 0
+
+    each_case(check, harness)
+
+
+CHECKS = {
+    check.__name__: check
+    for check in (
+        created,
+        wrong_namespace,
+        serialized,
+        cloned,
+        types,
+        wrong_types,
+        shapes,
+        wrong_shapes,
+        workspace,
+        wrong_attributes,
+        enqueued_clap,
+        enqueued_gbm,
+        enqueued_tail,
+    )
+}
+
+if __name__ == "__main__":
+    name, *paths = sys.argv[1:]
+    CHECKS[name](Harness(*map(Path, paths)))

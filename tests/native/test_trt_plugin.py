@@ -1,0 +1,107 @@
+"""The plugin library in the real plugin registries of TensorRT 10.16, TensorRT 11.4 and TensorRT-RTX.
+
+Plugins are created, serialised, cloned and asked as a builder would, without one. With the mark `gpu` a harness hands
+each plugin the descriptors that TensorRT would and enqueues it: that is no TensorRT execution either.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from algm_deploy import native
+
+# What holds the registry: package, file.
+RUNTIMES = {
+    "10.16": ("tensorrt_lean_libs", "libnvinfer_lean.so.10"),
+    "11.4": ("tensorrt_lean_libs", "libnvinfer_lean.so.11"),
+    "rtx": ("tensorrt_rtx_libs", "libtensorrt_rtx.so.1"),
+}
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def plugins() -> Path:
+    path = native.find_library("trt_plugin")
+    if path is None:
+        pytest.skip(f"needs the plugin library: {native.REBUILD} trt_plugin")
+    return path
+
+
+@pytest.fixture(scope="module")
+def harness(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    headers, nvcc = native.find_header(native.TENSORRT_HEADER), native.find_nvcc()
+    if headers is None or nvcc is None:
+        pytest.skip("needs nvcc and TensorRT's headers (TENSORRT_ROOT)")
+    target = tmp_path_factory.mktemp("harness") / "harness.so"
+    command = [nvcc, "-std=c++17", "-shared", "-Xcompiler=-fPIC", "-isystem", headers, HERE / "trt_harness.cpp"]
+    command += ["-o", target, "-ldl"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return target
+
+
+@pytest.fixture(params=RUNTIMES)
+def runtime(request: pytest.FixtureRequest) -> Path:
+    package, file = RUNTIMES[request.param]
+    spec = find_spec(package)
+    places = [Path(place) / file for place in (spec.submodule_search_locations or [] if spec else [])]
+    for place in places:
+        if place.is_file():
+            return place
+    pytest.skip(f"needs {file}: pip install -r requirements-tensorrt-ci.txt")
+
+
+def run(check: str, *paths: Path) -> str:
+    """Runs one check in a process of its own; returns what the plugins said."""
+    command = [sys.executable, HERE / "plugin_checks.py", check, *paths]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=HERE)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    "check", ["created", "wrong_namespace", "serialized", "cloned", "types", "shapes", "workspace"]
+)
+def test_plugins(check: str, harness: Path, runtime: Path, plugins: Path) -> None:
+    run(check, harness, runtime, plugins)
+
+
+@pytest.mark.parametrize(
+    ("check", "reasons"),
+    [
+        (
+            "wrong_types",
+            ["clap: input tokens has unsupported type int8", "gbm: input map has unsupported type float16"],
+        ),
+        ("wrong_shapes", ["input tokens should have rank 3, got 2", "(prefix + grid) should be 25, got 30"]),
+        (
+            "wrong_attributes",
+            ["attribute grid is missing", "divisor should be positive", "window should lie in 1 to 4"],
+        ),
+    ],
+)
+def test_refusals_have_a_reason(check: str, reasons: list[str], harness: Path, runtime: Path, plugins: Path) -> None:
+    said = run(check, harness, runtime, plugins)
+    for reason in reasons:
+        assert reason in said
+
+
+def test_the_library_exports_what_tensorrt_looks_up_and_needs_no_cuda(plugins: Path) -> None:
+    exported = subprocess.run(
+        ["nm", "-D", "--defined-only", plugins], capture_output=True, text=True, check=True
+    ).stdout
+    assert {line.split()[-1] for line in exported.splitlines()} == {"getCreators", "setLoggerFinder"}
+    needed = subprocess.run(["readelf", "-d", plugins], capture_output=True, text=True, check=True).stdout
+    assert "libcuda" not in needed
+    assert "nvinfer" not in needed
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("check", ["enqueued_clap", "enqueued_gbm", "enqueued_tail"])
+def test_enqueue_equals_the_definition(check: str, harness: Path, runtime: Path, plugins: Path) -> None:
+    run(check, harness, runtime, plugins)
