@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
+
     from algm_deploy.bundle import Bundle
+    from algm_deploy.models.segmenter import Segmenter
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -96,3 +101,35 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, torch sees none"))
+
+
+@pytest.fixture(scope="session")
+def golden_segmenter(vectors_dir: Path) -> Callable[[str], Segmenter]:
+    """The golden networks (4 blocks, 64 wide, 128x128 pixels, 11 classes) by decoder, merge slots empty."""
+    import torch
+
+    from algm_deploy.models.families import network_module
+    from algm_deploy.recipes import Network
+
+    def load(decoder: str) -> Segmenter:
+        weights = torch.load(vectors_dir / f"{decoder}_4x64.pth", weights_only=True)
+        network = Network("segmenter", 64, 4, 2, 11, (128, 128), decoder=decoder)
+        return network_module(network, weights.get("model", weights), torch.float32)
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def blob_images() -> Callable[[int], np.ndarray]:
+    """Images (B, 3, 128, 128) uint8 of flat and of busy regions, more of them busy from image to image."""
+    import numpy as np
+
+    def draw(images: int) -> np.ndarray:
+        rng = np.random.default_rng(7)
+        blocks = rng.integers(0, 256, (images, 3, 4, 4)).repeat(32, 2).repeat(32, 3).astype(np.float64)
+        noise = rng.normal(0, 60, (images, 3, 128, 128))
+        for image in range(images):
+            noise[image, :, :, : 96 - 128 * image // (images + 1)] *= 0.02
+        return (blocks + noise).clip(0, 255).astype(np.uint8)
+
+    return draw
