@@ -20,8 +20,8 @@ SCHEMA = 1
 
 Size = tuple[int, int]
 Color = tuple[int, int, int]
-Family = Literal["segmenter"]
-Decoder = Literal["mask_transformer", "linear"]
+Family = Literal["segmenter", "setr", "segvit"]
+Decoder = Literal["mask_transformer", "linear", "naive", "naive_4x4", "pup", "mla", "atm"]
 Normalization = Literal["vit", "deit"]
 Semantics = Literal["code", "paper"]
 Batching = Literal["per_image", "batch_min"]
@@ -32,9 +32,22 @@ Precision = Literal["fp32", "fp16", "bf16"]
 Settings = Mapping[str, Any]
 
 
+# Decoders of each family, and encoder blocks a decoder reads (where not the last alone).
+_DECODERS = {
+    "segmenter": ("mask_transformer", "linear"),
+    "setr": ("naive", "naive_4x4", "pup", "mla"),
+    "segvit": ("atm",),
+}
+_STAGES = {"mla": 4, "atm": 3}
+
+
 @dataclass(frozen=True)
 class Network:
-    """Shape of a plain-ViT segmenter. Sizes are (height, width) in pixels; `embed_dim` is the width of a token."""
+    """Shape of a plain-ViT segmenter. Sizes are (height, width) in pixels; `embed_dim` is the width of a token.
+
+    `stages` are the 1-based encoder blocks whose tokens the decoder reads, where it reads several. `decoder_dim` is the
+    width of a SETR or SegViT decoder. `naive_4x4` is mmsegmentation's naive SETR, which interpolates by 4 twice.
+    """
 
     family: Family
     embed_dim: int
@@ -46,8 +59,11 @@ class Network:
     decoder: Decoder = "mask_transformer"
     decoder_depth: int = 2
     normalization: Normalization = "vit"
+    stages: tuple[int, ...] = ()
+    decoder_dim: int = 256
 
     def __post_init__(self) -> None:
+        _check_ranges("network", self, decoder_dim=(1, 8192), stages=(1, self.depth))
         _check_ranges("network", self, embed_dim=(1, 8192), depth=(1, 256), heads=(1, 256), classes=(1, 65535))
         _check_ranges("network", self, patch_size=(1, 256), decoder_depth=(0, 256), image_size=(self.patch_size, 16384))
         if self.embed_dim % self.heads:
@@ -56,6 +72,24 @@ class Network:
             raise RecipeError(
                 f"expected network.image_size in multiples of the patch size {self.patch_size}, got {self.image_size}"
             )
+        self._check_decoder()
+
+    def _check_decoder(self) -> None:
+        known = _DECODERS[self.family]
+        if self.decoder not in known:
+            raise RecipeError(f"expected {' or '.join(known)} as network.decoder of {self.family}, got {self.decoder}")
+        count = _STAGES.get(self.decoder, 0)
+        if len(self.stages) != count or sorted(set(self.stages)) != list(self.stages):
+            raise RecipeError(
+                f"expected {count} ascending blocks as network.stages for decoder {self.decoder}, got {self.stages}"
+            )
+        if self.decoder == "atm" and self.decoder_dim % self.heads:
+            raise RecipeError(f"expected network.heads to divide network.decoder_dim, got {self.decoder_dim}")
+
+    @property
+    def prefix(self) -> int:
+        """Leading rows of the sequence that are no patches: the cls token, which some networks drop before block 1."""
+        return 0 if self.decoder in ("mla", "atm") else 1
 
     @property
     def grid(self) -> Size:

@@ -127,6 +127,8 @@ WRONG = {
     "network.decoder": ('"deeplab_dec"', "mask_transformer or linear"),
     "network.decoder_depth": ("true", "a whole number"),
     "network.normalization": ('"imagenet"', "vit or deit"),
+    "network.stages": ("[2, 7]", "network.stages between 1 and 6"),
+    "network.decoder_dim": ("0", "network.decoder_dim between 1 and 8192"),
     "merging.clap_layers": ("[1, 2]", "CLAP works on the full patch grid and fits one layer only"),
     "merging.gbm_layers": ("[3, 7]", "merging layers up to 6"),
     "merging.window": ("[8, 8]", "a merging.window within the grid (4, 6)"),

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from algm_deploy.models.segmenter import upsample_scores
+from algm_deploy.models.scores import labels_of, upsample_scores
 from algm_deploy.models.vit import MergeInputs, PatchEmbedding, VitNetwork, share_parameters
 from algm_deploy.ops._rows import wide
 from algm_deploy.recipes import Network, Output
@@ -63,12 +63,8 @@ class Deployed(nn.Module):
     def forward(self, image: Tensor, inputs: MergeInputs) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """Labels or scores, token counts, token maps. `inputs.maps` are used by replaying slots only."""
         result = self.model(image, inputs)
-        if self.output == "labels":
-            tail = torch.ops.algm.label_map(
-                result.scores, result.map, result.prefix, self.network.grid, self.network.image_size
-            )
-        else:
-            tail = wide(upsample_scores(result, self.network.grid, self.network.image_size))
+        grid, size = self.network.grid, self.network.image_size
+        tail = labels_of(result, grid, size) if self.output == "labels" else wide(upsample_scores(result, grid, size))
         lengths = [stage.length - result.prefix for stage in result.stages]
         counts = torch.stack(lengths, 1) if lengths else image.new_zeros(image.shape[0], 0, dtype=torch.int64)
         return tail, counts, tuple(stage.map for stage in result.stages)

@@ -6,29 +6,14 @@ on merged tokens; class scores are unmerged at the very end.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import algm_deploy.ops  # noqa: F401  registers torch.ops.algm
+from algm_deploy.models.scores import TokenScores
 from algm_deploy.models.vit import Block, MergeInputs, Tokens, VisionTransformer, VitNetwork
 from algm_deploy.ops._rows import wide
-from algm_deploy.recipes import Network, Size
-
-
-class TokenScores(NamedTuple):
-    """Class scores of merged tokens.
-
-    scores (B, S', K), rows of padding unspecified; map (B, N) with `prefix` leading rows that `scores` no longer has;
-    stages: the tokens behind each merging block.
-    """
-
-    scores: Tensor
-    map: Tensor
-    prefix: int
-    stages: list[Tokens]
+from algm_deploy.recipes import Network
 
 
 def _unit(x: Tensor) -> Tensor:
@@ -93,13 +78,6 @@ class Segmenter(VitNetwork):
 
     def forward(self, image: Tensor, inputs: MergeInputs | None = None) -> TokenScores:
         prefix = self.encoder.prefix
-        tokens, stages = self.encoder(image, inputs)
+        (tokens,), stages = self.encoder(image, inputs)
         patches = tokens._replace(values=tokens.values[:, prefix:], length=tokens.length - prefix)
         return TokenScores(self.decoder(patches), tokens.map, prefix, stages)
-
-
-def upsample_scores(output: TokenScores, grid: Size, size: Size) -> Tensor:
-    """Unmerged scores on the patch grid, bilinear to `size`: (B, K, H, W)."""
-    patches = torch.ops.algm.unmerge(output.scores, output.map, output.prefix)
-    maps = patches.mT.unflatten(2, grid)
-    return F.interpolate(maps, size=size, mode="bilinear", align_corners=False)

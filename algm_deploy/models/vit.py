@@ -109,24 +109,44 @@ class Block(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """Encoder with one cls token. `stages` of the result are the tokens behind each merging block, in order."""
+    """Encoder of patches behind `prefix` cls tokens (0 or 1).
 
-    prefix = 1
+    Args:
+        grid, patch_size, dim, depth, heads: its shape.
+        prefix: 0 for networks that drop the cls token before the first block.
+        eps: of every LayerNorm.
+        norm: normalise the outputs; networks whose decoder does so have no such LayerNorm.
+        outputs: 1-based blocks whose tokens `forward` returns; the last one where empty.
+    """
 
-    def __init__(self, grid: Size, patch_size: int, dim: int, depth: int, heads: int) -> None:
+    def __init__(
+        self,
+        grid: Size,
+        patch_size: int,
+        dim: int,
+        depth: int,
+        heads: int,
+        *,
+        prefix: int = 1,
+        eps: float = 1e-5,
+        norm: bool = True,
+        outputs: tuple[int, ...] = (),
+    ) -> None:
         super().__init__()
-        self.grid = grid
-        self.cls_token = nn.Parameter(torch.zeros(1, 1, dim))
-        self.pos_embed = nn.Parameter(torch.zeros(1, self.prefix + grid[0] * grid[1], dim))
+        self.grid, self.prefix, self.outputs = grid, prefix, outputs or (depth,)
+        if prefix:
+            self.cls_token = nn.Parameter(torch.zeros(1, prefix, dim))
+        self.pos_embed = nn.Parameter(torch.zeros(1, prefix + grid[0] * grid[1], dim))
         self.patch_embed: nn.Module = PatchEmbedding(patch_size, dim)
-        self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(depth))
-        self.norm = nn.LayerNorm(dim)
+        self.blocks = nn.ModuleList(Block(dim, heads, eps) for _ in range(depth))
+        self.norm: nn.Module = nn.LayerNorm(dim, eps) if norm else nn.Identity()
 
     def embed(self, image: Tensor) -> Tokens:
         """Image (B, 3, H, W) to the sequence [cls | patches] that enters the first block."""
         patches = self.patch_embed(image)
         images, count, _ = patches.shape
-        values = torch.cat([self.cls_token.expand(images, -1, -1), patches], 1) + self.pos_embed
+        values = torch.cat([self.cls_token.expand(images, -1, -1), patches], 1) if self.prefix else patches
+        values = values + self.pos_embed
         rows = torch.arange(self.prefix, self.prefix + count, device=values.device)
         return Tokens(
             values,
@@ -136,14 +156,20 @@ class VisionTransformer(nn.Module):
             padded=False,
         )
 
-    def forward(self, image: Tensor, inputs: MergeInputs | None = None) -> tuple[Tokens, list[Tokens]]:
+    def forward(self, image: Tensor, inputs: MergeInputs | None = None) -> tuple[list[Tokens], list[Tokens]]:
+        """The tokens behind each block of `outputs`, and those behind each merging block, in order.
+
+        Blocks merge, so outputs differ in length: each has the map of its own depth.
+        """
         tokens = self.embed(image)
-        stages = []
-        for block in self.blocks:
+        outputs, stages = [], []
+        for layer, block in enumerate(self.blocks, 1):
             tokens = block(tokens, inputs)
             if not isinstance(block.merge, KeepTokens):
                 stages.append(tokens)
-        return tokens._replace(values=self.norm(tokens.values)), stages
+            if layer in self.outputs:
+                outputs.append(tokens._replace(values=self.norm(tokens.values)))
+        return outputs, stages
 
 
 class VitNetwork(nn.Module):

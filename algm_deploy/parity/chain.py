@@ -25,7 +25,7 @@ from algm_deploy.lowering.bundling import load_network
 from algm_deploy.merging import insert_merging, merge_inputs
 from algm_deploy.models.deployed import NORMALIZATIONS, Deployed
 from algm_deploy.models.families import DTYPES
-from algm_deploy.models.segmenter import upsample_scores
+from algm_deploy.models.scores import upsample_scores
 from algm_deploy.ops import reference
 from algm_deploy.ops.clap import clap_decisions, clap_rows, window_similarity
 from algm_deploy.ops.gbm import gbm_decisions, gbm_rows, gbm_similarity, gbm_threshold

@@ -61,8 +61,8 @@ def _expected(tensor: Tensor) -> dict[str, Any]:
 
 
 def _expected_merges(recipe: Recipe) -> list[dict[str, Any]]:
-    plan, prefix = recipe.merging, 1
-    common = {"prefix": prefix, "semantics": plan.semantics, "batch": plan.batch}
+    plan = recipe.merging
+    common = {"prefix": recipe.network.prefix, "semantics": plan.semantics, "batch": plan.batch}
     clap = {"operator": "clap", "grid": list(recipe.network.grid), "window": list(plan.window), "order": plan.order}
     return [
         clap | common

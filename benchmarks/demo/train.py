@@ -37,7 +37,8 @@ from torch import Tensor, nn
 from algm_deploy.demo.canvas import SIZE
 from algm_deploy.demo.scenes import CLASSES, SLICES, scene, slice_name
 from algm_deploy.merging import insert_merging, merge_inputs
-from algm_deploy.models.segmenter import Segmenter, upsample_scores
+from algm_deploy.models.scores import upsample_scores
+from algm_deploy.models.segmenter import Segmenter
 from algm_deploy.models.vit import MergeInputs, Tokens
 from algm_deploy.recipes import DENSE, MergePlan, Network
 

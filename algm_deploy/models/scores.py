@@ -1,0 +1,68 @@
+"""What a network returns: class scores of merged tokens or on a grid; and how they become pictures."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import algm_deploy.ops  # noqa: F401  registers torch.ops.algm
+from algm_deploy.models.vit import Tokens
+from algm_deploy.ops.label_map import label_dtype
+from algm_deploy.recipes import Size
+
+
+class TokenScores(NamedTuple):
+    """Class scores of merged tokens.
+
+    scores (B, S', K), rows of padding unspecified; map (B, N) with `prefix` leading rows that `scores` no longer has;
+    stages: the tokens behind each merging block.
+    """
+
+    scores: Tensor
+    map: Tensor
+    prefix: int
+    stages: list[Tokens]
+
+
+class GridScores(NamedTuple):
+    """Class scores (B, K, h, w) of a decoder that unmerges its tokens itself; `prefix` and `stages` as above."""
+
+    scores: Tensor
+    prefix: int
+    stages: list[Tokens]
+
+
+Scores = TokenScores | GridScores
+
+
+def to_grid(values: Tensor, map: Tensor, prefix: int, grid: Size) -> Tensor:
+    """Unmerged rows (B, S', C) on the patch grid: (B, C, rows, columns)."""
+    patches = torch.ops.algm.unmerge(values, map, prefix)
+    maps: Tensor = patches.mT.unflatten(2, grid)
+    return maps
+
+
+def resize(maps: Tensor, size: Size, align_corners: bool = False) -> Tensor:
+    """Bilinear to `size`; as it is where it has that size."""
+    if maps.shape[-2:] == size:
+        return maps
+    return F.interpolate(maps, size=size, mode="bilinear", align_corners=align_corners)
+
+
+def upsample_scores(output: Scores, grid: Size, size: Size) -> Tensor:
+    """Unmerged scores, bilinear to `size`: (B, K, H, W)."""
+    if isinstance(output, GridScores):
+        return resize(output.scores, size)
+    return resize(to_grid(output.scores, output.map, output.prefix, grid), size)
+
+
+def labels_of(output: Scores, grid: Size, size: Size) -> Tensor:
+    """The class of the highest score of every pixel (B, H, W): uint8 for at most 255 classes, else int32."""
+    if isinstance(output, TokenScores):
+        labels: Tensor = torch.ops.algm.label_map(output.scores, output.map, output.prefix, grid, size)
+        return labels
+    full = upsample_scores(output, grid, size)
+    return full.argmax(1).to(label_dtype(full.shape[1]))
