@@ -1,0 +1,363 @@
+"""What `predict` writes: label map, overlay, and the merged tokens drawn over the photo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from algm_deploy.bundle import Bundle, write_atomically
+from algm_deploy.errors import GateError, ImageError
+from algm_deploy.evaluation.datasets import Classes
+from algm_deploy.evaluation.predictor import Predictor
+from algm_deploy.evaluation.preprocessing import Pixels, canvas_of, read_photo
+from algm_deploy.evaluation.sliding import Labels, Prediction
+from algm_deploy.recipes import MergePlan, Size
+from algm_deploy.report.colors import classes_of, value_colors
+from algm_deploy.report.figures import INK, Panel, Rgb, columns_for, legend, scale, sheet
+from algm_deploy.signature import CLAP_THRESHOLD
+
+LABELS, OVERLAY, TOKENS = ".labels.png", ".overlay.png", ".tokens.png"
+
+SimilarityOf = Callable[[Pixels], NDArray[np.float32]]
+
+# Pixels: a sheet's width, the side of a patch below which a sheet gets wider, and the widest panel.
+_SHEET_WIDTH, _LEAST_PATCH, _WIDEST = 1500, 8, 1800
+_OVERLAY_WIDTH = (960, 2048)
+_BLEND = 0.55
+_BLANK, _OUTLINE, _SEAM = (208, 208, 208), (255, 255, 255), (255, 60, 200)
+
+
+class PictureWriter:
+    """Draws what one predictor makes of photos, into one folder.
+
+    For a photo NAME.jpg the pictures are NAME.labels.png (class index as stored value, colours as palette; 16-bit grey
+    above 255 classes), NAME.overlay.png (classes over the photo) and, where the network merges, NAME.tokens.png
+    (window similarity, and the tokens behind each merge as the runtime made them).
+
+    Raises:
+        ImageError: `folder` cannot be made.
+    """
+
+    def __init__(self, predictor: Predictor, folder: Path) -> None:
+        self.predictor, self.folder = predictor, folder
+        self.classes = classes_of(predictor.bundle.recipe)
+        self.similarity_of = (
+            window_similarity_of(predictor.bundle) if predictor.bundle.recipe.merging.clap_layers else None
+        )
+        self._photos: dict[str, Path] = {}
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ImageError(
+                f"expected a folder for pictures, got {folder} ({error.strerror}): name another one"
+            ) from error
+
+    def write(self, photo: Path) -> list[Path]:
+        """Predicts a photo and writes its pictures; all are drawn before the first is written, each appears complete.
+
+        Raises:
+            ImageError: the photo cannot be read or predicted, or another one of the same name was drawn before.
+            GateError: the runtime's token maps contradict its token counts.
+            BundleError: the pictures cannot be written.
+        """
+        if self._photos.setdefault(photo.stem, photo) != photo:
+            raise ImageError(
+                f"{photo} and {self._photos[photo.stem]} would share the names of their pictures: rename one"
+            )
+        written = []
+        for ending, picture in self._pictures(photo).items():
+            written.append(self.folder / (photo.stem + ending))
+            with write_atomically(written[-1]) as path:
+                picture.save(path)
+        return written
+
+    def _pictures(self, photo: Path) -> dict[str, Image.Image]:
+        """The finished pictures of a photo by their endings."""
+        pixels = read_photo(photo)
+        try:
+            prediction = self.predictor.prediction(pixels)
+        except ImageError as error:
+            raise ImageError(f"{photo}: {error}") from error
+        pictures = {
+            LABELS: labels_picture(prediction.labels, self.classes),
+            OVERLAY: overlay(pixels, prediction.labels, self.classes),
+        }
+        if self.predictor.signature.merges:
+            panels, columns = _token_panels(self.predictor, pixels, prediction, self.similarity_of)
+            caption = _caption(len(prediction.anchors) > 1, self.similarity_of is not None)
+            heading = f"{photo.name}: the tokens of {self.predictor.bundle.recipe.name}"
+            pictures[TOKENS] = sheet(heading, panels, caption, columns)
+        return pictures
+
+
+def write_pictures(predictor: Predictor, photo: Path, folder: Path) -> list[Path]:
+    """Predicts one photo and writes its pictures; for several, `PictureWriter` prepares once."""
+    return PictureWriter(predictor, folder).write(photo)
+
+
+def window_similarity_of(bundle: Bundle) -> SimilarityOf:
+    """A function from image windows (b, 3, H, W) to the mean cosine similarity (b, rows, columns) of CLAP's windows.
+
+    No deployed graph has this as an output: PyTorch computes it here in fp32, from the bundle's weights, up to the
+    point where CLAP decides.
+    """
+    import torch
+
+    from algm_deploy.lowering.bundling import load_network
+    from algm_deploy.models.deployed import Deployed
+    from algm_deploy.ops.clap import window_similarity
+
+    network, plan = bundle.recipe.network, bundle.recipe.merging
+    encoder = Deployed(load_network(bundle, torch.float32), network, "scores").model.encoder
+    blocks = encoder.blocks[: plan.clap_layers[0]]
+    entering: list[torch.Tensor] = []
+    slot = blocks[-1].get_submodule("merge")
+    slot.register_forward_pre_hook(lambda _, args: entering.append(args[0].values))
+    shape = tuple(side // step for side, step in zip(network.grid, plan.window, strict=True))
+
+    @torch.inference_mode()
+    def similarity(windows: Pixels) -> NDArray[np.float32]:
+        tokens = encoder.embed(torch.from_numpy(windows))
+        for block in blocks:
+            tokens = block(tokens)
+        values = window_similarity(entering.pop(), list(network.grid), list(plan.window), encoder.prefix)
+        return np.asarray(values.numpy().reshape(-1, *shape))
+
+    return similarity
+
+
+# ------------------------------------------------------------------------------------------------------------ pictures
+
+
+def labels_picture(labels: Labels, classes: Classes) -> Image.Image:
+    """Labels (H, W) as a picture that stores the class index, with the classes' colours where a palette has room."""
+    if labels.dtype != np.uint8:
+        return Image.fromarray(labels.astype(np.uint16))
+    picture = Image.fromarray(labels.astype(np.uint8))
+    picture.putpalette(np.asarray(classes.palette, np.uint8).tobytes())
+    return picture
+
+
+def overlay(photo: Rgb, labels: Labels, classes: Classes) -> Image.Image:
+    """Class colours laid over a photo (H, W, 3), and below it the classes present with the share they cover."""
+    height, width = photo.shape[:2]
+    wide = int(np.clip(width, *_OVERLAY_WIDTH))
+    size = max(1, round(height * wide / width)), wide
+    where = cv2.resize(labels.astype(np.int32), size[::-1], interpolation=cv2.INTER_NEAREST)
+    mixed = cv2.addWeighted(np.asarray(classes.palette, np.uint8)[where], _BLEND, _resized(photo, size), 1 - _BLEND, 0)
+    mixed[_borders(where)] = _OUTLINE
+    present, counts = np.unique(labels, return_counts=True)
+    entries = [
+        (classes.palette[index], f"{classes.names[index]} {_percent(count, labels.size)}")
+        for count, index in sorted(zip(counts, present, strict=True), key=lambda entry: (-entry[0], entry[1]))
+    ]
+    return Image.fromarray(np.concatenate([mixed, legend(entries, wide)]))
+
+
+def _token_panels(
+    predictor: Predictor, photo: Rgb, prediction: Prediction, similarity_of: SimilarityOf | None
+) -> tuple[list[Panel], int]:
+    """The photo, CLAP's window similarity and the tokens behind each merge, and how many go side by side."""
+    recipe, signature = predictor.bundle.recipe, predictor.signature
+    canvas = canvas_of(photo, recipe.protocol)
+    columns = columns_for(1 + bool(similarity_of) + len(signature.merges), canvas.shape[:2])
+    height, width = signature.image.shape[2:]
+    mosaic = Mosaic(canvas, prediction.anchors, (height, width), recipe.network.patch_size, columns)
+    similarity, maps = _measured(predictor, mosaic.windows(), similarity_of)
+    panels = [_photo_panel(photo.shape[:2], mosaic)]
+    if similarity is not None:
+        tau = float(predictor.thresholds.get(CLAP_THRESHOLD, signature.defaults[CLAP_THRESHOLD]))
+        panels.append(_similarity_panel(similarity, mosaic, recipe.merging, tau))
+    for merge, tokens, counts in zip(signature.merges, maps, prediction.token_counts.T, strict=True):
+        _check_counts(merge, tokens, counts)
+        panels.append(_merge_panel(merge, tokens, mosaic))
+    return panels, columns
+
+
+def _measured(
+    predictor: Predictor, windows: Pixels, similarity_of: SimilarityOf | None
+) -> tuple[NDArray[np.float32] | None, list[NDArray[np.int64]]]:
+    """Window similarities, and the runtime's token map (windows, N) behind every merge."""
+    names = tuple(f"token_map_{merge}" for merge in predictor.signature.merges)
+    step = predictor.window_batch
+    groups = [windows[start : start + step] for start in range(0, len(windows), step)]
+    runs = [predictor.infer(group, names) for group in groups]
+    similarity = np.concatenate([similarity_of(group) for group in groups]) if similarity_of else None
+    return similarity, [np.concatenate([run[name] for run in runs]) for name in names]
+
+
+def _check_counts(merge: str, maps: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
+    found = [len(np.unique(one)) for one in maps]
+    if found != counts.tolist():
+        raise GateError(
+            f"expected the {counts.tolist()} tokens that the runtime counts behind {merge}, its token map has {found}: "
+            "verify the bundle"
+        )
+
+
+# -------------------------------------------------------------------------------------------------------------- panels
+
+
+def _photo_panel(size: Size, mosaic: Mosaic) -> Panel:
+    # On the sheet a window of the sliding kind is a crop: CLAP's windows have the same name.
+    crops = f"{len(mosaic.anchors)} overlapping crops" if len(mosaic.anchors) > 1 else "one crop"
+    subtitle = f"{size[1]} x {size[0]} pixels; {crops} of {mosaic.grid[1]} x {mosaic.grid[0]} patches"
+    return Panel("Photo", subtitle, mosaic.with_seams(_resized(mosaic.canvas, mosaic.size)))
+
+
+def _similarity_panel(similarity: NDArray[np.float32], mosaic: Mosaic, plan: MergePlan, tau: float) -> Panel:
+    """Windows coloured by similarity, those that reach the threshold outlined; patches of no window are grey."""
+    low = min(float(np.percentile(similarity, 2)), tau - 0.05, 0.95)
+    cell = (plan.window[0] * mosaic.patch, plan.window[1] * mosaic.patch)
+    cells = [-(-patches // side) for patches, side in zip(mosaic.grid, plan.window, strict=True)]
+    border = [(0, 0), *((0, want - have) for want, have in zip(cells, similarity.shape[1:], strict=True))]
+    padded = np.pad(similarity, border, constant_values=np.nan)
+    values = mosaic.spread(padded, cell)
+    picture = value_colors(np.nan_to_num(values), low, 1.0)
+    picture[np.isnan(values)] = _BLANK
+    windows = mosaic.spread(np.arange(padded.size).reshape(padded.shape), cell)
+    windows[~(values >= tau)] = -1  # also where there is no window and so no value
+    picture[_borders(windows)] = INK
+    reach = int((similarity >= tau).sum())
+    windows_of = f"windows of {plan.window[1]} x {plan.window[0]} patches"
+    subtitle = (
+        f"{reach} of {similarity.size} {windows_of} ({_percent(reach, similarity.size)}) reach {tau:.4g}: outlined"
+    )
+    subtitle += "; grey: outside all windows" if np.isnan(padded).any() else ""
+    title = f"Window similarity, layer {plan.clap_layers[0]}"
+    return Panel(title, subtitle, mosaic.with_seams(picture), scale(low, tau, picture.shape[1]))
+
+
+def _merge_panel(merge: str, maps: NDArray[np.int64], mosaic: Mosaic) -> Panel:
+    """Every token in the mean colour of its patches; regions of several patches have a light outline."""
+    kind, layer = merge.split("_")
+    apart = maps + np.arange(len(maps))[:, None] * (maps.max() + 1)
+    tokens = np.unique(apart, return_inverse=True)[1].reshape(maps.shape)
+    sizes = np.bincount(tokens.ravel())
+    colors = mosaic.patch_colors().reshape(-1, 3)
+    sums = np.stack([np.bincount(tokens.ravel(), channel) for channel in colors.T], 1)
+    where = mosaic.spread(tokens.reshape(-1, *mosaic.grid), (mosaic.patch, mosaic.patch))
+    picture = np.rint(sums / sizes[:, None]).astype(np.uint8)[where]
+    picture[_borders(where)] //= 2
+    picture[_borders(np.where(sizes[where] > 1, where, np.int64(-1)))] = _OUTLINE
+    share = f"{len(sizes)} of {tokens.size} tokens left ({_percent(len(sizes), tokens.size)})"
+    subtitle = f"{share}; the largest stands for {sizes.max()} patches"
+    return Panel(f"After {kind.upper()}, layer {layer}", subtitle, mosaic.with_seams(picture))
+
+
+def _caption(several: bool, similarity: bool) -> str:
+    sentences = [
+        "Each token has the mean colour of its patches. White lines surround neighbours that share a token, which may "
+        "have patches elsewhere too; a patch with dark borders is a token of its own. The token maps come from the "
+        "runtime that made the prediction."
+    ]
+    if similarity:
+        sentences.append("The similarity was computed by PyTorch in fp32 from the bundle's weights.")
+    if several:
+        sentences.append(
+            "Every crop merges for itself; a dashed line shows where the picture passes from one crop to the next."
+        )
+    return " ".join(sentences)
+
+
+# -------------------------------------------------------------------------------------------------------------- mosaic
+
+
+@dataclass(frozen=True)
+class Mosaic:
+    """Windows laid on their canvas: of two that overlap, each shows half of what they share.
+
+    `canvas` (h, w, 3) and `anchors` are those of the prediction; `window` (height, width) and `patch` are in pixels of
+    the canvas. `columns` pictures go side by side on a sheet, which decides their `size`.
+    """
+
+    canvas: Pixels
+    anchors: list[tuple[int, int]]
+    window: Size
+    patch: int
+    columns: int
+
+    @property
+    def grid(self) -> Size:
+        """Patches of a window (rows, columns)."""
+        return self.window[0] // self.patch, self.window[1] // self.patch
+
+    @property
+    def size(self) -> Size:
+        """Height and width of a picture."""
+        height, width = self.canvas.shape[:2]
+        wide = min(max(_SHEET_WIDTH // self.columns, _LEAST_PATCH * width // self.patch), _WIDEST)
+        return max(1, round(height * wide / width)), wide
+
+    def windows(self) -> Pixels:
+        """The windows (windows, 3, height, width)."""
+        height, width = self.window
+        crops = [self.canvas[top : top + height, left : left + width] for top, left in self.anchors]
+        return np.ascontiguousarray(np.stack(crops).transpose(0, 3, 1, 2))
+
+    def patch_colors(self) -> NDArray[np.float64]:
+        """Mean colour of every patch (windows, N, 3)."""
+        rows, columns = self.grid
+        patches = self.windows().reshape(-1, 3, rows, self.patch, columns, self.patch).mean((3, 5), dtype=np.float64)
+        return np.asarray(patches.transpose(0, 2, 3, 1).reshape(-1, rows * columns, 3))
+
+    def spread(self, values: NDArray[Any], cell: Size) -> NDArray[Any]:
+        """Values (windows, rows, columns) of cells of `cell` canvas pixels, as a picture of `size`."""
+        picture = np.empty(self.size, values.dtype)
+        y, x = self._axis(0), self._axis(1)
+        for (top, left), one in zip(self.anchors, values, strict=True):
+            rows, columns = np.flatnonzero(y.start == top), np.flatnonzero(x.start == left)
+            inside = np.ix_((y.position[rows] - top) // cell[0], (x.position[columns] - left) // cell[1])
+            picture[np.ix_(rows, columns)] = one[inside]
+        return picture
+
+    def with_seams(self, picture: Rgb) -> Rgb:
+        """A picture of `size` with dashed lines where it passes from one window to the next."""
+        drawn = picture.copy()
+        for seen in (drawn, drawn.transpose(1, 0, 2)):
+            axis = self._axis(0 if seen is drawn else 1)
+            dashes = np.flatnonzero(np.arange(seen.shape[1]) % 16 < 10)
+            for seam in np.flatnonzero(np.diff(axis.start)):
+                seen[np.ix_((seam, seam + 1), dashes)] = _SEAM
+        return drawn
+
+    def _axis(self, axis: int) -> _Axis:
+        full, shown = self.canvas.shape[axis], self.size[axis]
+        position = ((np.arange(shown) + 0.5) * full / shown).astype(np.int64)
+        starts = np.array(sorted({anchor[axis] for anchor in self.anchors}))
+        middles = (starts[1:] + starts[:-1] + self.window[axis]) // 2
+        return _Axis(position, starts[np.searchsorted(middles, position, side="right")])
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """For every pixel of a picture along one axis: its place on the canvas, and the start of the window it shows."""
+
+    position: NDArray[np.int64]
+    start: NDArray[np.int64]
+
+
+def _borders(regions: NDArray[Any]) -> NDArray[np.bool_]:
+    """Pixels (h, w) whose left or upper neighbour belongs to another region."""
+    edge = np.zeros(regions.shape, bool)
+    edge[:, 1:] |= regions[:, 1:] != regions[:, :-1]
+    edge[1:] |= regions[1:] != regions[:-1]
+    return edge
+
+
+def _resized(pixels: Pixels, size: Size) -> Rgb:
+    shrinks = size[1] < pixels.shape[1]
+    picture = cv2.resize(pixels, size[::-1], interpolation=cv2.INTER_AREA if shrinks else cv2.INTER_CUBIC)
+    return np.clip(np.rint(picture), 0, 255).astype(np.uint8)
+
+
+def _percent(part: float, whole: float) -> str:
+    share = 100 * part / whole
+    return "below 1 %" if 0 < share < 1 else f"{share:.0f} %"
