@@ -21,9 +21,13 @@ __all__ = ["load"]
 
 
 def load(
-    bundle: str | Path, runtime: str = "torch", tau: float | None = None, gbm_threshold: float | None = None
+    bundle: str | Path,
+    runtime: str = "torch",
+    tau: float | None = None,
+    gbm_threshold: float | None = None,
+    merge: bool = True,
 ) -> Predictor:
     """Opens a bundle on a runtime; see `algm_deploy.evaluation.predictor.Predictor`."""
     from algm_deploy.evaluation.predictor import Predictor
 
-    return Predictor(bundle, runtime, tau, gbm_threshold)
+    return Predictor(bundle, runtime, tau, gbm_threshold, merge)

@@ -101,12 +101,13 @@ def _predict(options: argparse.Namespace) -> int:
 
     from algm_deploy.deployment import find_images
     from algm_deploy.evaluation.predictor import Predictor
-    from algm_deploy.report.pictures import write_pictures
+    from algm_deploy.report.pictures import PictureWriter
 
     photos = find_images(options.images)
     with Predictor(options.bundle, options.runtime, options.tau) as predictor:
+        writer = PictureWriter(predictor, options.output)
         for photo in tqdm(photos, "predict", unit="photo", disable=None if len(photos) > 1 else True):
-            for path in write_pictures(predictor, photo, options.output):
+            for path in writer.write(photo):
                 tqdm.write(str(path))
     return 0
 
@@ -128,7 +129,8 @@ def _evaluated(bundle: Bundle, options: argparse.Namespace) -> None:
     )
     if options.limit:
         dataset = dataset.subset(options.limit)
-    record = evaluate_bundle(bundle, options.runtime, dataset, options.tau).record()
+    merge = not options.dense
+    record = evaluate_bundle(bundle, options.runtime, dataset, options.tau if merge else None, merge=merge).record()
     print(text_table(*_quality_table(record)))
     for name, reason in record["failures"].items():
         print(f"not evaluated: {name}: {reason}")
@@ -156,6 +158,23 @@ def _quality_table(record: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[
     ]
 
 
+def _report(options: argparse.Namespace) -> int:
+    from algm_deploy.bundle import Bundle
+    from algm_deploy.deployment import find_images
+    from algm_deploy.evaluation.datasets import open_dataset
+    from algm_deploy.report.gallery import Photo, draw_gallery, labelled_photos
+    from algm_deploy.report.page import write_report
+
+    bundles = [Bundle.open(path) for path in (options.bundle, *options.beside)]
+    photos = [Photo(path.name, path) for path in find_images(options.images)] if options.images else []
+    if options.data:
+        name = options.dataset or bundles[0].recipe.protocol.dataset
+        photos += labelled_photos(open_dataset(name, options.data, options.split, options.slice), options.count)
+    gallery = draw_gallery(bundles[0], options.runtime, photos) if photos else None
+    print(write_report(bundles, options.output, gallery))
+    return 0
+
+
 def _deploy(options: argparse.Namespace) -> int:
     bundle = _exported(options)
     print()
@@ -167,6 +186,21 @@ def _deploy(options: argparse.Namespace) -> int:
         raise GateError("the parity chain failed: nothing of this bundle should be trusted before it passes")
     print(f"\ndeployed: {options.output}")
     print(f"next: algm-deploy predict {options.output} PHOTO --runtime {options.runtime}")
+    return 0
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from algm_deploy.demonstration import demonstrate
+
+    print("A small Segmenter trained on drawn street scenes: synthetic throughout, but really trained.\n")
+    folder = options.output
+    demonstrate(folder, options.runtime, options.scenes, print)
+    print(
+        "\nThe same for a checkpoint of yours:\n"
+        "  algm-deploy deploy CHECKPOINT -o BUNDLE --images PHOTOS --data DATASET\n"
+        "  algm-deploy evaluate BUNDLE --data DATASET --dense\n"
+        "  algm-deploy predict BUNDLE PHOTO"
+    )
     return 0
 
 
@@ -190,6 +224,8 @@ def _parser() -> argparse.ArgumentParser:
         ("verify", _verify, "parity chain of a bundle on a runtime", (_bundle, _runtime, _verify_options)),
         ("evaluate", _evaluate, "mIoU of a bundle on a data set", (_bundle, _runtime, _data_options)),
         ("predict", _predict, "label map, overlay and merged-token pictures of photos", (_bundle, _photos, _runtime)),
+        ("demo", _demo, "the whole product on an embedded synthetic example", (_demo_options,)),
+        ("report", _report, "one HTML page about a bundle", (_bundle, _runtime, _report_options)),
         ("list", _list, "recipes that come with the package", ()),
     ):
         command = commands.add_parser(name, help=text, description=text)
@@ -209,6 +245,12 @@ def _photos(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--tau", type=float, help="CLAP threshold instead of the bundle's; above 1 CLAP merges nothing"
     )
+
+
+def _demo_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("-o", "--output", type=Path, default=Path("algm-demo"), help="folder to write (algm-demo)")
+    command.add_argument("--runtime", choices=RUNTIMES, default="onnxruntime-cpu")
+    command.add_argument("--scenes", type=_positive, default=200, help="generated scenes to evaluate on (default 200)")
 
 
 def _runtime(command: argparse.ArgumentParser) -> None:
@@ -233,6 +275,18 @@ def _data_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--limit", type=_positive, help="evaluate that many images, spread evenly")
     if required:
         command.add_argument("--tau", type=float, help="CLAP threshold instead of the bundle's")
+    command.add_argument("--dense", action="store_true", help="merge nothing: what merging costs is the difference")
+
+
+def _report_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("beside", type=Path, nargs="*", metavar="OTHER", help="bundles to compare with, such as a dense one")
+    command.add_argument("-o", "--output", type=Path, default=Path("report.html"), help="file to write")
+    command.add_argument("--images", type=Path, nargs="+", default=[], help="photos to show, or folders of photos")
+    command.add_argument("--data", type=Path, help="root folder of a data set: photos to show with their labels")
+    command.add_argument("--dataset", help="its name; default: the bundle's")
+    command.add_argument("--split", help="default: the split its results are published on")
+    command.add_argument("--slice", help="how to group images")
+    command.add_argument("--count", type=_positive, default=3, help="how many photos of the data set (default 3)")
 
 
 def _export_options(command: argparse.ArgumentParser) -> None:

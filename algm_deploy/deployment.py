@@ -21,7 +21,7 @@ from algm_deploy.lowering.bundling import write_bundle
 from algm_deploy.models.checkpoints import VARIANT_FILE, read_checkpoint, settings_from_variant
 from algm_deploy.parity.chain import ParityReport, verify
 from algm_deploy.recipes import Recipe, recipe_settings, resolve
-from algm_deploy.signature import Signature, signature_of
+from algm_deploy.signature import signature_of
 
 IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff"}
 
@@ -107,13 +107,21 @@ def verify_bundle(
 
 
 def evaluate_bundle(
-    bundle: Bundle, runtime: str, dataset: Dataset, tau: float | None = None, progress: bool = True
+    bundle: Bundle,
+    runtime: str,
+    dataset: Dataset,
+    tau: float | None = None,
+    gbm_threshold: float | None = None,
+    merge: bool = True,
+    progress: bool = True,
 ) -> Evaluation:
-    """Evaluates a bundle on a data set, resuming where an interrupted run stopped; keeps the record in the manifest."""
-    with Predictor(bundle, runtime, tau) as predictor:
-        thresholds = dict(Signature.from_table(bundle.fact("signature")).defaults) | {
-            name: float(value) for name, value in predictor.thresholds.items()
-        }
+    """Evaluates a bundle on a data set, resuming where an interrupted run stopped; keeps the record in the manifest.
+
+    Without `merge` it is the dense network that is evaluated, on the same executable.
+    """
+    with Predictor(bundle, runtime, tau, gbm_threshold, merge) as predictor:
+        # JSON has no infinity.
+        thresholds = {n: v if np.isfinite(v) else str(v) for n, v in predictor.thresholds_in_force.items()}
         weights = bundle.files["weights.safetensors"].sha256
         plan = bundle.recipe.merging
         artifact = f"{weights} {bundle.recipe.precision} {runtime} {plan} {sorted(thresholds.items())}"
@@ -128,7 +136,7 @@ def evaluate_bundle(
         )
     if not result.results:
         raise GateError(f"{dataset.name}: none of {len(dataset.samples)} images could be evaluated")
-    tag = f"{runtime} {dataset.name} {dataset.split}" + (f" tau {tau:g}" if tau is not None else "")
+    tag = " ".join([runtime, dataset.name, dataset.split, *(f"{n} {v}" for n, v in thresholds.items())])
     _keep(bundle, "evaluation", tag, {**result.record(), "thresholds": thresholds})
     return result
 

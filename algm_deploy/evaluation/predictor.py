@@ -24,8 +24,9 @@ class Predictor:
     Args:
         bundle: folder of the bundle, or the opened bundle.
         runtime: `torch`, `onnxruntime-cpu`, ...
-        tau: CLAP's similarity threshold instead of the bundle's; higher merges less, above 1 nothing.
+        tau: CLAP's similarity threshold instead of the bundle's; higher merges less, infinity nothing.
         gbm_threshold: GBM's multiplier or threshold instead of the bundle's.
+        merge: False runs the dense network, on the same executable: infinite thresholds merge nothing.
 
     Raises:
         BundleError: the bundle is incomplete, or a threshold is given that its plan does not read.
@@ -38,6 +39,7 @@ class Predictor:
         runtime: str = "torch",
         tau: float | None = None,
         gbm_threshold: float | None = None,
+        merge: bool = True,
     ) -> None:
         self.bundle = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
         _check_preprocessing(self.bundle)
@@ -47,9 +49,16 @@ class Predictor:
         self.thresholds = {name: np.asarray(value, np.float32) for name, value in given.items() if value is not None}
         if unread := sorted(set(self.thresholds) - set(self.signature.defaults)):
             raise BundleError(f"this bundle's merge plan reads no {unread[0]}: leave it out or export with merging")
+        if not merge:
+            self.thresholds = dict.fromkeys(self.signature.defaults, np.asarray(np.inf, np.float32))
         # Coupled windows would change each other's result: the bundle's batch semantics decide how many go at once.
         self.window_batch = self.signature.max_batch if self.bundle.recipe.merging.batch == "per_image" else 1
         self._runner.__enter__()
+
+    @property
+    def thresholds_in_force(self) -> dict[str, float]:
+        """Every threshold the network reads, by input name: the bundle's, or the one given instead."""
+        return {**self.signature.defaults, **{name: float(value) for name, value in self.thresholds.items()}}
 
     def __enter__(self) -> Self:
         return self

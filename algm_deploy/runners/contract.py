@@ -26,6 +26,7 @@ Array = NDArray[Any]
 RUNTIMES = {
     "torch": "algm_deploy.runners.torch:TorchRunner",
     "onnxruntime-cpu": "algm_deploy.runners.onnxruntime:OnnxRuntimeCpuRunner",
+    "onnxruntime-cuda": "algm_deploy.runners.onnxruntime:OnnxRuntimeCudaRunner",
 }
 
 
@@ -41,6 +42,15 @@ class Runner(ABC):
         self.bundle = bundle
         self.signature = Signature.from_table(bundle.manifest["signature"])
         self._opened = False
+
+    @classmethod
+    def build(cls, bundle: Bundle, **options: Any) -> list[str]:
+        """Makes the runtime's executable and adds it to the bundle; nothing for runtimes that need no other file.
+
+        Returns:
+            What was done, one line each, for people.
+        """
+        return []
 
     def __enter__(self) -> Self:
         self._open()
@@ -94,6 +104,11 @@ class Runner(ABC):
         if "image" not in feeds:
             raise BundleError("the input 'image' is missing")
         image = np.asarray(feeds["image"])
+        self._check_image(image)
+        thresholds = {n: self._threshold(n, feeds.get(n, d)) for n, d in self.signature.defaults.items()}
+        return {"image": np.ascontiguousarray(image), **thresholds}
+
+    def _check_image(self, image: Array) -> None:
         expected = self.signature.image
         if image.dtype != expected.dtype or image.ndim != 4 or image.shape[1:] != expected.shape[1:]:
             raise BundleError(
@@ -105,13 +120,11 @@ class Runner(ABC):
                 f"got a batch of {len(image)}, this bundle takes 1 to {self.signature.max_batch}: send smaller batches "
                 "or export with a larger --max-batch"
             )
-        thresholds = {n: self._threshold(n, feeds.get(n, d)) for n, d in self.signature.defaults.items()}
-        return {"image": np.ascontiguousarray(image), **thresholds}
 
     def _threshold(self, name: str, value: Any) -> Array:
         number = np.asarray(value, dtype=np.float32)
-        if number.shape != () or not np.isfinite(number):
-            raise BundleError(f"{name} is one finite number, got {value!r}")
+        if number.shape != () or np.isnan(number):
+            raise BundleError(f"{name} is one number, or infinity to merge nothing; got {value!r}")
         return number
 
 
