@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -51,7 +51,8 @@ def base_onnx(deployed: Deployed, plan: MergePlan, image_dtype: str = "uint8") -
     The batch axis is symbolic; token axes are named `tokens_clap_1`, `tokens_gbm_5`, ...
 
     Raises:
-        ExportError: the exporter fixed the batch or did not know an operation.
+        ExportError: the exporter fixed the batch, did not know an operation, or would have written a scatter that
+            reduces.
     """
     names = tuple(threshold_defaults(plan))
     image = torch.zeros(2, 3, *deployed.network.image_size, dtype=getattr(torch, image_dtype))
@@ -61,6 +62,7 @@ def base_onnx(deployed: Deployed, plan: MergePlan, image_dtype: str = "uint8") -
         try:
             entry = _Entry(deployed, plan).eval()
             program = torch.export.export(entry, example, dynamic_shapes=dynamic, strict=False)
+            _refuse_reductions(str(node.target) for node in program.graph.nodes)
             translated = torch.onnx.export(
                 program,
                 dynamo=True,
@@ -71,9 +73,10 @@ def base_onnx(deployed: Deployed, plan: MergePlan, image_dtype: str = "uint8") -
                 verbose=False,
             )
         except (torch.onnx.errors.OnnxExporterError, RuntimeError) as error:
-            raise ExportError(f"this network cannot be written as ONNX: {str(error).splitlines()[0]}") from error
+            raise ExportError(f"this network cannot be written as ONNX: {_reason(error)}") from error
     assert translated is not None
     model = translated.model
+    _refuse_reductions(f"{node.op_type}.{_reduction(node)}" for node in model.graph)
     _name_axes(model, plan)
     _name_nodes(model)
     _strip(model)
@@ -109,6 +112,28 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
+
+
+def _refuse_reductions(operations: Iterable[str]) -> None:
+    """Refuses scatters that reduce: the exporter drops the mean without a word, and runtimes ignore or reorder sums."""
+    for name in operations:
+        if re.search(r"scatter_reduce|index_reduce|Scatter\w+\.(add|mul|min|max)", name):
+            raise ExportError(
+                f"this network merges rows with {name}, which ONNX runtimes do not compute as PyTorch does: "
+                "write the merge as a matrix product with a 0/1 matrix"
+            )
+
+
+def _reduction(node: ir.Node) -> str:
+    attribute = node.attributes.get("reduction")
+    return attribute.as_string() if attribute is not None and node.op_type.startswith("Scatter") else "none"
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of the innermost cause; the outer ones tell how to debug the exporter."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _name_axes(model: ir.Model, plan: MergePlan) -> None:
@@ -150,6 +175,8 @@ def _name_nodes(model: ir.Model) -> None:
 
 
 def _module_name(scope: str) -> str:
+    if scope.startswith("_"):  # not a module but a hook of the exporter
+        return ""
     return re.sub(r"^deployed\.(model\.)?|^deployed$", "", scope)
 
 
