@@ -1,0 +1,99 @@
+// Registration: each operator once for the CPU and, in a build with CUDA, once for the CUDA provider.
+#include <climits>
+#include <iterator>
+
+#include "operators.h"
+
+namespace algm {
+
+namespace {
+
+Scratch hostScratch(size_t bytes, void*) {
+    return {::operator new(bytes), {[](void* memory, void*) { ::operator delete(memory); }, nullptr}};
+}
+
+int64_t* threadCount() {
+    static thread_local int64_t count;
+    return &count;
+}
+
+OrtApi const* g_api = nullptr;
+
+template <class Work>
+OrtStatus* guarded(Work&& work) noexcept {
+    try {
+        work();
+        return nullptr;
+    } catch (std::exception const& error) {
+        return g_api->CreateStatus(ORT_FAIL, error.what());
+    }
+}
+
+// An operator for a provider, in the form that ONNX Runtime asks for: a struct of functions.
+template <class Operator, Backend const& backend>
+struct Definition : OrtCustomOp {
+    Definition() : OrtCustomOp{} {
+        version = kApiVersion;
+        GetName = [](OrtCustomOp const*) { return Operator::kName; };
+        GetExecutionProviderType = [](OrtCustomOp const*) { return backend.provider; };
+        GetInputTypeCount = [](OrtCustomOp const*) { return std::size(Operator::kInputs); };
+        GetOutputTypeCount = [](OrtCustomOp const*) { return std::size(Operator::kOutputs); };
+        GetInputType = [](OrtCustomOp const*, size_t index) { return Operator::kInputs[index]; };
+        GetOutputType = [](OrtCustomOp const*, size_t index) { return Operator::kOutputs[index]; };
+        GetInputCharacteristic = [](OrtCustomOp const*, size_t) { return INPUT_OUTPUT_REQUIRED; };
+        GetOutputCharacteristic = [](OrtCustomOp const*, size_t) { return INPUT_OUTPUT_REQUIRED; };
+        GetInputMemoryType = [](OrtCustomOp const*, size_t) { return OrtMemTypeDefault; };
+        GetStartVersion = [](OrtCustomOp const*) { return 1; };
+        GetEndVersion = [](OrtCustomOp const*) { return INT_MAX; };
+        CreateKernelV2 = [](OrtCustomOp const*, OrtApi const*, OrtKernelInfo const* info, void** kernel) {
+            return guarded([&] { *kernel = new Operator(Attributes(*g_api, info)); });
+        };
+        KernelComputeV2 = [](void* kernel, OrtKernelContext* context) {
+            return guarded([&] { static_cast<Operator const*>(kernel)->run(Call(*g_api, context, backend)); });
+        };
+        KernelDestroy = [](void* kernel) { delete static_cast<Operator*>(kernel); };
+    }
+};
+
+template <class Operator, Backend const& backend>
+void add(OrtCustomOpDomain* domain) {
+    static Definition<Operator, backend> const definition;
+    check(*g_api, g_api->CustomOpDomain_Add(domain, &definition));
+}
+
+template <Backend const& backend>
+void addAll(OrtCustomOpDomain* domain) {
+    add<Clap, backend>(domain);
+    add<Gbm, backend>(domain);
+    add<Unmerge, backend>(domain);
+    add<LabelMap, backend>(domain);
+}
+
+// Sessions keep pointers to the domain and its operators, so it lives as long as the process.
+OrtCustomOpDomain* makeDomain() {
+    OrtCustomOpDomain* domain{};
+    check(*g_api, g_api->CreateCustomOpDomain("algm", &domain));
+    addAll<kCpu>(domain);
+#ifdef ALGM_WITH_CUDA
+    addAll<kCuda>(domain);
+#endif
+    return domain;
+}
+
+}  // namespace
+
+Backend const kCpu{"CPUExecutionProvider", hostScratch, threadCount, nullptr, ALGM_KERNELS_OF(cpu)};
+
+}  // namespace algm
+
+extern "C" ALGM_API OrtStatus* ORT_API_CALL RegisterCustomOps(OrtSessionOptions* options, OrtApiBase const* base) {
+    algm::g_api = base->GetApi(algm::kApiVersion);
+    if (algm::g_api == nullptr) {
+        // The oldest interface that can still carry a message.
+        return base->GetApi(1)->CreateStatus(ORT_FAIL, "the algm operators need ONNX Runtime 1.18 or later");
+    }
+    return algm::guarded([&] {
+        static OrtCustomOpDomain* const domain = algm::makeDomain();
+        algm::check(*algm::g_api, algm::g_api->AddCustomOpDomain(options, domain));
+    });
+}

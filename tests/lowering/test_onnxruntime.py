@@ -1,0 +1,178 @@
+"""Graphs for ONNX Runtime: every rewrite fires as often as the network has its pattern, and computes the same."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+from algm_deploy.bundle import Bundle
+from algm_deploy.demo.scenes import scene
+from algm_deploy.deployment import export
+from algm_deploy.errors import ExportError
+from algm_deploy.lowering.onnxruntime import Provider, _key_lengths, graph_file, rewrite, write_onnxruntime_onnx
+
+BLOCKS = 4 + 2  # encoder and decoder of the tiny network
+
+
+def rewritten(
+    bundle: Bundle, provider: Provider, custom: bool = False, single: bool = False
+) -> tuple[ir.Model, Counter]:
+    model = ir.load(bundle.file("model.onnx"))
+    return model, rewrite(model, provider, custom, single)
+
+
+def histogram(model: ir.Model) -> dict[str, int]:
+    return dict(Counter(f"{n.domain}.{n.op_type}".lstrip(".") for n in model.graph if n.domain))
+
+
+def test_operators_of_the_cpu_graph(tiny_bundle: Bundle) -> None:
+    model, counts = rewritten(tiny_bundle, "cpu", single=True)
+    assert counts == {"attention": BLOCKS, "bias_gelu": BLOCKS}
+    assert histogram(model) == {
+        "com.microsoft.Attention": BLOCKS,
+        "com.microsoft.BiasGelu": BLOCKS,
+        "algm.clap": 1,
+        "algm.gbm": 1,
+        "algm.unmerge": 1,
+    }
+    plain = Counter(n.op_type for n in model.graph if not n.domain)
+    # proj and fc2 of every block, proj_dec, and three products of the decoder's class scores
+    assert plain["MatMul"] == 2 * BLOCKS + BLOCKS + 1 + 3
+    assert plain["Erf"] == 0
+    assert plain["LayerNormalization"] == 2 * BLOCKS + 3
+    assert plain["Add"] == 4 * BLOCKS + 3  # two biases and two residuals a block; position, proj_dec, row count
+
+
+def test_operators_of_the_cuda_graph(tiny_bundle: Bundle) -> None:
+    model, counts = rewritten(tiny_bundle, "cuda", custom=True)
+    # all norms but: the first of encoder and decoder, those behind a merge, the mask norm
+    skips = 2 * BLOCKS + 3 - 5
+    assert counts == {
+        "attention": BLOCKS,
+        "bias_gelu": BLOCKS,
+        "skip_layer_norm": skips,
+        "clap": 1,
+        "gbm": 1,
+        "unmerge": 1,
+    }
+    assert histogram(model)["com.microsoft.SkipLayerNormalization"] == skips
+    assert not model.functions, "a function body would hide the custom operator"
+
+
+def test_bodies_stay_without_the_library(tiny_bundle: Bundle) -> None:
+    model, _ = rewritten(tiny_bundle, "cuda")
+    assert sorted(name for _, name, _ in model.functions) == ["clap", "gbm", "unmerge"]
+
+
+def test_no_weight_is_written_again(tiny_bundle: Bundle, tmp_path: Path) -> None:
+    bundle = copied(tiny_bundle, tmp_path)
+    write_onnxruntime_onnx(bundle, "cpu", custom_operators=False)
+    written, portable = (ir.load(bundle.file(name)) for name in (graph_file("cpu"), "model.onnx"))
+    places = {n: (v.const_value.location, v.const_value.offset) for n, v in external(portable).items()}
+    assert external(written)
+    assert all((v.const_value.location, v.const_value.offset) == places[n] for n, v in external(written).items())
+    assert bundle.path.joinpath(graph_file("cpu")).stat().st_size < 200_000
+
+
+def external(model: ir.Model) -> dict[str, ir.Value]:
+    values = model.graph.initializers.items()
+    return {name: value for name, value in values if isinstance(value.const_value, ir.ExternalTensor)}
+
+
+def copied(bundle: Bundle, folder: Path) -> Bundle:
+    shutil.copytree(bundle.path, folder / "bundle")
+    return Bundle.open(folder / "bundle")
+
+
+@pytest.mark.parametrize("single", [True, False])
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("images", [1, 2, 3, 8])
+def test_equals_the_portable_graph(tiny_bundle: Bundle, tmp_path: Path, images: int, skip: bool, single: bool) -> None:
+    """Without lengths only one image at a time; `skip`: the rewrites that only CUDA gets run on the CPU too."""
+    bundle = copied(tiny_bundle, tmp_path)
+    write_onnxruntime_onnx(bundle, "cpu", custom_operators=False)
+    model = ir.load(bundle.file("model.onnx"))
+    rewrite(model, "cpu", False, single)
+    if skip:
+        from algm_deploy.lowering.onnxruntime import _skip_layer_norm
+
+        counts: Counter[str] = Counter()
+        _skip_layer_norm(model.graph, counts)
+        assert counts["skip_layer_norm"] > BLOCKS
+    ir.save(model, bundle.path / "under_test.onnx")
+    image = np.stack([scene(seed)[0][:128, :128].transpose(2, 0, 1) for seed in range(images)])
+    pieces = [image[i : i + 1] for i in range(images)] if single else [image]
+    found = [run(bundle.path / "under_test.onnx", piece) for piece in pieces]
+    expected = run(bundle.path / "model.onnx", image)
+    for name, value in expected.items():
+        got = np.concatenate([f[name] for f in found])
+        if name == "scores":
+            np.testing.assert_allclose(got, value, atol=2e-4)
+        else:
+            np.testing.assert_array_equal(got, value, err_msg=name)
+
+
+def run(path: Path, image: np.ndarray) -> dict[str, np.ndarray]:
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    wanted = {"image": image, "clap_threshold": np.float32(0.9), "gbm_threshold": np.float32(1.0)}
+    feeds = {i.name: np.asarray(wanted[i.name], "uint8" if i.name == "image" else "f4") for i in session.get_inputs()}
+    names = [o.name for o in session.get_outputs()]
+    return dict(zip(names, session.run(names, feeds), strict=True))
+
+
+def test_a_single_image_graph_refuses_two(tiny_bundle: Bundle, tmp_path: Path) -> None:
+    bundle = copied(tiny_bundle, tmp_path)
+    write_onnxruntime_onnx(bundle, "cpu", custom_operators=False)
+    with pytest.raises(Exception, match="Expected: 1"):
+        run(bundle.file(graph_file("cpu")), np.zeros((2, 3, 128, 128), np.uint8))
+
+
+def test_images_that_decide_together_stay_a_batch(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    bundle = export(tiny_checkpoint, tmp_path / "coupled", None, {"merging.batch": "batch_min"}).bundle
+    write_onnxruntime_onnx(bundle, "cpu", custom_operators=False)
+    model = ir.load(bundle.file(graph_file("cpu")))
+    assert str(model.graph.inputs[0].shape[0]) == "batch"
+    attentions = [n for n in model.graph if n.op_type == "Attention"]
+    assert all(len(n.inputs) == 3 for n in attentions), "equal lengths need no mask"
+
+
+def test_lengths_of_the_cuda_attention(tmp_path: Path) -> None:
+    """key_len[B], then the first row of each image and the end, once for queries and once for keys."""
+    length = ir.Value(name="length", shape=ir.Shape([None]), type=ir.TensorType(ir.DataType.INT64))
+    x = ir.Value(name="x", shape=ir.Shape([None, None, 8]), type=ir.TensorType(ir.DataType.FLOAT))
+    last = ir.node("Identity", [x])
+    last.outputs[0].name = "y"
+    graph = ir.Graph([length, x], last.outputs, nodes=[last], opset_imports={"": 18})
+    keys = _key_lengths(graph, last, "cuda", length, x)
+    keys.shape, keys.type = ir.Shape([None]), ir.TensorType(ir.DataType.INT32)
+    graph.outputs[0] = keys
+    ir.save(ir.Model(graph, ir_version=10), tmp_path / "lengths.onnx")
+    session = ort.InferenceSession(tmp_path / "lengths.onnx", providers=["CPUExecutionProvider"])
+    (found,) = session.run(None, {"length": np.array([5, 7, 4]), "x": np.zeros((3, 7, 8), np.float32)})
+    assert found.tolist() == [5, 7, 4, 0, 7, 14, 21, 0, 7, 14, 21]
+    assert found.dtype == np.int32
+
+
+def test_attention_without_its_layer_is_refused(tiny_bundle: Bundle) -> None:
+    model = ir.load(tiny_bundle.file("model.onnx"))
+    attention = next(n for n in model.graph if n.op_type == "attention")
+    (bias,) = [v for v in attention.inputs[0].producer().inputs if v.is_initializer()]
+    bias.replace_all_uses_with(attention.inputs[0].producer().inputs[0])
+    with pytest.raises(ExportError, match="from one linear layer"):
+        rewrite(model, "cpu", False, True)
+
+
+def test_another_activation_is_left_alone(tiny_bundle: Bundle) -> None:
+    model = ir.load(tiny_bundle.file("model.onnx"))
+    for name, value in model.graph.initializers.items():
+        if value.const_value.size == 1 and abs(float(value.const_value.numpy().item()) - 2**0.5) < 1e-6:
+            value.const_value = ir.tensor(np.float32(1.7), name=name)
+    assert rewrite(model, "cpu", False, True)["bias_gelu"] == 0
