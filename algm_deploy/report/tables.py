@@ -1,10 +1,292 @@
-"""Tables for terminals and Markdown from rows of text."""
+"""Tables: from records to rows of text, and from rows to a terminal, Markdown or HTML."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any, NamedTuple
+
+from algm_deploy.report.published import NO_REDUCTION, Published
+from algm_deploy.report.records import Measured, baseline, may_share_row, plan_name
 
 Row = Sequence[str]
+Record = Mapping[str, Any]
+
+UNKNOWN = "-"
+_NUMBER = re.compile(r"[-+]?\d[\d.,]*(e[-+]?\d+)?( %)?( \([-+][\d.]+\))?|-")
+
+# What a link of the parity chain compares, for readers who see it for the first time.
+LINKS = {
+    "network": "without merging, the network equals the original",
+    "operators": "PyTorch's merging equals its definition in NumPy",
+    "graph": "the exported graph is the one the recipe asks for",
+    "numbers": "the runtime equals PyTorch when PyTorch uses the runtime's merge decisions",
+    "decisions": "the runtime decides as PyTorch does, or rounding noise explains the difference",
+    "labels": "label maps equal those of PyTorch deciding for itself",
+}
+
+# Columns of a speed table, in order; a column appears where a record holds its key.
+_SPEED = (
+    ("variant", "variant", None),
+    ("protocol", "protocol", None),
+    ("batch", "batch", 0),
+    ("device", "device", None),
+    ("pictures", "pictures", None),
+    ("throughput_img_per_s", "img/s", 1),
+    ("latency_ms_p50", "p50 ms", 2),
+    ("latency_ms_p90", "p90 ms", 2),
+    ("latency_ms_p99", "p99 ms", 2),
+    ("tokens_after_clap_mean", "tokens after CLAP", 0),
+    ("tokens_after_gbm_mean", "tokens after GBM", 0),
+    ("gmacs_per_window_mean", "GMACs per window", 2),
+    ("speedup", "speed-up", 2),
+    ("merge_efficiency", "merge efficiency", 2),
+)
+
+
+class Table(NamedTuple):
+    """A header, units included, and rows of the same length."""
+
+    header: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+
+
+# ------------------------------------------------------------------------------------------------------------- records
+
+
+def parity_table(record: Record) -> Table:
+    """The links of one parity record."""
+    rows = [
+        (
+            str(link["number"]),
+            link["name"],
+            LINKS.get(link["name"], UNKNOWN),
+            "passed" if link["passed"] else "FAILED",
+            link["measured"],
+            link["gate"],
+        )
+        for link in record["links"]
+    ]
+    return Table(("", "link", "what is compared", "result", "measured", "would pass at"), rows)
+
+
+def quality_table(record: Record) -> Table:
+    """One evaluation record: the whole data set, then its slices where there are several."""
+    merges = merges_of(record)
+    parts = [("all", record), *(record["slices"].items() if len(record["slices"]) > 1 else [])]
+    header = ("slice", "images", "mIoU %", "pixel accuracy %", *(f"tokens after {merge_title(m)}" for m in merges))
+    rows = [
+        (
+            name,
+            str(part["images"]),
+            shown(part["miou_percent"], 2),
+            shown(part["pixel_accuracy_percent"], 2),
+            *(shown(part.get(f"tokens_after_{merge}_mean"), 0) for merge in merges),
+        )
+        for name, part in parts
+    ]
+    return Table(header, rows)
+
+
+def runs_table(rows: Sequence[Measured]) -> Table:
+    """Evaluation records beside each other: one row a record."""
+    header = ("runtime", "device", "plan", "precision", "output", "data set", "images", "mIoU %", "GMACs per window")
+    return Table(
+        header,
+        [
+            (
+                row.runtime,
+                row.record.get("device", "not recorded"),
+                plan_name(row.artifact.plan, merged_plan(rows)),
+                row.artifact.precision,
+                row.artifact.output,
+                f"{row.record['dataset']} {row.record['split']}",
+                str(row.record["images"]),
+                shown(row.record["miou_percent"], 2),
+                shown(row.record["gmacs_per_window_mean"], 2),
+            )
+            for row in rows
+        ],
+    )
+
+
+def cost_table(group: Sequence[Measured]) -> Table:
+    """Comparable evaluations, one row a plan: what merging saves and what it costs against the one without merging."""
+    reference = baseline(group)
+    base = reference.record["miou_percent"] if reference else None
+    merges = max((merges_of(row.record) for row in group), key=len)
+    rows = []
+    for row in group:
+        record = row.record
+        rows.append(
+            (
+                plan_name(row.artifact.plan, merged_plan(group)),
+                row.bundle,
+                with_difference(record["miou_percent"], base, row is reference),
+                shown(record["gmacs_per_window_mean"], 2),
+                *(shown(record.get(f"tokens_after_{merge}_mean", patches_of(record)), 0) for merge in merges),
+            )
+        )
+    tokens = (f"tokens after {merge_title(merge)}" for merge in merges)
+    return Table(("plan", "bundle", "mIoU %", "GMACs per window", *tokens), rows)
+
+
+def slice_table(group: Sequence[Measured]) -> Table:
+    """Comparable evaluations by slice: one column a plan, differences to the one without merging in brackets."""
+    return _parts_table(
+        group, "slice", {name: [r.record["slices"].get(name) for r in group] for name in _slices(group)}
+    )
+
+
+def class_table(group: Sequence[Measured]) -> Table:
+    """IoU in percent by class: one column a record, differences to the one without merging in brackets."""
+    reference = baseline(group)
+    rows = []
+    for name in group[0].record["iou_percent_by_class"]:
+        base = reference.record["iou_percent_by_class"][name] if reference else None
+        values = [(row, row.record["iou_percent_by_class"][name]) for row in group]
+        rows.append((name, *(with_difference(value, base, row is reference) for row, value in values)))
+    return Table(("class", *(f"IoU %, {plan_name(row.artifact.plan, merged_plan(group))}" for row in group)), rows)
+
+
+def speed_table(rows: Sequence[Measured]) -> Table:
+    """Speed records, one row each; a run that was not stable shows that instead of numbers."""
+    columns = [column for column in _SPEED if any(row.record.get(column[0]) is not None for row in rows)]
+    header = ("runtime", "bundle", "precision", "output", *(title for _, title, _ in columns))
+    lines = []
+    for row in rows:
+        cells = [_speed_cell(row.record, key, digits) for key, _, digits in columns]
+        lines.append((row.runtime, row.bundle, row.artifact.precision, row.artifact.output, *cells))
+    return Table(header, lines)
+
+
+def joined_table(pairs: Sequence[tuple[Measured, Measured]]) -> Table:
+    """Accuracy and speed of the same weights, plan and precision in one row, which names both outputs.
+
+    Raises:
+        ValueError: a pair that may not share a row.
+    """
+    header = (
+        "plan", "precision", "mIoU %", "accuracy from", "img/s", "p50 ms", "batch", "protocol", "speed from", "device",
+    )  # fmt: skip
+    rows = []
+    for accuracy, speed in pairs:
+        if not may_share_row(accuracy.artifact, speed.artifact):
+            raise ValueError("accuracy and speed of different weights, plans or precisions do not share a row")
+        rows.append(
+            (
+                plan_name(accuracy.artifact.plan, pairs[0][0].artifact.plan),
+                accuracy.artifact.precision,
+                shown(accuracy.record["miou_percent"], 2),
+                f"{accuracy.runtime}, {accuracy.artifact.output}",
+                _speed_cell(speed.record, "throughput_img_per_s", 1),
+                _speed_cell(speed.record, "latency_ms_p50", 2),
+                _speed_cell(speed.record, "batch", 0),
+                speed.record.get("protocol", UNKNOWN),
+                f"{speed.runtime}, {speed.artifact.output}",
+                speed.record.get("device", "not recorded"),
+            )
+        )
+    return Table(header, rows)
+
+
+def published_table(rows: Sequence[Published]) -> Table:
+    """Published rows with their units converted to those of measured ones, and their sources."""
+    header = ("method", "run by this project", "mIoU %", "GMACs", "img/s", "speed measured on", "source")
+    return Table(
+        header,
+        [
+            (
+                "dense" if row.method == NO_REDUCTION else f"{row.method}{f', {row.setting}' if row.setting else ''}",
+                "yes" if row.implemented else "no",
+                shown(row.miou_percent),
+                shown(row.gmacs),
+                shown(row.throughput_img_per_s),
+                row.throughput_conditions or UNKNOWN,
+                row.source,
+            )
+            for row in rows
+        ],
+    )
+
+
+def environment_table(facts: Record) -> Table:
+    """Versions and devices as a bundle's manifest holds them."""
+    rows = [("Python", facts["python"]), ("platform", facts["platform"])]
+    rows.append(("CPU", f"{facts['cpu']}, {facts['cpu_count']} cores"))
+    rows.append(("NVIDIA driver", facts["driver"] or "none"))
+    for device in facts["devices"]:
+        memory = f"{device['memory_bytes'] / 2**30:.0f} GiB"
+        rows.append(("GPU", f"{device['name']}, compute capability {device['compute_capability']}, {memory}"))
+    rows += list(facts["packages"].items())
+    return Table(("", "version or device"), rows)
+
+
+# -------------------------------------------------------------------------------------------------------------- values
+
+
+def shown(value: float | None, digits: int | None = None) -> str:
+    """A number with so many digits behind the point, or as it is; `-` where there is none."""
+    if value is None:
+        return UNKNOWN
+    return f"{value:g}" if digits is None else f"{value:.{digits}f}"
+
+
+def with_difference(value: float | None, base: float | None, is_base: bool) -> str:
+    """A percentage, and its difference to the base in points."""
+    if value is None or base is None or is_base:
+        return shown(value, 2)
+    return f"{value:.2f} ({value - base:+.2f})"
+
+
+def merges_of(record: Record) -> list[str]:
+    """Names of the merges that an evaluation or speed record has token counts of, in the order they run."""
+    return [key[len("tokens_after_") : -len("_mean")] for key in record if re.fullmatch(r"tokens_after_.+_mean", key)]
+
+
+def patches_of(record: Record) -> float:
+    """Patches of a window: the tokens that a network without merging keeps."""
+    return float(record["token_histograms"]["token_edges"][-1])
+
+
+def merge_title(merge: str) -> str:
+    """How a table calls a merge: CLAP, GBM, or GBM 11 among several."""
+    kind, _, layer = merge.partition("_")
+    return f"{kind.upper()} {layer}".strip()
+
+
+def merged_plan(group: Sequence[Measured]) -> Any:
+    """The first plan of a group that merges, which names of plans refer to; the dense one where none does."""
+    plans = [row.artifact.plan for row in group]
+    return next((plan for plan in plans if plan.layers), plans[0])
+
+
+def _slices(group: Sequence[Measured]) -> list[str]:
+    return sorted({name for row in group for name in row.record["slices"]})
+
+
+def _parts_table(group: Sequence[Measured], title: str, parts: Mapping[str, Sequence[Record | None]]) -> Table:
+    reference = baseline(group)
+    at = group.index(reference) if reference else None
+    rows = []
+    for name, records in parts.items():
+        values = [record["miou_percent"] if record else None for record in records]
+        base = values[at] if at is not None else None
+        images = next((str(record["images"]) for record in records if record), UNKNOWN)
+        rows.append((name, images, *(with_difference(v, base, i == at) for i, v in enumerate(values))))
+    names = (f"mIoU %, {plan_name(row.artifact.plan, merged_plan(group))}" for row in group)
+    return Table((title, "images", *names), rows)
+
+
+def _speed_cell(record: Record, key: str, digits: int | None) -> str:
+    value = record.get(key)
+    if record.get("stable") is False and isinstance(value, float):
+        return "not stable"
+    return str(value) if isinstance(value, str) else shown(value, digits)
+
+
+# --------------------------------------------------------------------------------------------------------------- forms
 
 
 def text_table(header: Row, rows: Sequence[Row]) -> str:
@@ -15,6 +297,33 @@ def text_table(header: Row, rows: Sequence[Row]) -> str:
 
 
 def markdown_table(header: Row, rows: Sequence[Row]) -> str:
-    """The same rows as Markdown."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    """The same rows as Markdown; columns of numbers are aligned to the right."""
+    numeric = _numeric(header, rows)
+    rule = ["---:" if right else "---" for right in numeric]
+    lines = [header, rule, *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+
+
+def html_table(header: Row, rows: Sequence[Row], caption: str = "") -> str:
+    """The same rows as HTML that scrolls by itself where the screen is narrow."""
+    numeric = _numeric(header, rows)
+    head = "".join(f"<th{_class(right)}>{escape(cell)}</th>" for cell, right in zip(header, numeric, strict=True))
+    body = "".join(
+        f"<tr>{''.join(_cell(cell, right) for cell, right in zip(row, numeric, strict=True))}</tr>" for row in rows
+    )
+    title = f'<p class="caption">{escape(caption)}</p>' if caption else ""
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f'{title}<div class="wide" style="--columns:{len(header)}">{table}</div>'
+
+
+def _numeric(header: Row, rows: Sequence[Row]) -> list[bool]:
+    return [bool(rows) and all(_NUMBER.fullmatch(row[i]) for row in rows) for i in range(len(header))]
+
+
+def _cell(cell: str, right: bool) -> str:
+    word = {"FAILED": ' class="bad"', "passed": ' class="good"'}.get(cell, "")
+    return f"<td{_class(right) or word}>{escape(cell)}</td>"
+
+
+def _class(right: bool) -> str:
+    return ' class="n"' if right else ""

@@ -1,0 +1,151 @@
+"""Pictures for a report: what a bundle makes of some photos, step by step, as panels."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+
+import cv2
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+from tqdm import tqdm
+
+from algm_deploy.bundle import Bundle
+from algm_deploy.evaluation.datasets import IGNORE, Classes, Dataset
+from algm_deploy.evaluation.predictor import Predictor
+from algm_deploy.evaluation.preprocessing import read_photo
+from algm_deploy.evaluation.sliding import Labels, Prediction
+from algm_deploy.report.colors import classes_of
+from algm_deploy.report.figures import Panel, Rgb
+from algm_deploy.report.pictures import SimilarityOf, _token_panels, window_similarity_of
+
+_WIDTH = 720  # pixels of a picture in a page
+_WRONG, _UNLABELLED = (213, 94, 0), (255, 255, 255)
+
+
+@dataclass(frozen=True)
+class Photo:
+    """A photo to show; `labels` (H, W) uint8 are its true classes, `IGNORE` where a pixel does not count."""
+
+    name: str
+    path: Path
+    labels: NDArray[np.uint8] | None = None
+
+
+@dataclass(frozen=True)
+class Example:
+    """One photo's panels in reading order."""
+
+    name: str
+    panels: tuple[Panel, ...]
+
+
+@dataclass(frozen=True)
+class Gallery:
+    """Examples as one runtime computed them, and the colours of the classes that occur in them."""
+
+    runtime: str
+    examples: tuple[Example, ...]
+    legend: tuple[tuple[str, tuple[int, int, int]], ...]
+
+
+def labelled_photos(dataset: Dataset, count: int) -> list[Photo]:
+    """Up to `count` photos spread evenly over a data set, with their labels."""
+    samples = dataset.subset(count).samples
+    return [Photo(sample.name, sample.image_path, dataset.labels_of(sample)) for sample in samples]
+
+
+def draw_gallery(bundle: Bundle, runtime: str, photos: Sequence[Photo], progress: bool = True) -> Gallery:
+    """Predicts each photo with and without merging, and draws both beside the steps in between.
+
+    Raises:
+        ImageError: a photo cannot be read or does not fit the bundle.
+        RuntimeUnavailableError: the runtime is not installed or cannot run here.
+    """
+    classes, plan = classes_of(bundle.recipe), bundle.recipe.merging
+    similarity_of = window_similarity_of(bundle) if plan.clap_layers else None
+    seen: set[int] = set()
+    examples = []
+    with Predictor(bundle, runtime) as merged, Predictor(bundle, runtime, merge=False) as dense:
+        for photo in tqdm(photos, "gallery", unit="photo", disable=None if progress else True):
+            pixels = read_photo(photo.path)
+            predictions = [merged.prediction(pixels), *([dense.prediction(pixels)] if plan.layers else [])]
+            panels = _steps(merged, pixels, predictions[0], similarity_of)
+            panels += _results(pixels, predictions, photo.labels, classes)
+            examples.append(Example(photo.name, tuple(panels)))
+            seen |= {int(index) for p in predictions for index in np.unique(p.labels)}
+    legend = tuple((classes.names[index], classes.palette[index]) for index in sorted(seen))
+    return Gallery(runtime, tuple(examples), legend)
+
+
+def data_url(panel: Panel) -> str:
+    """A panel's picture and what is drawn below it, as a data URL of at most `_WIDTH` pixels in width.
+
+    Pictures of few colours, such as label maps, stay sharp as PNG; others become JPEG.
+    """
+    picture = panel.picture if panel.foot is None else np.concatenate([panel.picture, panel.foot])
+    image = Image.fromarray(picture)
+    few = image.getcolors(256) is not None
+    if image.width > _WIDTH:
+        size = (_WIDTH, max(1, round(image.height * _WIDTH / image.width)))
+        image = image.resize(size, Image.Resampling.NEAREST if few else Image.Resampling.LANCZOS)
+    stream = BytesIO()
+    if few:
+        image.quantize(256).save(stream, "PNG", optimize=True)
+    else:
+        image.save(stream, "JPEG", quality=82)
+    return f"data:image/{'png' if few else 'jpeg'};base64,{base64.b64encode(stream.getvalue()).decode()}"
+
+
+def _steps(
+    predictor: Predictor, pixels: Rgb, prediction: Prediction, similarity_of: SimilarityOf | None
+) -> list[Panel]:
+    """The photo and, where the network merges, its window similarity and the tokens behind each merge."""
+    if predictor.signature.merges:
+        return _token_panels(predictor, pixels, prediction, similarity_of)[0]
+    return [Panel("Photo", f"{pixels.shape[1]} x {pixels.shape[0]} pixels", pixels)]
+
+
+def _results(
+    pixels: Rgb, predictions: Sequence[Prediction], truth: NDArray[np.uint8] | None, classes: Classes
+) -> list[Panel]:
+    merged = predictions[0].labels
+    dense = predictions[1].labels if len(predictions) > 1 else None
+    panels = [] if dense is None else [Panel("Prediction without merging", _wrong(dense, truth), _map(dense, classes))]
+    title = "Prediction" if dense is None else "Prediction with merging"
+    about = [_wrong(merged, truth)]
+    if dense is not None:
+        about.append(f"{_share(merged != dense)} of all pixels differ from the one without")
+    panels.append(Panel(title, "; ".join(filter(None, about)), _map(merged, classes)))
+    if truth is not None:
+        panels.append(Panel("Label", f"{_share(truth == IGNORE)} unlabelled (white)", _map(truth, classes)))
+        panels.append(Panel("Errors of the prediction" + (" with merging" if dense is not None else ""),
+                            "orange: wrong; white: unlabelled", _errors(pixels, merged, truth)))  # fmt: skip
+    return panels
+
+
+def _map(labels: Labels, classes: Classes) -> Rgb:
+    palette = np.full((256 if labels.dtype == np.uint8 else len(classes.palette), 3), 255, np.uint8)
+    palette[: len(classes.palette)] = classes.palette
+    colors: Rgb = palette[labels]
+    return colors
+
+
+def _errors(pixels: Rgb, labels: Labels, truth: NDArray[np.uint8]) -> Rgb:
+    grey = 80 + cv2.cvtColor(pixels, cv2.COLOR_RGB2GRAY) // 2  # stays darker than white, which means unlabelled
+    picture: Rgb = np.repeat(grey[..., None], 3, axis=2).astype(np.uint8)
+    picture[truth == IGNORE] = _UNLABELLED
+    picture[(labels != truth) & (truth != IGNORE)] = _WRONG
+    return picture
+
+
+def _wrong(labels: Labels, truth: NDArray[np.uint8] | None) -> str:
+    return "" if truth is None else f"{_share((labels != truth)[truth != IGNORE])} of the labelled pixels wrong"
+
+
+def _share(flags: NDArray[np.bool_]) -> str:
+    return f"{100 * flags.mean():.1f} %" if flags.size else "0 %"

@@ -1,0 +1,126 @@
+"""Records of one or several bundles as rows, and which of them may stand side by side."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from math import inf
+from typing import Any
+
+import numpy as np
+
+from algm_deploy.bundle import Bundle
+from algm_deploy.recipes import DENSE, MergePlan
+from algm_deploy.signature import CLAP_THRESHOLD, GBM_THRESHOLD
+
+PARITY, EVALUATION, SPEED, NOT_RUN = "parity", "evaluation", "speed", "not_run"
+WEIGHTS = "weights.safetensors"
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """What a figure was measured on: weights, merge plan with the thresholds in force, precision, output."""
+
+    weights_sha256: str
+    plan: MergePlan
+    precision: str
+    output: str
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One record of a bundle, which its folder names; `runtime` executed it."""
+
+    bundle: str
+    runtime: str
+    artifact: Artifact
+    record: Mapping[str, Any]
+
+
+def may_share_row(accuracy: Artifact, speed: Artifact) -> bool:
+    """Whether accuracy and speed may stand in one row: same weights, plan and precision, whatever each one's output."""
+    return (accuracy.weights_sha256, accuracy.plan, accuracy.precision) == (
+        speed.weights_sha256,
+        speed.plan,
+        speed.precision,
+    )
+
+
+def measured(bundle: Bundle, section: str) -> list[Measured]:
+    """The records in a section of a bundle's manifest; their keys start with the runtime's name."""
+    found = []
+    for key, record in bundle.manifest.get(section, {}).items():
+        runtime = key.split()[0]
+        found.append(Measured(bundle.path.name, runtime, artifact_of(bundle, runtime, record), record))
+    return found
+
+
+def artifact_of(bundle: Bundle, runtime: str, record: Mapping[str, Any]) -> Artifact:
+    """What a record was measured on; an engine may have another precision than the bundle it was built from."""
+    recipe = bundle.recipe
+    engine = bundle.manifest.get("engines", {}).get(runtime)
+    precision = engine["facts"]["precision"] if engine else recipe.precision
+    plan = plan_in_force(recipe.merging, record.get("thresholds", {}))
+    return Artifact(bundle.files[WEIGHTS].sha256, plan, precision, recipe.output)
+
+
+def plan_in_force(plan: MergePlan, thresholds: Mapping[str, float | str]) -> MergePlan:
+    """The plan with the thresholds of a run, in fp32 as the network gets them; plans without merging are all equal.
+
+    Thresholds may be texts, as JSON has no infinity. A merge that waits for an infinite similarity is none.
+    """
+    clap, gbm = (
+        float(np.float32(thresholds.get(name, default)))
+        for name, default in ((CLAP_THRESHOLD, plan.clap_threshold), (GBM_THRESHOLD, plan.gbm_threshold))
+    )
+    clap_layers, gbm_layers = plan.clap_layers if clap < inf else (), plan.gbm_layers if gbm < inf else ()
+    if not clap_layers and not gbm_layers:
+        return DENSE
+    return replace(plan, clap_layers=clap_layers, gbm_layers=gbm_layers, clap_threshold=clap, gbm_threshold=gbm)
+
+
+def plan_name(plan: MergePlan, reference: MergePlan) -> str:
+    """Short name of a plan beside others: its threshold, and where it otherwise differs from `reference`."""
+    if not plan.layers:
+        return "dense"
+    parts = [f"tau {plan.clap_threshold:.4g}"] if plan.clap_layers else [f"GBM only, x {plan.gbm_threshold:.4g}"]
+    for item in fields(plan):
+        value = getattr(plan, item.name)
+        differs = reference.layers and value != getattr(reference, item.name)
+        if differs and item.name != CLAP_THRESHOLD:
+            parts.append(f"{item.name} {_text(value)}")
+    return ", ".join(parts)
+
+
+def comparable(rows: Sequence[Measured]) -> list[list[Measured]]:
+    """Evaluations grouped by what must be equal for their mIoU to be compared: all but plan, threshold and output.
+
+    Equal are weights, precision, runtime, protocol and the pictures, as far as their number and labelled pixels tell.
+    Within a group the order is from most multiply-adds, or tokens, to fewest.
+    """
+    groups: dict[str, list[Measured]] = {}
+    for row in rows:
+        record = row.record
+        key = (
+            row.artifact.weights_sha256,
+            row.artifact.precision,
+            row.runtime,
+            *(record[name] for name in ("dataset", "split", "protocol", "images", "labelled_pixels")),
+        )
+        groups.setdefault(json.dumps(key, sort_keys=True), []).append(row)
+    return [sorted(group, key=lambda row: -(row.record["gmacs_per_window_mean"] or 0)) for group in groups.values()]
+
+
+def baseline(group: Sequence[Measured]) -> Measured | None:
+    """The evaluation without merging in a comparable group."""
+    return next((row for row in group if not row.artifact.plan.layers), None)
+
+
+def joined(accuracy: Sequence[Measured], speed: Sequence[Measured]) -> list[tuple[Measured, Measured]]:
+    """Every pair of an accuracy and a speed record that may share a row."""
+    return [(a, s) for s in speed for a in accuracy if may_share_row(a.artifact, s.artifact)]
+
+
+def _text(value: Any) -> str:
+    return "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
