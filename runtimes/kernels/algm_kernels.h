@@ -160,7 +160,8 @@ ALGM_BOTH(int, unmerge,
           (const algm_unmerge_params *params, const void *values, const int64_t *map, void *out, void *stream))
 
 /* scores (B,S,K), map (B,N) -> labels (B,height,width): unmerge, bilinear resize with half-pixel centres
- * (align_corners=False), argmax with ties to the lower class; the full-size scores never exist. Scores are finite; NaN never wins. */
+ * (align_corners=False), argmax with ties to the lower class; the full-size scores never exist. A class with an infinite
+ * score or a NaN never wins around it. */
 ALGM_BOTH(int, label_map,
           (const algm_label_map_params *params, const void *scores, const int64_t *map, void *labels, void *stream))
 

@@ -34,7 +34,7 @@ void find_candidates(const T *const (&corners)[4], int64_t classes, std::vector<
     for (int64_t k = 0; k < classes; ++k) {
         float c[4];
         for (int i = 0; i < 4; ++i) c[i] = to_float(corners[i][k]);
-        if (std::isnan(c[0] + c[1] + c[2] + c[3])) continue;
+        if (!std::isfinite(c[0] + c[1] + c[2] + c[3])) continue;
         lower_bound = std::max(lower_bound, *std::min_element(c, c + 4));
         for (float corner : c) largest = std::max(largest, std::fabs(corner));
         found.push_back({c[0], c[1] - c[0], c[2], c[3] - c[2], k});

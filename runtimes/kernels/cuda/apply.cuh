@@ -15,6 +15,7 @@ struct ApplyShape {
 
 constexpr int kMemberList = 64;  // members of a merge that a warp looks at before it adds them up
 constexpr int kApplyWarps = 8;
+constexpr int64_t kManyRows = 8192;  // about two waves of warps on a large GPU
 
 // sum / weight correctly rounded, from the correctly rounded inverse: one product and one correction (Markstein 1990).
 __device__ inline float divide(float sum, float weight, float inverse) {
@@ -22,16 +23,17 @@ __device__ inline float divide(float sum, float weight, float inverse) {
     return fmaf(fmaf(-quotient, weight, sum), inverse, quotient);
 }
 
-// One warp a strip of an output row, a pack a lane. `members.visit(image, merge, list, add)` writes the rows of a merge
-// to `list` and calls add(count) whenever it has some; all lanes of a warp visit together.
+// One warp a span of packs of an output row: whole rows where there are many, shorter spans where a batch is too small to
+// fill the device. `members.visit(image, merge, list, add)` writes the rows of a merge to `list` and calls add(count)
+// whenever it has some; all lanes of a warp visit together.
 template <class T, int V, class Members>
 __global__ void __launch_bounds__(kApplyWarps *kWarp, 5)  // five blocks: enough loads in flight
-    apply_kernel(ApplyShape shape, Members members, int bound, int strips, const T *tokens, const float *size,
+    apply_kernel(ApplyShape shape, Members members, int bound, int spans, int span, const T *tokens, const float *size,
                  T *out_tokens, float *out_size) {
     __shared__ int lists[kApplyWarps][kMemberList];
     const int unit = blockIdx.x * kApplyWarps + warp_index();
-    if (unit >= bound * strips) return;
-    const int row = Members::kLongRowsLast ? bound - 1 - unit / strips : unit / strips;
+    if (unit >= bound * spans) return;
+    const int row = Members::kLongRowsLast ? bound - 1 - unit / spans : unit / spans;
     // Last image first: decide read the images in order, so the last ones are still in the cache.
     const int image = gridDim.y - 1 - blockIdx.y;
     // Three loads that do not wait for each other; a source past the image's length is never used.
@@ -40,49 +42,59 @@ __global__ void __launch_bounds__(kApplyWarps *kWarp, 5)  // five blocks: enough
     const int32_t source = row < shape.rows_in ? shape.source[int64_t{image} * shape.rows_in + row] : 0;
     if (row >= rows_out) return;
 
-    const int packs = shape.width / V, pack = unit % strips * kWarp + lane_index();
-    const bool active = pack < packs;
+    const int begin = unit % spans * span, end = min(begin + span, shape.width / V);
+    const int64_t out_row = image * rows_out + row;
     tokens += int64_t{image} * shape.rows_in * shape.width;
     size += int64_t{image} * shape.rows_in;
-    Pack<T, V> result;
+    auto *out = reinterpret_cast<Pack<T, V> *>(out_tokens + out_row * shape.width);
     float total = 0;
     if (exists && source >= 0) {
-        if (active) result = load_pack<T, V>(tokens + int64_t{source} * shape.width, pack);
+        const T *from = tokens + int64_t{source} * shape.width;
+#pragma unroll 4
+        for (int pack = begin + lane_index(); pack < end; pack += kWarp) out[pack] = load_pack<T, V>(from, pack);
         total = size[source];
     } else if (exists) {
-        float sum[V] = {}, weight = 0;
-        int *list = lists[warp_index()];
-        const auto add = [&](int count) {
-            for (int start = 0; start < count; start += Members::kTogether) {
-                Pack<T, V> values[Members::kTogether];
-                float sizes[Members::kTogether];
+        for (int first = begin; first < end; first += kWarp) {
+            const int pack = min(first + lane_index(), end - 1);  // lanes past the end repeat the last pack
+            float sum[V] = {}, weight = 0;
+            int *list = lists[warp_index()];
+            total = 0;
+            const auto add = [&](int count) {
+                for (int start = 0; start < count; start += Members::kTogether) {
+                    Pack<T, V> values[Members::kTogether];
+                    float sizes[Members::kTogether];
 #pragma unroll
-                for (int m = 0; m < Members::kTogether; ++m) {  // past the end: the last member once more, not counted
-                    const int member = list[min(start + m, count - 1)];
-                    sizes[m] = start + m < count ? size[member] : 0.0f;
-                    values[m] = load_pack<T, V>(tokens + int64_t{member} * shape.width, active ? pack : 0);
+                    for (int m = 0; m < Members::kTogether; ++m) {  // past the end: the last member, not counted
+                        const int member = list[min(start + m, count - 1)];
+                        sizes[m] = start + m < count ? size[member] : 0.0f;
+                        values[m] = load_pack<T, V>(tokens + int64_t{member} * shape.width, pack);
+                    }
+#pragma unroll
+                    for (int m = 0; m < Members::kTogether; ++m) {
+                        const float w = shape.weighted ? sizes[m] : start + m < count ? 1.0f : 0.0f;
+                        weight += w;
+                        total += sizes[m];
+#pragma unroll
+                        for (int v = 0; v < V; ++v) sum[v] = fmaf(w, to_float(values[m].value[v]), sum[v]);
+                    }
                 }
+            };
+            members.visit(image, -1 - source, list, add);
+            const float inverse = __frcp_rn(weight);
+            Pack<T, V> mean;
 #pragma unroll
-                for (int m = 0; m < Members::kTogether; ++m) {
-                    const float w = shape.weighted ? sizes[m] : start + m < count ? 1.0f : 0.0f;
-                    weight += w;
-                    total += sizes[m];
-#pragma unroll
-                    for (int v = 0; v < V; ++v) sum[v] = fmaf(w, to_float(values[m].value[v]), sum[v]);
-                }
-            }
-        };
-        members.visit(image, -1 - source, list, add);
-        const float inverse = __frcp_rn(weight);
-#pragma unroll
-        for (int v = 0; v < V; ++v) result.value[v] = from_float<T>(weight > 0 ? divide(sum[v], weight, inverse) : 0.0f);
+            for (int v = 0; v < V; ++v)
+                mean.value[v] = from_float<T>(weight > 0 ? divide(sum[v], weight, inverse) : 0.0f);
+            out[pack] = mean;
+            __syncwarp();
+        }
     } else {
+        Pack<T, V> zeros;
 #pragma unroll
-        for (int v = 0; v < V; ++v) result.value[v] = from_float<T>(0.0f);
+        for (int v = 0; v < V; ++v) zeros.value[v] = from_float<T>(0.0f);
+        for (int pack = begin + lane_index(); pack < end; pack += kWarp) out[pack] = zeros;
     }
-    const int64_t out_row = image * rows_out + row;
-    if (active) reinterpret_cast<Pack<T, V> *>(out_tokens + out_row * shape.width)[pack] = result;
-    if (pack == 0) out_size[out_row] = total;
+    if (begin == 0 && lane_index() == 0) out_size[out_row] = total;
 }
 
 template <class Members>
@@ -94,12 +106,14 @@ int launch_apply(int32_t dtype, int64_t batch, const ApplyShape &shape, const Me
     return with_dtype(dtype, shape.width, is_aligned(tokens) && is_aligned(out_tokens), [&](auto type, auto pack) {
         using T = decltype(type);
         constexpr int V = decltype(pack)::value;
-        const int64_t strips = ceil_div(shape.width, V * kWarp);
-        if (bound * strips > INT32_MAX - kApplyWarps) return static_cast<int>(ALGM_UNSUPPORTED);
-        const dim3 grid(static_cast<unsigned>(ceil_div(bound * strips, kApplyWarps)), static_cast<unsigned>(batch));
+        const int64_t packs = shape.width / V, short_spans = ceil_div(packs, kWarp);
+        const int64_t spans = batch * bound < kManyRows ? short_spans : 1;
+        const int64_t span = spans == 1 ? packs : kWarp;
+        if (bound * spans > INT32_MAX - kApplyWarps) return static_cast<int>(ALGM_UNSUPPORTED);
+        const dim3 grid(static_cast<unsigned>(ceil_div(bound * spans, kApplyWarps)), static_cast<unsigned>(batch));
         apply_kernel<T, V><<<grid, kApplyWarps * kWarp, 0, stream_of(stream)>>>(
-            shape, members, static_cast<int>(bound), static_cast<int>(strips), static_cast<const T *>(tokens), size,
-            static_cast<T *>(out_tokens), out_size);
+            shape, members, static_cast<int>(bound), static_cast<int>(spans), static_cast<int>(span),
+            static_cast<const T *>(tokens), size, static_cast<T *>(out_tokens), out_size);
         return launched();
     });
 }

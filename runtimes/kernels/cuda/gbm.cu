@@ -6,7 +6,7 @@ using namespace algm::cuda;
 
 namespace {
 
-constexpr int64_t kSmallestTile = SmallTile::SIDE;  // the most partial results that a row can have come from here
+constexpr int64_t kSmallestTile = TinyTile::SIDE;  // the most partial results that a row can have come from here
 
 // The plan, and what the similarity kernel leaves for the decision: the best match of every row within each tile.
 struct Workspace {
@@ -50,15 +50,23 @@ int launch_tensor(const algm_gbm_params &p, Sets *sets, const void *tokens, Matc
     return launched();
 }
 
-// Large tiles read every row less often, small ones keep more multiprocessors busy.
+// Products in a grid of tiles, the padding at the edges counted.
+template <class Tile>
+int64_t tile_count(const algm_gbm_params &p) {
+    return p.batch * ceil_div(max_a(p), Tile::SIDE) * ceil_div(max_b(p), Tile::SIDE);
+}
+
+// Tiny tiles where others would leave multiprocessors idle; large ones, which read each row less often, where there are
+// plenty and little of them is padding. Any choice gives the same result.
 template <class T>
 int launch_tensor(const algm_gbm_params &p, const Device &device, Sets *sets, const void *tokens, Match *partial,
                   const RowCount &count, void *stream) {
-    const int64_t large_blocks =
-        p.batch * ceil_div(max_a(p), LargeTile::SIDE) * ceil_div(max_b(p), LargeTile::SIDE);
-    if (device.shared_bytes < LargeTile::SHARED_BYTES || large_blocks < device.multiprocessors)
-        return launch_tensor<T, SmallTile>(p, sets, tokens, partial, count, stream);
-    return launch_tensor<T, LargeTile>(p, sets, tokens, partial, count, stream);
+    const int64_t small = tile_count<SmallTile>(p), large = tile_count<LargeTile>(p);
+    if (small < device.multiprocessors) return launch_tensor<T, TinyTile>(p, sets, tokens, partial, count, stream);
+    const bool fits = device.shared_bytes >= LargeTile::SHARED_BYTES;
+    if (fits && large >= 2 * device.multiprocessors && 10 * 4 * large <= 11 * small)
+        return launch_tensor<T, LargeTile>(p, sets, tokens, partial, count, stream);
+    return launch_tensor<T, SmallTile>(p, sets, tokens, partial, count, stream);
 }
 
 // sm_75 has no bf16 tensor cores. What counts is the architecture the kernel was compiled for: code for sm_75 that the
@@ -105,6 +113,7 @@ struct Matches {
         const int64_t index = int64_t{image} * sets.a_max + i;
         if (partial == nullptr) return {best[index], best_row[index]};
         Match match = no_match();
+#pragma unroll 4
         for (int t = 0; t < sets.tiles; ++t) {
             const Match other = partial[index * sets.tiles + t];
             match.take(other.similarity, other.column);
@@ -242,12 +251,15 @@ __device__ void choose_targets(const Decision &d, const float *best, const int32
     __syncthreads();
 }
 
+constexpr int kSharedRows = 2048;  // rows of set A whose similarities fit into shared memory
+
 // One block an image: threshold, who merges, new row numbers, composed map.
 __global__ void __launch_bounds__(1024) decide_kernel(Decision d) {
     const Sets &sets = d.matches.sets;
     const int image = blockIdx.x, a_count = sets.a_count(image), b_count = sets.b_count(image);
     const int64_t a_offset = int64_t{image} * sets.a_max, row_offset = int64_t{image} * sets.rows;
-    float *best = d.plan.best + a_offset;
+    __shared__ float shared_best[kSharedRows];
+    float *best = sets.a_max <= kSharedRows ? shared_best : d.plan.best + a_offset;
     int32_t *best_row = d.plan.best_row + a_offset, *target = d.plan.target + a_offset;
     int32_t *row = d.plan.row + row_offset, *source = d.plan.source + row_offset;
     for (int i = threadIdx.x; i < a_count; i += blockDim.x) {

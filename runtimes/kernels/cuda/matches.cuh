@@ -109,11 +109,45 @@ struct TensorTile {
     static constexpr int DEPTH = 64, CHUNKS = DEPTH / 8, STAGES = 3;                    // 16-bit values, 16-byte chunks
     static constexpr int STAGE_BYTES = 2 * SIDE * DEPTH * 2;
     static constexpr int SHARED_BYTES = STAGES * STAGE_BYTES + 2 * SIDE * static_cast<int>(sizeof(float));
-    static_assert(THREADS == 2 * SIDE && CHUNKS == 8, "a thread sums the squares of one row and copies SIDE / 4 apart");
+    static_assert(THREADS == 2 * SIDE && CHUNKS == 8, "a thread copies rows that are SIDE / 4 apart");
+    static_assert(ROWS_M % WARPS_N == 0 && COLUMNS_N / 2 % WARPS_M == 0, "warps share the norms of their rows evenly");
     static_assert(SIDE * WARPS_N * sizeof(Match) <= STAGE_BYTES, "the stages are reused for the last reduction");
 };
 using LargeTile = TensorTile<128, 2, 4>;
 using SmallTile = TensorTile<64, 2, 2>;
+using TinyTile = TensorTile<32, 1, 2>;
+
+// Squared norms of sixteen rows, from the diagonal of their product with themselves: what the registers hold as rows of a
+// product they also hold as its columns. Two of the four sums a lane gets lie on the diagonal in half of the lanes.
+struct SquaredNorms {
+    float upper[4] = {}, lower[4] = {};  // products of rows 0-7 and of rows 8-15
+
+    template <class T>
+    __device__ void add(const unsigned (&rows)[4], T type) {
+        multiply(upper, rows, rows[0], rows[2], type);
+        multiply(lower, rows, rows[1], rows[3], type);
+    }
+
+    // Writes the inverse norms of the rows to scale[0..15].
+    __device__ void write(float *scale) const {
+        const int row = lane_index() / 4, column = lane_index() % 4 * 2;
+        if (row == column || row == column + 1) {
+            scale[row] = inverse_norm(row == column ? upper[0] : upper[1]);
+            scale[row + 8] = inverse_norm(row == column ? lower[2] : lower[3]);
+        }
+    }
+};
+
+// One of N register groups, chosen without indexing registers at run time.
+template <int N>
+__device__ void pick(unsigned (&out)[4], const unsigned (&groups)[N][4], int which) {
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+        out[r] = groups[0][r];
+#pragma unroll
+        for (int n = 1; n < N; ++n) out[r] = which == n ? groups[n][r] : out[r];
+    }
+}
 
 template <class T, class Tile>
 __global__ void __launch_bounds__(Tile::THREADS, 2) tensor_match_kernel(Sets sets, const T *tokens, Match *partial, RowCount count) {
@@ -152,7 +186,8 @@ __global__ void __launch_bounds__(Tile::THREADS, 2) tensor_match_kernel(Sets set
 
     const int lane = lane_index(), warp_m = warp_index() / Tile::WARPS_N, warp_n = warp_index() % Tile::WARPS_N;
     float sums[Tile::ROWS_M][Tile::COLUMNS_N][4] = {};
-    float squares[4] = {};
+    constexpr int kNormsA = Tile::ROWS_M / Tile::WARPS_N, kNormsB = Tile::COLUMNS_N / 2 / Tile::WARPS_M;
+    SquaredNorms norms_a[kNormsA], norms_b[kNormsB];
     for (int step = 0; step < Tile::STAGES - 1; ++step) fetch(step);
     for (int step = 0; step < steps; ++step) {
         wait_copies<Tile::STAGES - 2>();
@@ -174,19 +209,26 @@ __global__ void __launch_bounds__(Tile::THREADS, 2) tensor_match_kernel(Sets set
 #pragma unroll
                 for (int n = 0; n < Tile::COLUMNS_N; ++n)
                     multiply(sums[m][n], a[m], b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1], T{});
-            // The norms come from the same shared memory: this thread's row, two chunks at a time.
+            // Warps that hold the same rows take turns at the norms.
 #pragma unroll
-            for (int c = 0; c < 2; ++c) {
-                const Pack<T, 8> values = *reinterpret_cast<const Pack<T, 8> *>(chunk_of(stage, threadIdx.x, 2 * k + c));
+            for (int m = 0; m < kNormsA; ++m) {
+                unsigned own[4];
+                pick(own, a, warp_n * kNormsA + m);
+                norms_a[m].add(own, T{});
+            }
 #pragma unroll
-                for (int v = 0; v < 8; ++v) {
-                    const float x = to_float(values.value[v]);
-                    squares[v % 4] = fmaf(x, x, squares[v % 4]);
-                }
+            for (int n = 0; n < kNormsB; ++n) {
+                unsigned own[4];
+                pick(own, b, warp_m * kNormsB + n);
+                const unsigned as_rows[4] = {own[0], own[2], own[1], own[3]};
+                norms_b[n].add(as_rows, T{});
             }
         }
     }
-    scales[threadIdx.x] = inverse_norm((squares[0] + squares[1]) + (squares[2] + squares[3]));
+    for (int m = 0; m < kNormsA; ++m)
+        norms_a[m].write(scales + (warp_m * Tile::ROWS_M + warp_n * kNormsA + m) * 16);
+    for (int n = 0; n < kNormsB; ++n)
+        norms_b[n].write(scales + Tile::SIDE + (warp_n * Tile::COLUMNS_N / 2 + warp_m * kNormsB + n) * 16);
     __syncthreads();  // scales are written, and the stages are free
 
     Match *warp_best = reinterpret_cast<Match *>(shared);  // (WARPS_N, SIDE)

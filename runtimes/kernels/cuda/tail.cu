@@ -9,136 +9,183 @@ using namespace algm::cuda;
 
 namespace {
 
-constexpr int kCopyWarps = 8;
+constexpr int kCopyWarps = 8, kCopyPatches = 4;
 
-// One warp a patch copies its row, whose bytes are a whole number of words; a row that does not exist is zeros.
+// One warp copies the rows of four patches, word by word; a row that does not exist is zeros.
 template <class Word>
 __global__ void unmerge_kernel(int64_t total, int64_t patches, int64_t rows, int words, int64_t prefix,
                                const Word *values, const int64_t *map, Word *out) {
-    const int64_t patch = int64_t{blockIdx.x} * kCopyWarps + warp_index();
-    if (patch >= total) return;
-    const int64_t row = map[patch] - prefix;
-    const bool exists = row >= 0 && row < rows;
-    const Word *from = values + (patch / patches * rows + (exists ? row : 0)) * words;
-    out += patch * words;
-#pragma unroll 4
-    for (int w = lane_index(); w < words; w += kWarp) out[w] = exists ? from[w] : Word{};
+    const int64_t first = (int64_t{blockIdx.x} * kCopyWarps + warp_index()) * kCopyPatches;
+    const Word *from[kCopyPatches];
+#pragma unroll
+    for (int i = 0; i < kCopyPatches; ++i) {
+        const int64_t patch = first + i, row = patch < total ? map[patch] - prefix : -1;
+        from[i] = row >= 0 && row < rows ? values + (patch / patches * rows + row) * words : nullptr;
+    }
+    for (int w = lane_index(); w < words; w += kWarp) {
+        Word copied[kCopyPatches];
+#pragma unroll
+        for (int i = 0; i < kCopyPatches; ++i) copied[i] = from[i] == nullptr ? Word{} : from[i][w];
+#pragma unroll
+        for (int i = 0; i < kCopyPatches; ++i)
+            if (first + i < total) out[(first + i) * words + w] = copied[i];
+    }
 }
 
 template <class Word>
 int launch_unmerge(const algm_unmerge_params &p, const void *values, const int64_t *map, void *out, void *stream) {
     const int64_t total = p.batch * p.patches, words = p.width * dtype_bytes(p.dtype) / static_cast<int64_t>(sizeof(Word));
-    unmerge_kernel<<<static_cast<unsigned>(ceil_div(total, kCopyWarps)), kCopyWarps * kWarp, 0, stream_of(stream)>>>(
+    const unsigned blocks = static_cast<unsigned>(ceil_div(total, kCopyWarps * kCopyPatches));
+    unmerge_kernel<<<blocks, kCopyWarps * kWarp, 0, stream_of(stream)>>>(
         total, p.patches, p.rows, static_cast<int>(words), p.prefix, static_cast<const Word *>(values), map,
         static_cast<Word *>(out));
     return launched();
 }
 
-constexpr int kSide = 16;      // a warp labels a square of 16 x 16 pixels: two lanes a column,
-constexpr int kPixels = 8;     // eight pixels a lane
-constexpr int kGroup = 4;      // classes whose maximum is formed before it is compared with the best so far
-constexpr int kMaxList = 256;  // candidates held at a time
-constexpr int kCellWarps = 4;  // warps of a block
+constexpr int kSide = 16;       // a warp labels a square of 16 x 16 pixels of one cell
+constexpr int kRegion = 8;      // in four regions of 8 x 8,
+constexpr int kPixels = 2;      // two neighbours of a column a lane
+constexpr int kGroup = 4;       // classes whose maximum is formed before it is compared with the best so far
+constexpr int kMaxWarps = 4;    // warps of a block
+constexpr int64_t kSharedBytes = 48 * 1024;
 
 struct Shape {
     Axis down, across;
-    int rows, classes, prefix, parts_y, parts_x, list;
+    int rows, classes, prefix, parts_y, parts_x, warps_per_block;
     int64_t warps;  // images x cells x parts of a cell
-};
 
-// The steps of one class inside one cell. Each value is formed by the same three fused multiply-adds wherever it is
-// needed, so that the class of a maximum can be found again by comparing bits.
-__device__ inline float upper_at(float4 c, float fx) { return fmaf(fx, c.y, c.x); }
-__device__ inline float lower_at(float4 c, float fx) { return fmaf(fx, c.w, c.z); }
-__device__ inline float value_at(float upper, float lower, float fy) { return fmaf(fy, lower - upper, upper); }
-
-// The best class of a lane's pixels so far.
-struct Labels {
-    float best[kPixels];
-    int label[kPixels];
-
-    // Goes through `count` candidates (a multiple of kGroup) in ascending class order.
-    __device__ void take(const float4 *planes, const int32_t *classes, int count, float fx, const float (&fy)[kPixels]) {
-        int group[kPixels];
-#pragma unroll
-        for (int r = 0; r < kPixels; ++r) group[r] = -1;
-        for (int g = 0; g < count; g += kGroup) {
-            float top[kPixels];
-#pragma unroll
-            for (int i = 0; i < kGroup; ++i) {
-                const float4 plane = planes[g + i];
-                const float upper = upper_at(plane, fx), lower = lower_at(plane, fx);
-#pragma unroll
-                for (int r = 0; r < kPixels; ++r) {
-                    const float value = value_at(upper, lower, fy[r]);
-                    top[r] = i == 0 ? value : fmaxf(top[r], value);
-                }
-            }
-#pragma unroll
-            for (int r = 0; r < kPixels; ++r)
-                if (top[r] > best[r]) {
-                    best[r] = top[r];
-                    group[r] = g;
-                }
-        }
-#pragma unroll
-        for (int r = 0; r < kPixels; ++r) {
-            if (group[r] < 0) continue;
-            for (int i = kGroup - 1; i >= 0; --i) {  // downwards: the lowest class of equals is written last
-                const float4 plane = planes[group[r] + i];
-                if (value_at(upper_at(plane, fx), lower_at(plane, fx), fy[r]) == best[r])
-                    label[r] = classes[group[r] + i];
-            }
-        }
+    // Every warp holds the planes of all classes and one of a class that never wins, then a list of classes.
+    __host__ __device__ int planes() const { return classes + 1; }
+    __host__ __device__ int list() const { return (classes + kGroup - 1) / kGroup * kGroup; }
+    __host__ __device__ int64_t bytes_per_warp() const {
+        return (planes() * sizeof(float4) + list() * sizeof(uint16_t) + 15) / 16 * 16;
     }
 };
 
-// The scores of the four patches around a cell; a row that the map should not name reads as zeros.
-template <class T>
-struct Corners {
-    const T *row[4];
+// One class inside one cell: the scores of the two left corners and the steps to the right ones, as x, z and y, w. Each
+// value is formed by the same operations wherever it is needed, so that the class of a maximum can be found again by
+// comparing bits.
+struct Plane {
+    float4 c;
 
-    __device__ Corners(const Shape &shape, const T *scores, const int64_t *map, int cy, int cx) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int y = shape.down.patch(cy + i / 2), x = shape.across.patch(cx + i % 2);
-            const int64_t from = map[int64_t{y} * shape.across.cells + x] - shape.prefix;
-            row[i] = from >= 0 && from < shape.rows ? scores + from * shape.classes : nullptr;
-        }
-    }
-
-    __device__ float4 at(int k) const {
-        const auto one = [&](int i) { return row[i] == nullptr ? 0.0f : to_float(row[i][k]); };
-        return make_float4(one(0), one(1), one(2), one(3));
-    }
+    __device__ float upper(float fx) const { return fmaf(fx, c.y, c.x); }
+    __device__ float lower(float fx) const { return fmaf(fx, c.w, c.z); }
+    __device__ static float between(float upper, float lower, float fy) { return fmaf(fy, lower - upper, upper); }
+    __device__ float at(float fx, float fy) const { return between(upper(fx), lower(fx), fy); }
 };
 
-__device__ inline float lowest(float4 c) { return fminf(fminf(c.x, c.y), fminf(c.z, c.w)); }
-__device__ inline float highest(float4 c) { return fmaxf(fmaxf(c.x, c.y), fmaxf(c.z, c.w)); }
-__device__ inline bool has_nan(float4 c) { return isnan(c.x + c.y + c.z + c.w); }
+struct Range {
+    float low, high;
+};
 
-// What a class must reach at some corner to win anywhere in the cell: interpolated values stay between the corners, so a
-// class whose highest corner lies below the lowest corner of another is out; the margin covers their rounding.
-template <class T>
-__device__ float corner_bound(const Corners<T> &corners, int classes) {
-    float bound = -INFINITY, largest = 0;
-    for (int k = lane_index(); k < classes; k += kWarp) {
-        const float4 c = corners.at(k);
-        if (has_nan(c)) continue;
-        bound = fmaxf(bound, lowest(c));
-        largest = fmaxf(largest, fmaxf(highest(c), -lowest(c)));
-    }
-    return warp_max(bound) - kInterpolationMargin * warp_max(largest);
+// Lowest and highest value of a plane in a rectangle: interpolation is linear along each axis, so both lie at corners.
+__device__ inline Range range_of(const Plane &plane, Range fx, Range fy) {
+    const float upper_left = plane.upper(fx.low), lower_left = plane.lower(fx.low);
+    const float upper_right = plane.upper(fx.high), lower_right = plane.lower(fx.high);
+    const float a = Plane::between(upper_left, lower_left, fy.low), b = Plane::between(upper_left, lower_left, fy.high);
+    const float c = Plane::between(upper_right, lower_right, fy.low), d = Plane::between(upper_right, lower_right, fy.high);
+    return {fminf(fminf(a, b), fminf(c, d)), fmaxf(fmaxf(a, b), fmaxf(c, d))};
 }
 
-// One warp a part of a cell: the classes that can win there go to a list in shared memory, then every pixel takes the
-// maximum over the list. A list that is full is worked off first.
+// Fills a warp's planes from the scores of the four patches around a cell; a row that the map should not name reads as
+// zeros. Returns the largest score, which scales the rounding errors.
+template <class T>
+__device__ float load_planes(const Shape &shape, const T *scores, const int64_t *map, int cy, int cx, float4 *planes) {
+    const T *row[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const int y = shape.down.patch(cy + i / 2), x = shape.across.patch(cx + i % 2);
+        const int64_t from = map[int64_t{y} * shape.across.cells + x] - shape.prefix;
+        row[i] = from >= 0 && from < shape.rows ? scores + from * shape.classes : nullptr;
+    }
+    const float4 loser = make_float4(-FLT_MAX, 0, -FLT_MAX, 0);
+    float largest = 0;
+#pragma unroll 2
+    for (int k = lane_index(); k < shape.planes(); k += kWarp) {
+        float c[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) c[i] = k < shape.classes && row[i] != nullptr ? to_float(row[i][k]) : 0.0f;
+        const bool valid = k < shape.classes && isfinite(c[0] + c[1] + c[2] + c[3]);
+        planes[k] = valid ? make_float4(c[0], c[1] - c[0], c[2], c[3] - c[2]) : loser;
+        if (valid) largest = fmaxf(largest, fmaxf(fmaxf(fabsf(c[0]), fabsf(c[1])), fmaxf(fabsf(c[2]), fabsf(c[3]))));
+    }
+    __syncwarp();
+    return warp_max(largest);
+}
+
+// Lists the classes that can win somewhere in a region, in ascending order, padded to whole groups; returns how many. A
+// class is out when its highest value lies below the lowest of another; the margin covers the rounding of both.
+__device__ inline int list_candidates(const Shape &shape, const float4 *planes, float margin, Range fx, Range fy,
+                                      uint16_t *list) {
+    float bound = -INFINITY;
+#pragma unroll 2
+    for (int k = lane_index(); k < shape.classes; k += kWarp) bound = fmaxf(bound, range_of({planes[k]}, fx, fy).low);
+    bound = warp_max(bound) - margin;
+    int count = 0;
+#pragma unroll 2
+    for (int start = 0; start < shape.classes; start += kWarp) {
+        const int k = start + lane_index();
+        const bool keep = k < shape.classes && range_of({planes[k]}, fx, fy).high >= bound;
+        const unsigned kept = __ballot_sync(kAllLanes, keep);
+        if (keep) list[count + __popc(kept & lanes_below())] = static_cast<uint16_t>(k);
+        count += __popc(kept);
+    }
+    const int padded = (count + kGroup - 1) / kGroup * kGroup;
+    if (lane_index() < padded - count) list[count + lane_index()] = static_cast<uint16_t>(shape.classes);
+    __syncwarp();
+    return padded;
+}
+
+// The best class of a lane's pixels among `count` listed ones; ties go to the lower class.
+__device__ inline void best_classes(const float4 *planes, const uint16_t *list, int count, float fx,
+                                    const float (&fy)[kPixels], int (&label)[kPixels]) {
+    float best[kPixels];
+    int group[kPixels];
+#pragma unroll
+    for (int r = 0; r < kPixels; ++r) {
+        best[r] = -INFINITY;
+        group[r] = 0;
+        label[r] = 0;
+    }
+#pragma unroll 2
+    for (int g = 0; g < count; g += kGroup) {
+        const ushort4 members = *reinterpret_cast<const ushort4 *>(list + g);
+        const int classes[kGroup] = {members.x, members.y, members.z, members.w};
+        float top[kPixels];
+#pragma unroll
+        for (int i = 0; i < kGroup; ++i) {
+            const Plane plane = {planes[classes[i]]};
+            const float upper = plane.upper(fx), lower = plane.lower(fx);
+#pragma unroll
+            for (int r = 0; r < kPixels; ++r) {
+                const float value = Plane::between(upper, lower, fy[r]);
+                top[r] = i == 0 ? value : fmaxf(top[r], value);
+            }
+        }
+#pragma unroll
+        for (int r = 0; r < kPixels; ++r)
+            if (top[r] > best[r]) {
+                best[r] = top[r];
+                group[r] = g;
+            }
+    }
+    if (count == 0) return;
+#pragma unroll
+    for (int r = 0; r < kPixels; ++r)
+#pragma unroll
+        for (int i = kGroup - 1; i >= 0; --i) {  // downwards: the lowest class of equals is written last
+            const int k = list[group[r] + i];
+            if (Plane{planes[k]}.at(fx, fy[r]) == best[r]) label[r] = k;
+        }
+}
+
+// One warp a part of a cell.
 template <class T, class Label>
-__global__ void __launch_bounds__(kCellWarps *kWarp) label_kernel(Shape shape, const T *scores, const int64_t *map, Label *labels) {
-    extern __shared__ float4 shared[];
-    float4 *planes = shared + warp_index() * shape.list;
-    int32_t *classes = reinterpret_cast<int32_t *>(shared + kCellWarps * shape.list) + warp_index() * shape.list;
-    int64_t index = int64_t{blockIdx.x} * kCellWarps + warp_index();
+__global__ void __launch_bounds__(kMaxWarps *kWarp) label_kernel(Shape shape, const T *scores, const int64_t *map, Label *labels) {
+    extern __shared__ __align__(16) unsigned char shared[];
+    float4 *planes = reinterpret_cast<float4 *>(shared + warp_index() * shape.bytes_per_warp());
+    uint16_t *list = reinterpret_cast<uint16_t *>(planes + shape.planes());
+    int64_t index = int64_t{blockIdx.x} * shape.warps_per_block + warp_index();
     if (index >= shape.warps) return;
     const auto next_digit = [&](int base) {
         const int digit = static_cast<int>(index % base);
@@ -147,54 +194,32 @@ __global__ void __launch_bounds__(kCellWarps *kWarp) label_kernel(Shape shape, c
     };
     const int cx = next_digit(shape.across.cells + 1) - 1, part_x = next_digit(shape.parts_x);
     const int cy = next_digit(shape.down.cells + 1) - 1, part_y = next_digit(shape.parts_y);
-    const int x0 = shape.across.first_pixel(cx) + part_x * kSide, x_end = shape.across.first_pixel(cx + 1);
-    const int y0 = shape.down.first_pixel(cy) + part_y * kSide, y_end = shape.down.first_pixel(cy + 1);
+    const int x0 = shape.across.first_pixel(cx) + part_x * kSide, x_end = min(x0 + kSide, shape.across.first_pixel(cx + 1));
+    const int y0 = shape.down.first_pixel(cy) + part_y * kSide, y_end = min(y0 + kSide, shape.down.first_pixel(cy + 1));
     if (x0 >= x_end || y0 >= y_end) return;
 
-    const int lane = lane_index(), x = x0 + lane % kSide, y = y0 + lane / kSide * kPixels;
-    const float fx = shape.across.fraction(x, cx);
-    float fy[kPixels];
-    Labels found;
+    const int64_t image = index;
+    const float largest = load_planes(shape, scores + image * shape.rows * shape.classes,
+                                      map + image * shape.down.cells * shape.across.cells, cy, cx, planes);
+    labels += image * shape.down.pixels * shape.across.pixels;
+    for (int top = y0; top < y_end; top += kRegion)
+        for (int left = x0; left < x_end; left += kRegion) {
+            const int bottom = min(top + kRegion, y_end) - 1, right = min(left + kRegion, x_end) - 1;
+            const Range fx = {shape.across.fraction(left, cx), shape.across.fraction(right, cx)};
+            const Range fy = {shape.down.fraction(top, cy), shape.down.fraction(bottom, cy)};
+            const int count = list_candidates(shape, planes, kInterpolationMargin * largest, fx, fy, list);
+            const int x = left + lane_index() % kRegion, y = top + lane_index() / kRegion * kPixels;
+            float pixel_fy[kPixels];
+            int label[kPixels];
 #pragma unroll
-    for (int r = 0; r < kPixels; ++r) {
-        fy[r] = shape.down.fraction(y + r, cy);
-        found.best[r] = -INFINITY;
-        found.label[r] = 0;
-    }
-    const Corners<T> corners(shape, scores + index * shape.rows * shape.classes,
-                             map + index * shape.down.cells * shape.across.cells, cy, cx);
-    const float bound = corner_bound(corners, shape.classes);
-    int count = 0;
-    const auto work_off = [&]() {
-        const int padded = (count + kGroup - 1) / kGroup * kGroup;
-        if (lane < padded - count) {
-            planes[count + lane] = make_float4(-FLT_MAX, 0, -FLT_MAX, 0);
-            classes[count + lane] = 0;
-        }
-        __syncwarp();
-        found.take(planes, classes, padded, fx, fy);
-        __syncwarp();
-        count = 0;
-    };
-    for (int start = 0; start < shape.classes; start += kWarp) {
-        if (count + kWarp > shape.list) work_off();
-        const int k = start + lane;
-        const float4 c = k < shape.classes ? corners.at(k) : make_float4(0, 0, 0, 0);
-        const bool keep = k < shape.classes && !has_nan(c) && highest(c) >= bound;
-        const unsigned kept = __ballot_sync(kAllLanes, keep);
-        if (keep) {
-            const int at = count + __popc(kept & lanes_below());
-            planes[at] = make_float4(c.x, c.y - c.x, c.z, c.w - c.z);
-            classes[at] = k;
-        }
-        count += __popc(kept);
-    }
-    work_off();
-    if (x >= x_end) return;
-    labels += (index * shape.down.pixels + y) * shape.across.pixels + x;
+            for (int r = 0; r < kPixels; ++r) pixel_fy[r] = shape.down.fraction(y + r, cy);
+            best_classes(planes, list, count, shape.across.fraction(x, cx), pixel_fy, label);
 #pragma unroll
-    for (int r = 0; r < kPixels; ++r)
-        if (y + r < y_end) labels[int64_t{r} * shape.across.pixels] = static_cast<Label>(found.label[r]);
+            for (int r = 0; r < kPixels; ++r)
+                if (x <= right && y + r <= bottom)
+                    labels[int64_t{y + r} * shape.across.pixels + x] = static_cast<Label>(label[r]);
+            __syncwarp();  // the list is about to be overwritten
+        }
 }
 
 // Squares needed to cover the longest cell of an axis. Rounding can lengthen a cell by one pixel where the ratio is odd,
@@ -215,15 +240,16 @@ int launch_labels(const algm_label_map_params &p, const void *scores, const int6
                    0,
                    0,
                    0};
+    const int64_t fitting = kSharedBytes / shape.bytes_per_warp();
+    if (fitting == 0) return ALGM_UNSUPPORTED;
+    shape.warps_per_block = static_cast<int>(fitting < kMaxWarps ? fitting : kMaxWarps);
     shape.parts_y = parts_of(shape.down);
     shape.parts_x = parts_of(shape.across);
-    const int64_t list = ceil_div(p.classes, kWarp) * kWarp;
-    shape.list = static_cast<int>(list < kMaxList ? list : kMaxList);
     shape.warps = p.batch * (p.grid_h + 1) * (p.grid_w + 1) * shape.parts_y * shape.parts_x;
-    const int64_t blocks = ceil_div(shape.warps, kCellWarps);
+    const int64_t blocks = ceil_div(shape.warps, shape.warps_per_block);
     if (blocks > INT32_MAX) return ALGM_UNSUPPORTED;
-    const size_t shared = kCellWarps * shape.list * (sizeof(float4) + sizeof(int32_t));
-    label_kernel<T, Label><<<static_cast<unsigned>(blocks), kCellWarps * kWarp, shared, stream_of(stream)>>>(
+    const size_t shared = shape.warps_per_block * shape.bytes_per_warp();
+    label_kernel<T, Label><<<static_cast<unsigned>(blocks), shape.warps_per_block * kWarp, shared, stream_of(stream)>>>(
         shape, static_cast<const T *>(scores), map, static_cast<Label *>(labels));
     return launched();
 }
