@@ -3,11 +3,12 @@
 Decisions sit on the edges of floating-point numbers: one unit in the last place can flip a window, and the flip changes
 everything behind it. So a difference is excused exactly when the runtime's decision is one that the similarities allow
 once each may be off by the noise of the precision. The noise is measured (`algm_deploy.parity.replay`), not chosen.
+Noise that is NaN excuses nothing.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -23,23 +24,44 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class ClapFacts:
-    """What CLAP decided on, one image: true similarities (W,), their noise, threshold."""
+    """What CLAP decided on, one image: true similarities (W,), the similarity to reach, the noise of both, and how many
+    windows have to merge at least: those above the limit beyond noise, in the image that has the fewest where images
+    decide together.
+    """
 
     similarity: Floats
+    limit: float
     noise: float
-    threshold: float
+    least: int = 0
 
 
 @dataclass(frozen=True)
 class GbmFacts:
     """What GBM decided on, one image: true cosines (|A|, |B|) with -inf where forbidden, A rows that may merge, the
-    similarity to reach, and the noise of cosines and of that limit."""
+    similarity to reach, the noise of cosines and of that limit, and how many rows have to merge at least, as for CLAP.
+    """
 
     scores: Floats
     sources: NDArray[np.bool_]
     limit: float
     noise: float
     limit_noise: float
+    least: int = 0
+
+    @property
+    def best(self) -> Floats:
+        """Best cosine (|A|,) of every A row."""
+        best: Floats = self.scores.max(1, initial=-np.inf)
+        return best
+
+    @property
+    def sure(self) -> int:
+        """A rows above the limit beyond noise."""
+        return int((self.best[self.sources] > self.limit + self.noise + self.limit_noise).sum())
+
+    def with_least(self, least: int) -> GbmFacts:
+        """The same facts with another least number of merges."""
+        return replace(self, least=least)
 
 
 def map_problem(maps: list[Ints], prefix: int) -> str | None:
@@ -59,29 +81,18 @@ def clap_problems(facts: ClapFacts, token_map: Ints, plan: MergePlan, grid: Size
     members = window_members(grid, plan.window)
     rows = token_map[members]
     merged = (rows == rows[:, :1]).all(1)
-    order = np.argsort(rows[merged, 0])
-    windows = np.flatnonzero(merged)[order]
+    windows = np.flatnonzero(merged)[np.argsort(rows[merged, 0])]
     if not np.array_equal(token_map, _clap_map(windows, grid, plan, prefix)):
         return ["CLAP: the token map is not one that merging whole windows gives"]
-    best_first = facts.similarity[windows]
-    rest = facts.similarity[~merged]
-    problems = []
-    if len(best_first) and best_first.min() < facts.threshold - facts.noise:
-        problems.append(f"CLAP: merged a window {facts.threshold - best_first.min():.1e} below the threshold")
-    reach = facts.threshold if plan.batch == "per_image" else best_first.min(initial=np.inf)
-    if len(rest) and rest.max() > reach + facts.noise:
-        problems.append(f"CLAP: left a window {rest.max() - reach:.1e} above the threshold unmerged")
-    if plan.order == "published" and len(best_first) > 1 and (rise := np.diff(best_first).max()) > facts.noise:
+    if not np.isfinite([facts.noise, *facts.similarity]).all():
+        return ["CLAP: similarities are not finite"]
+    in_order = facts.similarity[windows]
+    problems = _threshold_problems("CLAP", "window", in_order, facts.similarity[~merged], facts, plan, facts.noise)
+    # Against the lowest one so far: many small steps may not add up to a large one.
+    rise = (in_order - np.minimum.accumulate(in_order)).max(initial=0)
+    if plan.order == "published" and rise > facts.noise:
         problems.append(f"CLAP: two windows are in the wrong order, {rise:.1e} apart")
     return problems
-
-
-def _clap_map(windows: Ints, grid: Size, plan: MergePlan, prefix: int) -> Ints:
-    token_map = np.full(grid[0] * grid[1], -1, dtype=np.int64)
-    token_map[window_members(grid, plan.window)[windows]] = prefix + np.arange(len(windows))[:, None]
-    left = np.flatnonzero(token_map < 0)
-    token_map[left] = prefix + len(windows) + np.arange(len(left))
-    return token_map
 
 
 def gbm_problems(facts: GbmFacts, before: Ints, after: Ints, plan: MergePlan, prefix: int) -> list[str]:
@@ -98,20 +109,44 @@ def gbm_problems(facts: GbmFacts, before: Ints, after: Ints, plan: MergePlan, pr
     joins = np.isin(row[sources], row[targets])
     if not np.array_equal(row[np.concatenate([sources[~joins], targets])], np.arange(prefix, row.max() + 1)):
         return ["GBM: the token map is not one that joining tokens gives"]
+    if not np.isfinite([facts.noise, facts.limit_noise]).all():
+        return ["GBM: similarities are not finite"]
     target_of = {int(row[t]): (t - first - 1) // 2 for t in targets}
     index = (sources - first) // 2
-    best = facts.scores[index].max(1, initial=-np.inf)
-    taken = np.array(
-        [facts.scores[i, target_of[int(row[s])]] for i, s in zip(index[joins], sources[joins], strict=True)]
-    )
+    best = facts.best[index]
+    taken = [facts.scores[i, target_of[int(row[s])]] for i, s in zip(index[joins], sources[joins], strict=True)]
+    rest = best[~joins & facts.sources[index]]
     slack = facts.noise + facts.limit_noise
-    problems = []
-    if len(taken) and (gap := (best[joins] - taken).max()) > facts.noise:
+    problems = _threshold_problems("GBM", "token", best[joins], rest, facts, plan, slack)
+    gap = (best[joins] - np.array(taken)).max(initial=0)
+    if gap > facts.noise:
         problems.append(f"GBM: a token joined one that is {gap:.1e} less similar than the best")
-    if len(taken) and not best[joins].min() >= facts.limit - slack:
-        problems.append(f"GBM: merged a token {facts.limit - best[joins].min():.1e} below the threshold")
-    reach = facts.limit if plan.batch == "per_image" else best[joins].min(initial=np.inf)
-    allowed_rest = best[~joins & facts.sources[index]]
-    if len(allowed_rest) and allowed_rest.max() > reach + slack:
-        problems.append(f"GBM: left a token {allowed_rest.max() - reach:.1e} above the threshold unmerged")
     return problems
+
+
+def _threshold_problems(
+    merge: str, what: str, merged: Floats, rest: Floats, facts: ClapFacts | GbmFacts, plan: MergePlan, slack: float
+) -> list[str]:
+    """Similarities that merged or stayed on the wrong side of the threshold, by more than `slack`."""
+    limit, lowest, highest = facts.limit, merged.min(initial=np.inf), rest.max(initial=-np.inf)
+    problems = []
+    # An undefined threshold lets nothing merge, hence the `not`.
+    if len(merged) and not lowest >= limit - slack:
+        problems.append(f"{merge}: merged a {what} {limit - lowest:.1e} below the threshold")
+    if plan.batch == "per_image":
+        if highest > limit + slack:
+            problems.append(f"{merge}: left a {what} {highest - limit:.1e} above the threshold unmerged")
+        return problems
+    if len(merged) < facts.least:
+        problems.append(f"{merge}: merged {len(merged)} of the at least {facts.least} {what}s all images can merge")
+    if highest > lowest + facts.noise:
+        problems.append(f"{merge}: left a {what} {highest - lowest:.1e} above one that merged")
+    return problems
+
+
+def _clap_map(windows: Ints, grid: Size, plan: MergePlan, prefix: int) -> Ints:
+    token_map = np.full(grid[0] * grid[1], -1, dtype=np.int64)
+    token_map[window_members(grid, plan.window)[windows]] = prefix + np.arange(len(windows))[:, None]
+    left = np.flatnonzero(token_map < 0)
+    token_map[left] = prefix + len(windows) + np.arange(len(left))
+    return token_map

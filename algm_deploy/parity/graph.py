@@ -1,11 +1,14 @@
-"""Link 3: the exported graph is the one the recipe asks for."""
+"""Link 3: the exported graph, and what the manifest tells runners about it, are what the recipe asks for."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 
 from algm_deploy.errors import BundleError
@@ -50,26 +53,53 @@ def graph_problems(facts: dict[str, Any], recipe: Recipe) -> list[str]:
             problems.append(f"{kind}: expected {wanted}, found {facts[kind]}")
     if facts["opset"].get("ai.onnx") != 18:
         problems.append(f"opset: expected 18, found {facts['opset'].get('ai.onnx')}")
-    merges = [node for node in facts["algm_nodes"] if node["operator"] in ("clap", "gbm")]
-    if merges != (wanted_nodes := _expected_merges(recipe)):
-        problems.append(f"merges: expected {wanted_nodes}, found {merges}")
-    return problems
+    expected_nodes = _encoder_nodes(recipe)
+    found = facts["algm_nodes"][: len(expected_nodes)]
+    found += [None] * (len(expected_nodes) - len(found))
+    for node, wanted_node in zip(found, expected_nodes, strict=True):
+        if not _same(node, wanted_node):
+            problems.append(f"encoder: expected {wanted_node}, found {node}")
+    surplus = [node for node in facts["algm_nodes"][len(expected_nodes) :] if node["operator"] in ("clap", "gbm")]
+    return problems + [f"decoder: expected no merging, found {node}" for node in surplus]
+
+
+def signature_problems(table: Mapping[str, Any], recipe: Recipe) -> list[str]:
+    """Where the manifest tells runners something else than the recipe says; empty where it does not."""
+    wanted = json.loads(json.dumps(signature_of(recipe).to_table()))
+    return [
+        f"manifest: expected signature.{key} {wanted[key]}, found {table.get(key)}"
+        for key in wanted
+        if table.get(key) != wanted[key]
+    ]
 
 
 def _expected(tensor: Tensor) -> dict[str, Any]:
     return {"name": tensor.name, "dtype": tensor.dtype, "shape": ["batch" if d < 0 else d for d in tensor.shape]}
 
 
-def _expected_merges(recipe: Recipe) -> list[dict[str, Any]]:
-    plan = recipe.merging
-    common = {"prefix": recipe.network.prefix, "semantics": plan.semantics, "batch": plan.batch}
-    clap = {"operator": "clap", "grid": list(recipe.network.grid), "window": list(plan.window), "order": plan.order}
-    return [
-        clap | common
-        if layer in plan.clap_layers
-        else {"operator": "gbm", "mode": plan.gbm_mode, "divisor": float(layer)} | common
-        for layer in plan.layers
-    ]
+def _encoder_nodes(recipe: Recipe) -> list[dict[str, Any]]:
+    """The `algm` nodes of the encoder in order: an attention a block, and the merge where the plan has one."""
+    network, plan = recipe.network, recipe.merging
+    common = {"prefix": network.prefix, "semantics": plan.semantics, "batch": plan.batch}
+    clap = {"operator": "clap", "grid": list(network.grid), "window": list(plan.window), "order": plan.order} | common
+    attention = {"operator": "attention", "heads": network.heads, "scale": (network.embed_dim / network.heads) ** -0.5}
+    nodes = []
+    for layer in range(1, network.depth + 1):
+        nodes.append(attention)
+        if layer in plan.clap_layers:
+            nodes.append(clap)
+        elif layer in plan.gbm_layers:
+            nodes.append({"operator": "gbm", "mode": plan.gbm_mode, "divisor": float(layer)} | common)
+    return nodes
+
+
+def _same(node: dict[str, Any] | None, wanted: dict[str, Any]) -> bool:
+    """Attributes are equal; ONNX holds numbers as fp32."""
+    if node is None or node.keys() != wanted.keys():
+        return False
+    return all(
+        np.float32(node[k]) == np.float32(v) if isinstance(v, float) else node[k] == v for k, v in wanted.items()
+    )
 
 
 def _tensor(value: onnx.ValueInfoProto) -> dict[str, Any]:

@@ -6,7 +6,10 @@ truth is fp64; the baseline is PyTorch in the bundle's precision. A runtime may 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,105 +19,178 @@ from algm_deploy.bundle import Bundle
 from algm_deploy.lowering.bundling import load_network
 from algm_deploy.merging import Replay, merge_inputs, replay_merging
 from algm_deploy.models.deployed import Deployed
+from algm_deploy.models.families import DTYPES
+from algm_deploy.models.scores import Scores, upsample_scores
 from algm_deploy.models.vit import Tokens
+from algm_deploy.ops._rows import wide
 from algm_deploy.ops.clap import clap_decisions, clap_rows, window_similarity
 from algm_deploy.ops.gbm import gbm_decisions, gbm_rows, gbm_scores, gbm_similarity, gbm_threshold
 from algm_deploy.parity.decisions import ClapFacts, GbmFacts, Ints
-from algm_deploy.recipes import MergePlan
+from algm_deploy.recipes import MergePlan, Network
 
 # Two implementations may each err twice as much as the baseline errs.
 NOISE_FACTOR = 4
 NOISE_FLOOR = 2.0**-22  # two units in the last place of a cosine near one
 
+Doubles = NDArray[np.float64]
+
 
 @dataclass(frozen=True)
 class Replayed:
-    """One image: scores (K, H, W) and the tokens that entered each merge."""
+    """One image under forced token maps.
 
-    scores: NDArray[np.float64]
-    entering: tuple[Tokens, ...]
+    `truth` and `baseline` are the tokens that entered each merge; `rms_error` and `largest_error` are those of the
+    baseline's scores. Scores are kept as the network gives them and made full-size on demand: for 150 classes of
+    512x512 pixels that is 0.3 GB.
+    """
+
+    truth: tuple[Tokens, ...]
+    baseline: tuple[Tokens, ...]
+    rms_error: float
+    largest_error: float
+    full_size: Callable[[], Doubles]
+
+    def scores(self) -> Doubles:
+        """True scores (K, H, W)."""
+        return self.full_size()
 
 
-class ReplayNetwork:
+class Replays:
+    """Replays of the images of one verification; the same image with the same maps is run once."""
+
+    def __init__(self, bundle: Bundle, images: NDArray[Any]) -> None:
+        self._images = images
+        self._truth = _ReplayNetwork(bundle, torch.float64)
+        self._baseline = _ReplayNetwork(bundle, DTYPES[bundle.recipe.precision])
+        self._known: dict[tuple[int, bytes], Replayed] = {}
+
+    def __call__(self, index: int, maps: Sequence[Ints]) -> Replayed:
+        """The image of that index, merged by the token maps (N,) of its merges."""
+        key = index, b"".join(token_map.tobytes() for token_map in maps)
+        if key not in self._known:
+            self._known[key] = self._run(self._images[index], maps)
+        return self._known[key]
+
+    def _run(self, image: NDArray[Any], maps: Sequence[Ints]) -> Replayed:
+        truth, entering_truth = self._truth(image, maps)
+        baseline, entering_baseline = self._baseline(image, maps)
+        network = self._truth.network
+        error = full_size(baseline, network) - full_size(truth, network)
+        return Replayed(
+            entering_truth, entering_baseline, rms(error), largest(error), partial(full_size, truth, network)
+        )
+
+
+class _ReplayNetwork:
     """The network of a bundle in one dtype, merging as it is told."""
 
     def __init__(self, bundle: Bundle, dtype: torch.dtype) -> None:
-        recipe = bundle.recipe
-        model = replay_merging(load_network(bundle, dtype), recipe.merging)
-        self.prefix = model.encoder.prefix
-        self._network = Deployed(model, recipe.network, "scores").eval()
+        self.network = bundle.recipe.network
+        replaying = replay_merging(load_network(bundle, dtype), bundle.recipe.merging)
+        self._model = Deployed(replaying, self.network, "scores").eval().model
         self._entering: list[Tokens] = []
-        for module in self._network.modules():
+        for module in self._model.modules():
             if isinstance(module, Replay):
                 module.register_forward_pre_hook(lambda _, args: self._entering.append(args[0]))
 
     @torch.inference_mode()
-    def __call__(self, image: NDArray[np.generic], maps: list[Ints]) -> Replayed:
-        """Runs one image (3, H, W) with the token maps (N,) of its merges."""
+    def __call__(self, image: NDArray[Any], maps: Sequence[Ints]) -> tuple[Scores, tuple[Tokens, ...]]:
+        """Scores of one image (3, H, W), and the tokens that entered each merge."""
         self._entering.clear()
-        forced = tuple(torch.from_numpy(m)[None] for m in maps)
-        scores, _, _ = self._network(torch.from_numpy(image)[None], merge_inputs(0.0, 0.0, forced))
-        return Replayed(scores[0].double().numpy(), tuple(self._entering))
+        forced = tuple(torch.from_numpy(token_map)[None] for token_map in maps)
+        result = self._model(torch.from_numpy(image)[None], merge_inputs(0.0, 0.0, forced))
+        return result._replace(stages=[]), tuple(self._entering)
 
 
-def clap_facts(
-    truth: Tokens, baseline: Tokens, plan: MergePlan, threshold: float, network: tuple[list[int], int]
-) -> ClapFacts:
-    """Similarities and their noise, one image. `network` is its grid and prefix."""
-    exact, rounded = (
-        window_similarity(tokens.values, network[0], list(plan.window), network[1])[0] for tokens in (truth, baseline)
-    )
-    return ClapFacts(exact.numpy(), _noise(exact, rounded), float(np.float32(threshold)))
+@torch.inference_mode()
+def full_size(scores: Scores, network: Network) -> Doubles:
+    """Scores (K, H, W) of one image as the deployed network gives them."""
+    full: Doubles = wide(upsample_scores(scores, network.grid, network.image_size))[0].double().numpy()
+    return full
 
 
-def gbm_facts(
-    truth: list[Tokens], baseline: list[Tokens], plan: MergePlan, layer: int, threshold: float, prefix: int
-) -> list[GbmFacts]:
-    """Cosines, limits and their noise for images that decide together (one, unless the plan couples a batch)."""
-    stacked = [_stacked(tokens) for tokens in (truth, baseline)]
-    limits, scores, sources = [], [], None
-    for tokens in stacked:
-        best, _ = gbm_similarity(tokens.values, tokens.length, prefix, plan.semantics)
-        limits.append(gbm_threshold(best, torch.tensor(threshold), plan.gbm_mode, float(layer), plan.batch)[:, 0])
-        cosines, sources = gbm_scores(tokens.values, tokens.length, prefix, plan.semantics)
-        scores.append(cosines)
-    assert sources is not None
+def rms(x: NDArray[np.floating[Any]]) -> float:
+    """Root mean square; NaN where a value is."""
+    return float(np.sqrt(np.mean(np.square(x, dtype=np.float64))))
+
+
+def largest(x: NDArray[np.floating[Any]]) -> float:
+    """Largest magnitude; NaN where a value is."""
+    return float(np.abs(x).max())
+
+
+# --- what the merges decided on ---------------------------------------------------------------------------------------
+
+
+def clap_facts(replays: Sequence[Replayed], stage: int, plan: MergePlan, network: Network) -> list[ClapFacts]:
+    """Similarities, their noise and the least to merge, for images that decide together."""
+    threshold = float(np.float32(plan.clap_threshold))
+    seen = [[_similarity(t[stage], plan, network) for t in (replay.truth, replay.baseline)] for replay in replays]
+    noises = [_noise(exact, rounded) for exact, rounded in seen]
+    sure = [int((exact > threshold + noise).sum()) for (exact, _), noise in zip(seen, noises, strict=True)]
     return [
-        GbmFacts(
-            exact.numpy(),
-            allowed.numpy(),
-            float(limit),
-            _noise(exact, rounded),
-            NOISE_FACTOR * float(torch.nan_to_num(limit - other).abs()),
-        )
-        for exact, rounded, allowed, limit, other in zip(scores[0], scores[1], sources, *limits, strict=True)
+        ClapFacts(exact.numpy(), threshold, noise, count)
+        for (exact, _), noise, count in zip(seen, noises, _shared(sure, plan), strict=True)
     ]
 
 
-def torch_maps(
-    entering: list[Tokens], plan: MergePlan, layer: int, thresholds: tuple[float, float], grid: list[int], prefix: int
-) -> list[Ints]:
+def gbm_facts(replays: Sequence[Replayed], stage: int, plan: MergePlan, network: Network) -> list[GbmFacts]:
+    """Cosines, limits, their noise and the least to merge, for images that decide together."""
+    truth, baseline = (_stacked([r.truth[stage] for r in replays]), _stacked([r.baseline[stage] for r in replays]))
+    limits = [_limit(tokens, plan, stage, network.prefix) for tokens in (truth, baseline)]
+    exact, sources = gbm_scores(truth.values, truth.length, network.prefix, plan.semantics)
+    rounded, _ = gbm_scores(baseline.values, baseline.length, network.prefix, plan.semantics)
+    facts = [
+        GbmFacts(e.numpy(), allowed.numpy(), float(limit), _noise(e, r), _limit_noise(limit, other))
+        for e, r, allowed, limit, other in zip(exact, rounded, sources, *limits, strict=True)
+    ]
+    counts = _shared([fact.sure for fact in facts], plan)
+    return [fact.with_least(count) for fact, count in zip(facts, counts, strict=True)]
+
+
+def torch_maps(replays: Sequence[Replayed], stage: int, plan: MergePlan, network: Network) -> list[Ints]:
     """The maps (N,) PyTorch decides on for images that decide together, given the tokens that enter the merge."""
-    tokens = _stacked(entering)
-    if layer in plan.clap_layers:
-        similarity = window_similarity(tokens.values, grid, list(plan.window), prefix)
-        place = clap_decisions(similarity, torch.tensor(thresholds[0]), plan.semantics, plan.batch, plan.order)
-        return list(clap_rows(place, grid, list(plan.window), prefix)[0][:, prefix:].numpy())
+    tokens = _stacked([replay.baseline[stage] for replay in replays])
+    prefix, grid, window = network.prefix, list(network.grid), list(plan.window)
+    if plan.layers[stage] in plan.clap_layers:
+        similarity = window_similarity(tokens.values, grid, window, prefix)
+        threshold = torch.tensor(plan.clap_threshold)
+        place = clap_decisions(similarity, threshold, plan.semantics, plan.batch, plan.order)
+        return list(clap_rows(place, grid, window, prefix)[0][:, prefix:].numpy())
     best, match = gbm_similarity(tokens.values, tokens.length, prefix, plan.semantics)
-    limit = gbm_threshold(best, torch.tensor(thresholds[1]), plan.gbm_mode, float(layer), plan.batch)
-    merged = gbm_decisions(best, limit, plan.semantics, plan.batch)
+    merged = gbm_decisions(best, _limit(tokens, plan, stage, prefix)[:, None], plan.semantics, plan.batch)
     row, _ = gbm_rows(merged, match, tokens.length, tokens.values.shape[1], prefix, plan.semantics)
     return list(row.gather(1, tokens.map).numpy())
 
 
+def _similarity(tokens: Tokens, plan: MergePlan, network: Network) -> torch.Tensor:
+    return window_similarity(tokens.values, list(network.grid), list(plan.window), network.prefix)[0]
+
+
+def _limit(tokens: Tokens, plan: MergePlan, stage: int, prefix: int) -> torch.Tensor:
+    """Similarities to reach (B)."""
+    best, _ = gbm_similarity(tokens.values, tokens.length, prefix, plan.semantics)
+    scale, divisor = torch.tensor(plan.gbm_threshold), float(plan.layers[stage])
+    return gbm_threshold(best, scale, plan.gbm_mode, divisor, plan.batch)[:, 0]
+
+
+def _shared(counts: list[int], plan: MergePlan) -> list[int]:
+    return [min(counts)] * len(counts) if plan.batch == "batch_min" else counts
+
+
 def _noise(exact: torch.Tensor, rounded: torch.Tensor) -> float:
-    finite = torch.isfinite(exact)
-    difference = (exact - rounded)[finite].abs()
-    return max(NOISE_FACTOR * float(difference.max()) if difference.numel() else 0.0, NOISE_FLOOR)
+    """NaN where a similarity is; forbidden pairs, which are -inf, have none."""
+    difference = (exact - rounded)[exact != -torch.inf].abs()
+    measured = NOISE_FACTOR * float(difference.max()) if difference.numel() else 0.0
+    return float(np.maximum(measured, NOISE_FLOOR))
+
+
+def _limit_noise(limit: torch.Tensor, other: torch.Tensor) -> float:
+    """Infinite limits are exact, and one that is undefined allows no merge whatever its noise."""
+    return NOISE_FACTOR * float(torch.nan_to_num(limit - other).abs())
 
 
 def _stacked(tokens: list[Tokens]) -> Tokens:
     """Images that decide together as one batch; coupled images have equal lengths."""
-    first = tokens[0]
     values, size, token_map, length = (torch.cat(parts) for parts in zip(*(t[:4] for t in tokens), strict=True))
-    return Tokens(values, size, token_map, length, first.padded)
+    return Tokens(values, size, token_map, length, tokens[0].padded)

@@ -1,0 +1,226 @@
+"""Links 4 to 6: what a runtime returned, held against PyTorch. Each link is a class that collects comparisons.
+
+A link fails where something was not compared: no output, one of another shape, NaN, or token maps that are none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from algm_deploy.parity.decisions import Ints, clap_problems, gbm_problems, map_problem
+from algm_deploy.parity.links import Link
+from algm_deploy.parity.replay import Doubles, Replayed, clap_facts, gbm_facts, largest, rms, torch_maps
+from algm_deploy.recipes import MergePlan, Recipe
+from algm_deploy.runners.contract import Array
+from algm_deploy.signature import Signature
+
+ERROR_FACTOR = 2.0  # a runtime may err twice as much as PyTorch in the same precision
+LARGEST_FACTOR = 4.0  # the largest of a million errors scatters more than their mean
+FP32_EPS = 2.0**-23
+
+
+class Numbers:
+    """Link 4: scores or labels equal the truth that has the runtime's own merge decisions forced."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._labels = recipe.output == "labels"
+        self._compared = 0
+        self._problems: list[str] = []
+        self._worst = {"error_ratio": 0.0, "largest_error_ratio": 0.0, "abs_error": 0.0, "labels_beyond_noise": 0}
+
+    def broken(self, problem: str) -> None:
+        """Notes outputs that cannot be compared."""
+        self._problems.append(problem)
+
+    def compare(self, image: str, output: Array, replayed: Replayed) -> None:
+        """Compares scores (K, H, W) or labels (H, W) of one image."""
+        if not np.isfinite(replayed.largest_error):
+            self.broken(f"{image}: PyTorch's own scores are not finite in this precision")
+        elif not np.isfinite(output).all():
+            self.broken(f"{image}: the scores hold NaN or infinity")
+        else:
+            self._compared += 1
+            (self._compare_labels if self._labels else self._compare_scores)(output, replayed)
+
+    def _compare_labels(self, labels: Array, replayed: Replayed) -> None:
+        truth = replayed.scores()
+        noise = 2 * ERROR_FACTOR * replayed.largest_error + FP32_EPS * largest(truth)
+        self._worst["labels_beyond_noise"] += unexplained_labels(labels, truth, noise)
+
+    def _compare_scores(self, scores: Array, replayed: Replayed) -> None:
+        truth = replayed.scores()
+        error = scores - truth
+        self._raise("abs_error", largest(error))
+        self._raise("error_ratio", rms(error) / (replayed.rms_error + FP32_EPS * rms(truth)))
+        self._raise("largest_error_ratio", largest(error) / (replayed.largest_error + FP32_EPS * largest(truth)))
+
+    def _raise(self, key: str, value: float) -> None:
+        self._worst[key] = max(self._worst[key], value)
+
+    def link(self, expected: int) -> Link:
+        """The outcome; `expected` images had to be compared."""
+        worst = self._worst
+        if not self._compared == expected > 0:
+            self._problems.append(f"{self._compared} of {expected} images could be compared")
+        if self._labels:
+            measured, gate = f"{worst['labels_beyond_noise']} labels beyond noise", "0"
+            within = worst["labels_beyond_noise"] == 0
+        else:
+            measured = f"error {worst['error_ratio']:.2f} x PyTorch's, largest {worst['abs_error']:.0e}"
+            gate = f"{ERROR_FACTOR:g} x, largest {LARGEST_FACTOR:g} x PyTorch's"
+            within = worst["error_ratio"] <= ERROR_FACTOR and worst["largest_error_ratio"] <= LARGEST_FACTOR
+            if not worst["largest_error_ratio"] <= LARGEST_FACTOR:
+                measured += f", {worst['largest_error_ratio']:.1f} x PyTorch's"
+        facts: dict[str, Any] = {f"{k}_max": value for k, value in worst.items() if ("labels" in k) == self._labels}
+        facts |= {"images_compared": self._compared, "problems": self._problems}
+        return Link(4, "numbers", within and not self._problems, "; ".join(self._problems[:1]) or measured, gate, facts)
+
+
+class Decided(NamedTuple):
+    """One image of a batch: its name, the runtime's token maps (N,) by merge, and their replay."""
+
+    image: str
+    maps: list[Ints]
+    replayed: Replayed
+
+
+class Decisions:
+    """Link 5: merge decisions equal PyTorch's on the same tokens, or noise explains the difference.
+
+    Images that decide together are compared together. Behind a mismatch the runtime's decision is replayed, so that the
+    next merge is compared on equal grounds.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._network, self._gate = recipe.network, recipe.gates.excused_windows
+        self._equal: list[bool] = []
+        self._merges_equal: list[bool] = []
+        self._compared = 0
+        self._unexcused: list[str] = []
+
+    def compare(self, batch: Sequence[Decided], plan: MergePlan, counted: bool) -> None:
+        """Compares the token maps of a batch. `plan` has the thresholds the runtime ran with; the share of images
+        excused by noise takes in what is `counted`."""
+        for group in [[one] for one in batch] if plan.batch == "per_image" else [list(batch)]:
+            equal = self._group(group, plan)
+            self._compared += len(group)
+            if counted:
+                self._equal.extend(bool(all_merges) for all_merges in equal.all(0))
+                self._merges_equal.extend(bool(merge) for merge in equal.ravel())
+
+    def _group(self, group: list[Decided], plan: MergePlan) -> NDArray[np.bool_]:
+        """Which merges (M, images) are equal, of images that decide together."""
+        equal = np.zeros((len(plan.layers), len(group)), dtype=bool)
+        replays = [one.replayed for one in group]
+        for stage in range(len(plan.layers)):
+            if plan.batch == "batch_min" and len({int(one.maps[stage].max()) for one in group}) > 1:
+                self._unexcused.append(f"{group[0].image}: images that decide together kept unequal token counts")
+                break
+            expected = torch_maps(replays, stage, plan, self._network)
+            equal[stage] = [np.array_equal(e, one.maps[stage]) for e, one in zip(expected, group, strict=True)]
+            if not equal[stage].all():
+                problems = self._problems(stage, group, plan)
+                for one, same, found in zip(group, equal[stage], problems, strict=True):
+                    self._unexcused += [f"{one.image}: {problem}" for problem in found if not same]
+        return equal
+
+    def _problems(self, stage: int, group: list[Decided], plan: MergePlan) -> list[list[str]]:
+        network, replays, maps = self._network, [one.replayed for one in group], [one.maps[stage] for one in group]
+        if plan.layers[stage] in plan.clap_layers:
+            clap = clap_facts(replays, stage, plan, network)
+            return [clap_problems(f, m, plan, network.grid, network.prefix) for f, m in zip(clap, maps, strict=True)]
+        gbm = gbm_facts(replays, stage, plan, network)
+        before = [replay.truth[stage].map[0].numpy() for replay in replays]
+        return [gbm_problems(f, b, m, plan, network.prefix) for f, b, m in zip(gbm, before, maps, strict=True)]
+
+    def link(self, expected: int, count_difference: int | None) -> Link:
+        """The outcome; `expected` images had to be compared. The largest difference of token counts to PyTorch that
+        decides freely is for information."""
+        equal, runs = sum(self._equal), len(self._equal)
+        excused = 1 - equal / runs if runs else 1.0
+        problems = self._unexcused.copy()
+        if not self._compared == expected > 0:
+            problems.append(f"{self._compared} of {expected} images could be compared")
+        return Link(
+            5,
+            "decisions",
+            not problems and excused <= self._gate,
+            problems[0] if problems else f"{equal} of {runs} images equal, {runs - equal} excused by noise",
+            f"0 unexcused, excused share {self._gate:g}",
+            {
+                "images": runs,
+                "images_equal": equal,
+                "merges_equal_share": float(np.mean(self._merges_equal)) if runs else None,
+                "excused_share": excused,
+                "unexcused": problems,
+                "token_count_difference_max": count_difference,
+            },
+        )
+
+
+class Labels:
+    """Link 6: label maps equal those of PyTorch deciding freely, as users call a runtime: without token maps."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._gate = recipe.gates.label_agreement
+        self._agreement: list[float] = []
+        self._count_differences: list[int] = []
+
+    @property
+    def count_difference(self) -> int | None:
+        """Largest difference of token counts to PyTorch; None where nothing was compared."""
+        return max(self._count_differences, default=None)
+
+    def compare(self, ours: Mapping[str, Array], free: Mapping[str, Array]) -> None:
+        """Compares the outputs for one image with those of PyTorch."""
+        labels = [o["labels"] if "labels" in o else o["scores"].argmax(1) for o in (ours, free)]
+        self._agreement.append(float((labels[0] == labels[1]).mean()))
+        difference = np.abs(ours["token_counts"] - free["token_counts"])
+        self._count_differences.append(int(difference.max(initial=0)))
+
+    def link(self, expected: int) -> Link:
+        """The outcome; `expected` images had to be compared."""
+        complete = len(self._agreement) == expected > 0
+        mean, worst = (float(f(self._agreement)) if self._agreement else 0.0 for f in (np.mean, np.min))
+        measured = f"{100 * mean:.3f} % of pixels equal, worst image {100 * worst:.2f} %"
+        return Link(
+            6,
+            "labels",
+            complete and mean >= self._gate,
+            measured if complete else f"{len(self._agreement)} of {expected} images could be compared",
+            f"{100 * self._gate:g} %",
+            {"label_agreement_mean": mean, "label_agreement_min": worst, "images_compared": len(self._agreement)},
+        )
+
+
+def output_problem(outputs: Mapping[str, Array], signature: Signature, images: int, prefix: int) -> str | None:
+    """Why the outputs for a batch of `images` cannot be compared, or contradict each other; None where they can.
+
+    `signature` names the outputs that were asked for.
+    """
+    for tensor in signature.outputs:
+        found = outputs.get(tensor.name)
+        expected = f"{tensor.dtype} {(images, *tensor.shape[1:])}"
+        came = "nothing" if found is None else f"{found.dtype} {found.shape}"
+        if came != expected:
+            return f"expected {tensor.name} {expected}, got {came}"
+    maps = [outputs[f"token_map_{name}"] for name in signature.merges]
+    for image in range(images):
+        if problem := map_problem([m[image] for m in maps], prefix):
+            return f"image {image} of {images}: {problem}"
+    counts = [m.max(1) + 1 - prefix for m in maps]
+    if any((outputs["token_counts"][:, i] != count).any() for i, count in enumerate(counts)):
+        return "the token counts contradict the token maps"
+    return None
+
+
+def unexplained_labels(labels: Array, scores: Doubles, noise: float) -> int:
+    """Pixels whose label scores clearly less than the best class of the truth (K, H, W), or is no class."""
+    if labels.size and (labels.min() < 0 or labels.max() >= len(scores)):
+        return int(((labels < 0) | (labels >= len(scores))).sum())
+    chosen = np.take_along_axis(scores, labels[None].astype(np.int64), axis=0)[0]
+    return int((scores.max(0) - chosen > noise).sum())

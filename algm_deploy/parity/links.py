@@ -1,0 +1,165 @@
+"""What a link of the parity chain is, and links 1 to 3, which hold whatever runtime is verified."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from algm_deploy.bundle import Bundle
+from algm_deploy.lowering.bundling import ONNX, load_network
+from algm_deploy.merging import insert_merging, merge_inputs
+from algm_deploy.models.deployed import NORMALIZATIONS, Deployed
+from algm_deploy.models.families import DTYPES
+from algm_deploy.models.scores import upsample_scores
+from algm_deploy.models.vit import Tokens
+from algm_deploy.ops import reference
+from algm_deploy.ops.clap import window_similarity
+from algm_deploy.ops.gbm import first_source, gbm_similarity
+from algm_deploy.parity.graph import graph_facts, graph_problems, signature_problems
+from algm_deploy.parity.replay import Replayed, rms
+from algm_deploy.recipes import DENSE, MergePlan, Network
+
+FOLD_ERROR = 1e-9  # fp64 leaves 1e-14; a deviation off by its seventh digit would not pass
+
+
+@dataclass(frozen=True)
+class Link:
+    """One link. `measured` and `gate` are for people; `facts` hold the numbers, units in their names."""
+
+    number: int
+    name: str
+    passed: bool
+    measured: str
+    gate: str
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+# --- link 1 -----------------------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def network_link(bundle: Bundle, image: NDArray[Any]) -> Link:
+    """Without merging the network is the original: bit for bit in the bundle's precision, and with the normalisation
+    folded into it to rounding of fp64, for images (1, 3, H, W)."""
+    pixels, precision = torch.from_numpy(image), DTYPES[bundle.recipe.precision]
+    original = load_network(bundle, precision)
+    normalised = _normalised(pixels, bundle.recipe.network).to(precision)
+    plain, emptied = (m(normalised, merge_inputs(0.0, 0.0)).scores for m in (original, insert_merging(original, DENSE)))
+    equal = bool(torch.equal(plain, emptied))
+    error = _fold_error(bundle, pixels)
+    return Link(
+        1,
+        "network",
+        equal and error <= FOLD_ERROR,
+        f"{'equal bit for bit' if equal else 'differs'} without merging, normalisation folded to {error:.0e}",
+        f"bit for bit, {FOLD_ERROR:.0e}",
+        {"equal_without_merging": equal, "fold_relative_rms_error_fp64": error},
+    )
+
+
+def _fold_error(bundle: Bundle, pixels: Tensor) -> float:
+    """Relative RMS error in fp64 of the deployed network without merging, against the original on normalised pixels."""
+    network = bundle.recipe.network
+    model = load_network(bundle, torch.float64)
+    scores = model(_normalised(pixels, network), merge_inputs(0.0, 0.0))
+    original = upsample_scores(scores, network.grid, network.image_size).numpy()
+    deployed = Deployed(insert_merging(model, DENSE), network, "scores").eval()
+    ours = deployed(pixels, merge_inputs(0.0, 0.0))[0].numpy()
+    return rms(ours - original) / rms(original)
+
+
+def _normalised(pixels: Tensor, network: Network) -> Tensor:
+    """Pixels as the network's authors feed them, fp64."""
+    mean, deviation = (
+        torch.tensor(v, dtype=torch.float64)[:, None, None] for v in NORMALIZATIONS[network.normalization]
+    )
+    return (pixels.double() / 255 - mean) / deviation
+
+
+# --- link 2 -----------------------------------------------------------------------------------------------------------
+
+
+def operators_link(plan: MergePlan, network: Network, replays: Sequence[Replayed]) -> Link:
+    """PyTorch's merges equal their NumPy definitions on this network's own tokens: similarities within the rounding of
+    an fp32 sum, decisions exactly, given equal similarities."""
+    results = [
+        _compared(plan, layer, network, tokens)
+        for replayed in replays
+        for layer, tokens in zip(plan.layers, replayed.baseline, strict=True)
+    ]
+    bound = network.embed_dim * 2.0**-24  # a sum of embed_dim products of unit vectors
+    worst = float(np.max([error for error, _ in results], initial=0))
+    wrong = sum(not equal for _, equal in results)
+    measured = f"similarity {worst:.1e}, {wrong} of {len(results)} decisions differ"
+    return Link(
+        2,
+        "operators",
+        worst <= bound and wrong == 0 and bool(results or not plan.layers),
+        measured if results or plan.layers else "nothing merges",
+        f"{bound:.1e}, 0",
+        {
+            "similarity_error": worst,
+            "similarity_error_allowed": bound,
+            "decisions": len(results),
+            "decisions_differ": wrong,
+        },
+    )
+
+
+def _compared(plan: MergePlan, layer: int, network: Network, tokens: Tokens) -> tuple[float, bool]:
+    """Largest difference of similarities, and whether the token maps are equal on PyTorch's similarities."""
+    return (_clap if layer in plan.clap_layers else _gbm)(plan, layer, network, tokens)
+
+
+def _clap(plan: MergePlan, _: int, network: Network, tokens: Tokens) -> tuple[float, bool]:
+    grid, window, prefix = network.grid, plan.window, network.prefix
+    tau = torch.tensor(plan.clap_threshold)
+    attributes = (list(grid), list(window), prefix, plan.semantics, plan.batch, plan.order)
+    ours = torch.ops.algm.clap(tokens.values, tokens.size, tau, *attributes)[2].numpy()
+    similarity = window_similarity(tokens.values, list(grid), list(window), prefix).numpy()
+    exact = reference.window_similarity(tokens.values.float().numpy(), grid, window, prefix)
+    merged = reference.clap_decisions(similarity, float(tau), plan.semantics, plan.batch, plan.order)
+    expected = reference.clap_rows(merged, grid, window, prefix)[0][:, prefix:]
+    return float(np.abs(similarity - exact).max()), np.array_equal(ours, expected)
+
+
+def _gbm(plan: MergePlan, layer: int, network: Network, tokens: Tokens) -> tuple[float, bool]:
+    prefix, semantics = network.prefix, plan.semantics
+    scale = torch.tensor(plan.gbm_threshold)
+    attributes = (prefix, plan.gbm_mode, float(layer), semantics, plan.batch)
+    ours = torch.ops.algm.gbm(*tokens[:4], scale, *attributes)[2].numpy()
+    values, length = tokens.values.float().numpy(), tokens.length.numpy()
+    best, match = gbm_similarity(tokens.values, tokens.length, prefix, semantics)
+    sources = [torch.isfinite(row) for row in best]
+    given = [row[source].numpy() for row, source in zip(best, sources, strict=True)]
+    first = first_source(semantics, prefix) + 1
+    targets = [(first + 2 * row[source]).numpy() for row, source in zip(match, sources, strict=True)]
+    exact, _ = reference.gbm_similarity(values, length, prefix, semantics)
+    merged = reference.gbm_decisions(given, float(scale), plan.gbm_mode, float(layer), semantics, plan.batch)
+    row, _ = reference.gbm_rows(merged, targets, values.shape[1], length, prefix, semantics)
+    expected = np.take_along_axis(row, tokens.map.numpy(), 1)
+    error = max(float(np.abs(g - e).max(initial=0)) for g, e in zip(given, exact, strict=True))
+    return error, np.array_equal(ours, expected)
+
+
+# --- link 3 -----------------------------------------------------------------------------------------------------------
+
+
+def graph_link(bundle: Bundle) -> Link:
+    """The exported graph and the manifest's signature are what the recipe asks for."""
+    facts = graph_facts(bundle.file(ONNX))
+    problems = signature_problems(bundle.fact("signature"), bundle.recipe) + graph_problems(facts, bundle.recipe)
+    return Link(
+        3,
+        "graph",
+        not problems,
+        problems[0] if problems else f"{len(facts['algm_nodes'])} algm nodes, opset {facts['opset']['ai.onnx']}",
+        "as the recipe",
+        {"problems": problems},
+    )
