@@ -21,7 +21,7 @@ from algm_deploy.models.vit import KeepTokens
 from algm_deploy.recipes import DENSE, MergePlan
 
 Golden = Callable[[str], Segmenter]
-PLAN = MergePlan(clap_layers=(1,), gbm_layers=(3,), clap_threshold=0.6)
+PLAN = MergePlan(clap_layers=(1,), gbm_layers=(3,), clap_threshold=0.7)
 PLANS = {
     "published": PLAN,
     "paper": replace(PLAN, semantics="paper", gbm_mode="fixed", gbm_threshold=0.8),

@@ -19,7 +19,7 @@ from algm_deploy.models.vit import PatchEmbedding
 from algm_deploy.recipes import DENSE, MergePlan
 
 Golden = Callable[[str], Segmenter]
-PLAN = MergePlan(clap_layers=(1,), gbm_layers=(3,), clap_threshold=0.6)
+PLAN = MergePlan(clap_layers=(1,), gbm_layers=(3,), clap_threshold=0.7)
 
 
 def explicit(embedding: PatchEmbedding, image: Tensor, normalization: str) -> Tensor:
@@ -71,7 +71,7 @@ def test_outputs(golden_segmenter: Golden, blob_images: Any, output: Any) -> Non
     model = golden_segmenter("mask_transformer")
     images = torch.from_numpy(blob_images(2))
     deployed = Deployed(insert_merging(model, PLAN), model.network, output)
-    tail, counts, maps = deployed(images, merge_inputs(0.6, 1.0))
+    tail, counts, maps = deployed(images, merge_inputs(0.7, 1.0))
     assert (tail.dtype, tail.shape) == {
         "labels": (torch.uint8, (2, 128, 128)),
         "scores": (torch.float32, (2, 11, 128, 128)),
@@ -125,9 +125,9 @@ def test_the_wrapped_network_stays_as_it_was(golden_segmenter: Golden) -> None:
 def test_fp16_is_close_to_fp32(golden_segmenter: Golden, blob_images: Any, output: Any) -> None:
     model, images = golden_segmenter("mask_transformer"), torch.from_numpy(blob_images(2))
     plan = replace(PLAN, gbm_layers=())
-    full = Deployed(insert_merging(model, plan), model.network, output)(images, merge_inputs(0.6, 1.0))
+    full = Deployed(insert_merging(model, plan), model.network, output)(images, merge_inputs(0.7, 1.0))
     half_model = golden_segmenter("mask_transformer").half()
-    half = Deployed(insert_merging(half_model, plan), model.network, output)(images, merge_inputs(0.6, 1.0))
+    half = Deployed(insert_merging(half_model, plan), model.network, output)(images, merge_inputs(0.7, 1.0))
     np.testing.assert_array_equal(half[1], full[1])  # no window lies near the threshold
     assert half[0].dtype == full[0].dtype
     if output == "scores":
