@@ -17,7 +17,7 @@ TIERS = (
     {"cli"},
     {"demonstration"},
     {"deployment"},
-    {"report", "demo"},
+    {"report", "demo", "doctor"},
     {"timing", "tuning", "evaluation", "parity"},
     {"runners"},
     {"lowering"},
