@@ -189,7 +189,7 @@ def build(
         for library in LIBRARIES.values():
             if (built := Path(work) / library.file_name).is_file():
                 built.replace(folder / library.file_name)
-    return {name: require_library(name) for name in names}
+    return {name: folder / LIBRARIES[name].file_name for name in names}
 
 
 def _check_names(names: Iterable[str]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from algm_deploy.bundle import Bundle, sha256_of
 from algm_deploy.errors import BundleError, NotExecutedError, RuntimeUnavailableError
 from algm_deploy.runners.contract import Array, Runner
 from algm_deploy.runners.tensorrt_build import EngineFacts, build_command, engine_name, engine_record
-from algm_deploy.runners.tensorrt_library import Log, load_bindings, load_plugins, make_logger
+from algm_deploy.runners.tensorrt_library import Log, listening, load_bindings, load_plugins
 
 _DTYPES = {
     "FLOAT": torch.float32,
@@ -101,10 +101,9 @@ class _Lane:
 
 @dataclass
 class _Session:
-    """What an open runner holds. Contexts use the engine, the engine uses the runtime, all write to the log."""
+    """What an open runner holds. Contexts use the engine, the engine uses the runtime."""
 
     log: Log
-    logger: Any
     runtime: Any
     engine: Any
     bindings: dict[str, Binding]
@@ -125,6 +124,7 @@ class TensorRTRunner(Runner):
         self._contexts = contexts
         self._device = device or Cuda()
         self._session: _Session | None = None
+        self._stack = ExitStack()
 
     def _open(self) -> None:
         facts = self._facts()
@@ -135,8 +135,7 @@ class TensorRTRunner(Runner):
         reason = why_stale(facts, self.runtime, trt.__version__, sha256_of(plugins) if plugins else None, capability)
         if reason:
             raise self._unusable(reason)
-        log = Log()
-        logger = make_logger(trt, log)
+        logger, log = self._stack.enter_context(listening(trt))
         runtime = trt.Runtime(logger)
         engine = runtime.deserialize_cuda_engine(self._engine_file().read_bytes())
         if engine is None:
@@ -144,10 +143,11 @@ class TensorRTRunner(Runner):
         lanes: queue.Queue[_Lane] = queue.Queue()
         for _ in range(self._contexts):
             lanes.put(_Lane(engine.create_execution_context(), self._device.new_stream()))
-        self._session = _Session(log, logger, runtime, engine, _bindings(trt, engine), lanes)
+        self._session = _Session(log, runtime, engine, _bindings(trt, engine), lanes)
 
     def _close(self) -> None:
         self._session = None
+        self._stack.close()
 
     def _infer(self, feeds: dict[str, Array], outputs: Sequence[str]) -> dict[str, Array]:
         device = {name: self._device.upload(value) for name, value in feeds.items()}

@@ -29,9 +29,9 @@ from algm_deploy.ops.schema import DOMAIN
 from algm_deploy.recipes import Precision
 from algm_deploy.runners.tensorrt_library import (
     Log,
+    listening,
     load_bindings,
     load_plugins,
-    make_logger,
     nearest_plugin,
 )
 
@@ -183,23 +183,22 @@ def engine_from_onnx(
     options = options or EngineOptions()
     check_options(options, runtime)
     trt = load_bindings(runtime)
-    log = Log()
-    logger = make_logger(trt, log)
-    plugin_nodes = _plugin_nodes(model)
-    plugins = load_plugins(trt, runtime) if plugin_nodes else None
-    builder = trt.Builder(logger)
-    network, parser = _parse(trt, builder, logger, model, log)
-    parsed = describe_network(trt, network)
-    _check_plugins(parsed, plugin_nodes)
-    _check_precision(parsed, precision)
-    config = _configure(trt, builder, options, runtime)
-    _add_profile(builder, config, network, options, log)
-    started = time.perf_counter()
-    engine = _build(trt, builder, network, config, log, progress)
-    seconds = time.perf_counter() - started
-    del parser  # owns weights that the network refers to until here
-    _save_timing_cache(config, options)
-    layers, reason = _inspect(trt, logger, engine, log)
+    expected = _plugin_nodes(model)
+    with listening(trt) as (logger, log):
+        plugins = load_plugins(trt, runtime) if expected else None
+        builder = trt.Builder(logger)
+        network, parser = _parse(trt, builder, logger, model, log)
+        parsed = describe_network(trt, network)
+        _check_plugins(parsed, expected)
+        _check_precision(parsed, precision)
+        config = _configure(trt, builder, options, runtime)
+        _add_profile(builder, config, network, options, log)
+        started = time.perf_counter()
+        engine = _build(trt, builder, network, config, log, progress)
+        seconds = time.perf_counter() - started
+        del parser  # owns weights that the network refers to until here
+        _save_timing_cache(config, options)
+        layers, reason = _inspect(trt, logger, engine, log)
     facts = EngineFacts(
         runtime=runtime,
         version=trt.__version__,
@@ -261,6 +260,8 @@ def _plugin_nodes(model: Path) -> Counter[str]:
         graph = onnx.load(model, load_external_data=False).graph
     except DecodeError as error:
         raise BuildError(f"{model} cannot be read as ONNX ({error}): export again") from error
+    if not graph.output:
+        raise BuildError(f"{model} holds an ONNX graph without outputs: export again")
     return Counter(node.op_type for node in graph.node if node.domain == DOMAIN)
 
 
@@ -280,7 +281,8 @@ def _parser_message(trt: Any, parser: Any, model: Path, log: Log) -> str:
         return f"TensorRT cannot parse {model}: {'; '.join(log.errors[:3]) or 'no reason given'}; export again"
     error = parser.get_error(0)
     node, operator = error.node_name() or f"number {error.node()}", error.node_operator() or "unknown"
-    said = "; ".join(dict.fromkeys([*(e for e in log.errors if operator in e.split(":")[0]), error.desc().strip()]))
+    plugin_said = [line for line in log.errors if line.startswith(f"{operator}: ")]
+    said = "; ".join(plugin_said or [_one_line(error.desc())])
     if "Plugin not found" in error.desc():
         advice = (
             f"the nearest registered plugins are: {nearest_plugin(trt, operator)}; "
@@ -289,6 +291,12 @@ def _parser_message(trt: Any, parser: Any, model: Path, log: Log) -> str:
     else:
         advice = "export again for this runtime, or report the node with the file if it persists"
     return f"TensorRT stopped at node {node} ({operator}): {said}; {advice}"
+
+
+def _one_line(text: str) -> str:
+    """TensorRT's reason without the lines in which it repeats the node and reports the missing GPU."""
+    lines = [line.strip() for line in text.splitlines()]
+    return "; ".join(line for line in lines if line and "catchCudaError" not in line and "Invalid Node" not in line)
 
 
 # --- what the builder gets -------------------------------------------------------------------------------------------

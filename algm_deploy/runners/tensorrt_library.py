@@ -6,7 +6,10 @@ import ctypes
 import difflib
 import importlib
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ _MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
 _OLDEST = (10, 14)
 
 
-@dataclass
+@dataclass(eq=False)
 class Log:
     """Messages of TensorRT, collected in order.
 
@@ -67,15 +70,32 @@ def version(trt: Any) -> tuple[int, ...]:
     return tuple(int(part) for part in trt.__version__.split(".")[:2])
 
 
-def make_logger(trt: Any, log: Log) -> Any:
-    """A TensorRT logger that writes into `log`; the caller keeps it as long as any object made with it."""
+@contextmanager
+def listening(trt: Any) -> Iterator[tuple[Any, Log]]:
+    """TensorRT's logger, and a log of what it says inside the block.
 
+    TensorRT keeps the first logger that it is given and writes to it from its plugin registry as well, so there is one
+    for the life of the process, and logs listen to it.
+    """
+    logger = _logger(trt)
+    log = Log()
+    logger.listeners.append(log)
+    try:
+        yield logger, log
+    finally:
+        logger.listeners.remove(log)
+
+
+@cache
+def _logger(trt: Any) -> Any:
     class Logger(trt.ILogger):  # type: ignore[misc]
         def __init__(self) -> None:
             trt.ILogger.__init__(self)
+            self.listeners: list[Log] = []
 
         def log(self, severity: Any, message: str) -> None:
-            log.add(severity.name, message)
+            for listener in self.listeners:
+                listener.add(severity.name, message)
 
     return Logger()
 
@@ -118,7 +138,8 @@ def nearest_plugin(trt: Any, wanted: str) -> str:
 
 
 def _missing_plugins(registry: Any) -> list[str]:
-    return [name for name in PLUGINS if registry.get_creator(name, PLUGIN_VERSION, PLUGIN_NAMESPACE) is None]
+    known = {(c.name, c.plugin_version, c.plugin_namespace) for c in registry.all_creators}
+    return [name for name in PLUGINS if (name, PLUGIN_VERSION, PLUGIN_NAMESPACE) not in known]
 
 
 def _make_rtx_name_loadable() -> None:

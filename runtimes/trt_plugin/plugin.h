@@ -33,10 +33,7 @@ struct Port {
     int32_t rank;
 };
 
-// The way to TensorRT's logger, which TensorRT hands in when it loads the library.
-void setFinder(nvinfer1::ILoggerFinder* finder) noexcept;
-
-// Writes through the logger of the engine or builder that is calling; to the standard error stream without one.
+// Writes through the logger of the TensorRT that this process has loaded; to the standard error stream without one.
 void log(nvinfer1::ILogger::Severity severity, std::string const& message) noexcept;
 
 // Readable name of a data type.

@@ -1,9 +1,8 @@
-// What TensorRT looks up when it loads the library: the creators, and a place to hand in its logger.
+// The two functions that TensorRT looks up when it loads the library.
 #include "operators.h"
 
-extern "C" __attribute__((visibility("default"))) void setLoggerFinder(nvinfer1::ILoggerFinder* finder) {
-    algm::setFinder(finder);
-}
+// TensorRT refuses a library without this function. The finder is not used: it knows no logger while a network is parsed.
+extern "C" __attribute__((visibility("default"))) void setLoggerFinder(nvinfer1::ILoggerFinder*) {}
 
 extern "C" __attribute__((visibility("default"))) nvinfer1::IPluginCreatorInterface* const* getCreators(
     int32_t& count) {

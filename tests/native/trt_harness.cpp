@@ -12,13 +12,9 @@
 
 using namespace nvinfer1;
 
-namespace {
-
-constexpr int kUnknown = -1;
-constexpr int kSizeTensor = -1000;  // minus the index of the output that holds the size
-
 // The registry interface of TensorRT 11 and RTX, which dropped the deprecated calls of the 10.x headers and so moved the
-// others up. Only order matters: these are the slots up to the last one used here.
+// others up. Only order matters: these are the slots up to the last one used here. Not in the anonymous namespace, where
+// the compiler would conclude that nobody implements it.
 class Registry11 {
 protected:
     virtual ~Registry11() = default;
@@ -34,6 +30,11 @@ public:
     virtual IPluginCreatorInterface* const* getAllCreators(int32_t*) const = 0;
     virtual IPluginCreatorInterface* getCreator(char const*, char const*, char const*) = 0;
 };
+
+namespace {
+
+constexpr int kUnknown = -1;
+constexpr int kSizeTensor = -1000;  // minus the index of the output that holds the size
 
 IPluginRegistry* registry10{};
 Registry11* registry11{};
