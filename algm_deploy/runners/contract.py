@@ -94,6 +94,8 @@ class Runner(ABC):
 
     def _check_outputs(self, wanted: Sequence[str]) -> None:
         known = [t.name for t in self.signature.outputs]
+        if not wanted:
+            raise BundleError(f"no output was asked for: choose from {', '.join(known)}")
         if unknown := sorted(set(wanted) - set(known)):
             raise BundleError(f"this bundle has no output {unknown[0]!r}: choose from {', '.join(known)}")
 
@@ -137,7 +139,12 @@ def runner_type(runtime: str) -> type[Runner]:
     if runtime not in RUNTIMES:
         raise RuntimeUnavailableError(f"unknown runtime {runtime!r}: choose from {', '.join(RUNTIMES)}")
     module, name = RUNTIMES[runtime].split(":")
-    found: type[Runner] = getattr(import_module(module), name)
+    try:
+        found: type[Runner] = getattr(import_module(module), name)
+    except ModuleNotFoundError as error:
+        raise RuntimeUnavailableError(
+            f"runtime {runtime} needs the package {error.name}: `pip install 'algm-deploy[{runtime}]'`"
+        ) from error
     return found
 
 

@@ -30,7 +30,7 @@ class TorchRunner(Runner):
     @torch.inference_mode()
     def _infer(self, feeds: dict[str, Array], outputs: Sequence[str]) -> dict[str, Array]:
         assert self._model is not None
-        given = {name: torch.from_numpy(value).to(self.device) for name, value in feeds.items()}
+        given = {name: torch.tensor(value, device=self.device) for name, value in feeds.items()}
         unused = torch.zeros((), device=self.device)
         inputs = MergeInputs(given.get(CLAP_THRESHOLD, unused), given.get(GBM_THRESHOLD, unused))
         tail, counts, maps = self._model(given["image"], inputs)
