@@ -173,7 +173,7 @@ def _token_panels(
     similarity, maps = _measured(predictor, mosaic.windows(), similarity_of)
     panels = [_photo_panel(photo.shape[:2], mosaic)]
     if similarity is not None:
-        tau = float(predictor.thresholds.get(CLAP_THRESHOLD, signature.defaults[CLAP_THRESHOLD]))
+        tau = predictor.thresholds_in_force[CLAP_THRESHOLD]
         panels.append(_similarity_panel(similarity, mosaic, recipe.merging, tau))
     for merge, tokens, counts in zip(signature.merges, maps, prediction.token_counts.T, strict=True):
         _check_counts(merge, tokens, counts)
