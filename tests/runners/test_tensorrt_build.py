@@ -128,14 +128,16 @@ def test_the_record_is_json_without_paths_of_this_machine(rtx: None, models: Any
 def test_without_the_alias_the_parser_ends_the_process(rtx: None, models: Any) -> None:
     """The defect that runtimes/trt_plugin/CMakeLists.txt cures; when this fails, the cure can go."""
     program = (
-        "import sys; from pathlib import Path; from algm_deploy.runners import tensorrt_library as library\n"
+        "import sys; from pathlib import Path; from algm_deploy import native\n"
+        "from algm_deploy.runners import tensorrt_library as library\n"
         "from algm_deploy.runners.tensorrt_build import engine_from_onnx\n"
+        "native.cache_folder = lambda: Path(sys.argv[3])\n"
         "if sys.argv[2] == 'without': library._make_rtx_name_loadable = lambda: None\n"
         "engine_from_onnx(Path(sys.argv[1]), 'tensorrt-rtx', 'fp16', progress=False); print('built')\n"
     )
     ends = {}
     for alias in ("with", "without"):
-        command = [sys.executable, "-c", program, models["labels", "fp16"], alias]
+        command = [sys.executable, "-c", program, models["labels", "fp16"], alias, native.cache_folder()]
         ends[alias] = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ends["with"].stdout == "built\n", ends["with"].stderr
     assert ends["without"].returncode == -signal.SIGABRT
