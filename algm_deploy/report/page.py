@@ -235,7 +235,8 @@ def _artifact(bundle: Bundle, runtime: str) -> str:
 
 def _runtimes(bundle: Bundle) -> list[str]:
     recorded = [row.runtime for step in _STEPS for row in measured(bundle, step)]
-    return list(dict.fromkeys((*RUNTIMES, *bundle.manifest.get("engines", {}), *recorded)))
+    missing = [key.split()[1] for key in bundle.manifest.get(NOT_RUN, {})]
+    return list(dict.fromkeys((*RUNTIMES, *bundle.manifest.get("engines", {}), *recorded, *missing)))
 
 
 def _why_not(bundle: Bundle, step: str, runtime: str) -> str:
@@ -382,14 +383,15 @@ def _trade_off(bundle: Bundle, evaluations: Sequence[Measured], speeds: Sequence
         for a, s in joined(evaluations, speeds)
         if s.record.get("throughput_img_per_s") and s.record.get("stable") is not False
     ]
+    plots = []
     if groups:
-        yield _figure(
-            scatter("GMACs per window", "mIoU %", [_cost_series(group) for group in groups]),
-            "accuracy against arithmetic (multiply-adds in 10⁹); each point is a threshold",
-        )
+        plot = scatter("GMACs per window", "mIoU %", [_cost_series(group) for group in groups])
+        plots.append(_figure(plot, "accuracy against arithmetic (multiply-adds in 10⁹); each point is a threshold"))
     if len({a.artifact.plan for a, _ in pairs}) > 1:
-        yield _figure(scatter("img/s", "mIoU %", list(_speed_series(pairs))), "accuracy against throughput")
-    elif not groups:
+        plot = scatter("img/s", "mIoU %", list(_speed_series(pairs)))
+        plots.append(_figure(plot, "accuracy against throughput"))
+    yield f'<div class="plots">{"".join(plots)}</div>'
+    if not plots:
         yield _not_run(
             "one point makes no trade-off: evaluate at several thresholds, or name a dense bundle beside this one"
         )
@@ -463,7 +465,8 @@ def _published(bundle: Bundle, evaluations: Sequence[Measured], published: Seque
             f"{escape(bundle.recipe.protocol.dataset)} at {network.image_size[1]} pixels.</p>"
         )
         return
-    yield html_table(*runs_table(evaluations), "measured") if evaluations else _not_run(_reason(bundle, EVALUATION))
+    ours = [row for row in evaluations if row.record["dataset"] == bundle.recipe.protocol.dataset]
+    yield html_table(*runs_table(ours), "measured") if ours else _not_run(_reason(bundle, EVALUATION))
     yield html_table(*published_table(rows), "published by others, as the sources state it")
     yield (
         "<p>GMACs are multiply-adds in 10⁹, which these sources call GFLOPs. "

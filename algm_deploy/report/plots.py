@@ -101,14 +101,13 @@ def _series(series: Series, index: int, x: _Axis, y: _Axis) -> Iterator[str]:
     if len(ordered) > 1 and not series.hollow:
         path = " ".join(f"{x(px):.1f},{y(py):.1f}" for px, py, _ in ordered)
         yield f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.5" opacity="0.6"/>'
-    middle = (x.start + x.end) / 2
+    rising = ordered[-1][1] >= ordered[0][1]
     for px, py, label in ordered:
         yield _mark(index, x(px), y(py), color, series.hollow)
-        # Curves of a trade-off rise to the right: above on the left and below on the right of a point is free of them.
-        if x(px) > middle:
-            yield _text(x(px) - 8, y(py) - 9, label, "end")
-        else:
-            yield _text(x(px) + 8, y(py) + 17, label, "start")
+        # The line through a point leaves two corners free, of which one lies towards the middle of the plot.
+        right = x(px) > (x.start + x.end) / 2
+        below = right != rising
+        yield _text(x(px) + (-8 if right else 8), y(py) + (17 if below else -9), label, "end" if right else "start")
 
 
 def _mark(shape: int, x: float, y: float, color: str, hollow: bool) -> str:
@@ -158,8 +157,8 @@ def _axis(values: Sequence[float], start: float, end: float) -> _Axis:
 
 def _ticks(low: float, high: float) -> tuple[float, ...]:
     step = _step(high - low)
-    first = ceil(low / step - 1e-9)
-    return tuple(round((first + i) * step, 10) for i in range(floor((high - low) / step + 1e-9) + 1))
+    first, last = ceil(low / step - 1e-9), floor(high / step + 1e-9)
+    return tuple(round(index * step, 10) for index in range(first, last + 1))
 
 
 def _step(span: float) -> float:

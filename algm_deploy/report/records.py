@@ -20,12 +20,16 @@ WEIGHTS = "weights.safetensors"
 
 @dataclass(frozen=True)
 class Artifact:
-    """What a figure was measured on: weights, merge plan with the thresholds in force, precision, output."""
+    """What a figure was measured on: weights, merge plan with the thresholds in force, precision, output.
+
+    A truncated network drops tokens where the plan merges them: it has a speed, but no accuracy.
+    """
 
     weights_sha256: str
     plan: MergePlan
     precision: str
     output: str
+    truncated: bool = False
 
 
 @dataclass(frozen=True)
@@ -40,11 +44,7 @@ class Measured:
 
 def may_share_row(accuracy: Artifact, speed: Artifact) -> bool:
     """Whether accuracy and speed may stand in one row: same weights, plan and precision, whatever each one's output."""
-    return (accuracy.weights_sha256, accuracy.plan, accuracy.precision) == (
-        speed.weights_sha256,
-        speed.plan,
-        speed.precision,
-    )
+    return accuracy == replace(speed, output=accuracy.output) and not speed.truncated
 
 
 def measured(bundle: Bundle, section: str) -> list[Measured]:
@@ -57,12 +57,16 @@ def measured(bundle: Bundle, section: str) -> list[Measured]:
 
 
 def artifact_of(bundle: Bundle, runtime: str, record: Mapping[str, Any]) -> Artifact:
-    """What a record was measured on; an engine may have another precision than the bundle it was built from."""
-    recipe = bundle.recipe
+    """What a record was measured on.
+
+    An engine may have another precision than the bundle it was built from, and a speed record tells which variant of
+    the network it timed.
+    """
+    recipe, variant = bundle.recipe, record.get("variant", "merged")
     engine = bundle.manifest.get("engines", {}).get(runtime)
     precision = engine["facts"]["precision"] if engine else recipe.precision
-    plan = plan_in_force(recipe.merging, record.get("thresholds", {}))
-    return Artifact(bundle.files[WEIGHTS].sha256, plan, precision, recipe.output)
+    plan = DENSE if variant == "dense" else plan_in_force(recipe.merging, record.get("thresholds", {}))
+    return Artifact(bundle.files[WEIGHTS].sha256, plan, precision, recipe.output, truncated=variant == "truncated")
 
 
 def plan_in_force(plan: MergePlan, thresholds: Mapping[str, float | str]) -> MergePlan:
@@ -118,8 +122,13 @@ def baseline(group: Sequence[Measured]) -> Measured | None:
 
 
 def joined(accuracy: Sequence[Measured], speed: Sequence[Measured]) -> list[tuple[Measured, Measured]]:
-    """Every pair of an accuracy and a speed record that may share a row."""
-    return [(a, s) for s in speed for a in accuracy if may_share_row(a.artifact, s.artifact)]
+    """Each speed record with an accuracy that may share its row: by preference its own runtime's, on most images."""
+    pairs = []
+    for one in speed:
+        fitting = [row for row in accuracy if may_share_row(row.artifact, one.artifact)]
+        if fitting:
+            pairs.append((max(fitting, key=lambda row: (row.runtime == one.runtime, row.record["images"])), one))
+    return pairs
 
 
 def _text(value: Any) -> str:

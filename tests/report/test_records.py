@@ -1,0 +1,131 @@
+"""Which records may stand side by side."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from algm_deploy.recipes import DENSE, MergePlan, recipe
+from algm_deploy.report.records import (
+    Artifact,
+    Measured,
+    baseline,
+    comparable,
+    joined,
+    may_share_row,
+    plan_in_force,
+    plan_name,
+)
+from algm_deploy.report.tables import Table, joined_table, markdown_table, speed_table
+
+PLAN = MergePlan(clap_threshold=0.875)
+HERE = Artifact("ab" * 32, PLAN, "fp16", "scores")
+
+
+def row(artifact: Artifact = HERE, runtime: str = "torch", **record: Any) -> Measured:
+    return Measured("bundle", runtime, artifact, record)
+
+
+def test_the_output_may_differ() -> None:
+    assert may_share_row(HERE, HERE)
+    assert may_share_row(HERE, replace(HERE, output="labels"))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(HERE, weights_sha256="cd" * 32),
+        replace(HERE, precision="fp32"),
+        replace(HERE, plan=DENSE),
+        replace(HERE, plan=replace(PLAN, clap_threshold=0.9)),
+        replace(HERE, plan=replace(PLAN, gbm_layers=(7,))),
+        replace(HERE, plan=replace(PLAN, order="raster")),
+        replace(HERE, plan=replace(PLAN, semantics="paper")),
+        replace(HERE, truncated=True),
+    ],
+    ids=["weights", "precision", "dense", "threshold", "layer", "order", "semantics", "truncated"],
+)
+def test_weights_plan_and_precision_may_not(other: Artifact) -> None:
+    assert not may_share_row(HERE, other)
+    with pytest.raises(ValueError, match="do not share a row"):
+        joined_table([(row(miou_percent=50.0), row(other))])
+
+
+def test_a_joined_row_names_both_outputs_and_runtimes() -> None:
+    speed = row(replace(HERE, output="labels"), "tensorrt", throughput_img_per_s=913.26, batch=32, device="H100")
+    table = joined_table([(row(miou_percent=50.125), speed)])
+    (line,) = table.rows
+    assert {"torch, scores", "tensorrt, labels", "50.12", "913.3", "32", "H100", "fp16"} <= set(line)
+
+
+def test_speed_takes_the_accuracy_of_its_own_runtime() -> None:
+    other, own = row(runtime="torch", images=9), row(runtime="onnxruntime-cpu", images=3)
+    speed = row(replace(HERE, output="labels"), "onnxruntime-cpu")
+    assert joined([other, own], [speed]) == [(own, speed)]
+    assert joined([other], [speed]) == [(other, speed)]
+    assert joined([row(replace(HERE, precision="fp32"), images=3)], [speed]) == []
+
+
+def test_thresholds_in_force_make_the_plan() -> None:
+    assert plan_in_force(PLAN, {"clap_threshold": 0.5}) == replace(PLAN, clap_threshold=0.5)
+    # What a runtime got is fp32: a threshold from a recipe and the same one from a run are equal.
+    assert plan_in_force(replace(PLAN, clap_threshold=0.9319), {}) == plan_in_force(PLAN, {"clap_threshold": 0.9319})
+
+
+def test_infinite_thresholds_merge_nothing() -> None:
+    off = {"clap_threshold": "inf", "gbm_threshold": "inf"}
+    assert plan_in_force(PLAN, off) == DENSE == plan_in_force(replace(DENSE, clap_threshold=0.3), {})
+    only = plan_in_force(PLAN, {"clap_threshold": "inf"})
+    assert (only.clap_layers, only.gbm_layers) == ((), (5,))
+    assert not may_share_row(replace(HERE, plan=only), replace(HERE, plan=DENSE))
+
+
+def test_plans_are_named_by_threshold_and_by_what_differs() -> None:
+    assert plan_name(PLAN, PLAN) == "tau 0.875"
+    assert plan_name(DENSE, PLAN) == "dense"
+    assert (
+        plan_name(replace(PLAN, order="raster", gbm_layers=(7, 9)), PLAN) == "tau 0.875, gbm_layers 7+9, order raster"
+    )
+    assert plan_name(replace(PLAN, clap_layers=()), replace(PLAN, clap_layers=())) == "GBM only, x 1"
+
+
+def evaluated(plan: MergePlan, gmacs: float, **changes: Any) -> Measured:
+    record = {"dataset": "d", "split": "val", "protocol": {"window": 512}, "images": 3, "labelled_pixels": 9}
+    return row(replace(HERE, plan=plan), **{**record, "gmacs_per_window_mean": gmacs, **changes})
+
+
+def test_only_equal_conditions_are_compared() -> None:
+    merged, dense = evaluated(PLAN, 20.0), evaluated(DENSE, 38.0)
+    (group,) = comparable([merged, dense])
+    assert group == [dense, merged]  # most arithmetic first
+    assert baseline(group) is dense
+    assert baseline([merged]) is None
+    for change in (
+        {"images": 4},
+        {"split": "test"},
+        {"dataset": "e"},
+        {"protocol": {"window": 640}},
+        {"labelled_pixels": 8},
+    ):
+        assert len(comparable([merged, evaluated(DENSE, 38.0, **change)])) == 2
+
+
+def test_a_speed_table_has_the_columns_that_records_hold() -> None:
+    table = speed_table(
+        [row(protocol="latency", latency_ms_p50=1.234), row(protocol="mixed", throughput_img_per_s=10.0)]
+    )
+    assert table.header == ("runtime", "bundle", "precision", "output", "protocol", "img/s", "p50 ms")
+    assert table.rows[0][4:] == ("latency", "-", "1.23")
+    assert table.rows[1][4:] == ("mixed", "10.0", "-")
+
+
+def test_markdown_aligns_numbers_and_keeps_bars_out_of_cells() -> None:
+    table = Table(("name", "mIoU %"), [("a|b", "12.50 (-1.25)"), ("c", "-")])
+    assert markdown_table(*table) == "| name | mIoU % |\n| --- | ---: |\n| a\\|b | 12.50 (-1.25) |\n| c | - |"
+
+
+def test_a_recipes_own_plan_is_in_force_by_default() -> None:
+    plan = recipe("segmenter_vit_s16_camvid").merging
+    assert plan_in_force(plan, {}).clap_threshold == pytest.approx(0.9319, abs=1e-7)
