@@ -72,6 +72,21 @@ def _exported(options: argparse.Namespace) -> Bundle:
     return bundle
 
 
+def _build(options: argparse.Namespace) -> int:
+    from algm_deploy.bundle import Bundle
+
+    _built(Bundle.open(options.bundle), options)
+    print(f"next: algm-deploy verify {options.bundle} --runtime {options.runtime}")
+    return 0
+
+
+def _built(bundle: Bundle, options: argparse.Namespace) -> None:
+    from algm_deploy.deployment import build_bundle
+
+    for line in build_bundle(bundle, options.runtime):
+        print(line)
+
+
 def _verify(options: argparse.Namespace) -> int:
     from algm_deploy.bundle import Bundle
 
@@ -177,6 +192,7 @@ def _report(options: argparse.Namespace) -> int:
 
 def _deploy(options: argparse.Namespace) -> int:
     bundle = _exported(options)
+    _built(bundle, options)
     print()
     report = _verified(bundle, options)
     if options.data:
@@ -204,6 +220,23 @@ def _demo(options: argparse.Namespace) -> int:
     return 0
 
 
+def _doctor(options: argparse.Namespace) -> int:
+    from algm_deploy.doctor import diagnose, json_text, text
+
+    findings = diagnose()
+    print(json_text(findings) if options.json else text(findings))
+    return 0
+
+
+def _build_native(options: argparse.Namespace) -> int:
+    from algm_deploy.native import build
+
+    built = build(options.libraries or ("trt_plugin", "ort_custom_op"), options.architectures)
+    for name, path in built.items():
+        print(f"{name}: {path}")
+    return 0
+
+
 # --- options ---------------------------------------------------------------------------------------------------------
 
 
@@ -217,15 +250,18 @@ def _parser() -> argparse.ArgumentParser:
         (
             "deploy",
             _deploy,
-            "checkpoint to a verified bundle: export, verify, evaluate",
+            "checkpoint to a verified bundle: export, build, verify, evaluate",
             (_export_options, _runtime, _verify_options, _data_options),
         ),
         ("export", _export, "checkpoint to a bundle", (_export_options,)),
+        ("build", _build, "a runtime's own executable, added to a bundle", (_bundle, _runtime)),
         ("verify", _verify, "parity chain of a bundle on a runtime", (_bundle, _runtime, _verify_options)),
         ("evaluate", _evaluate, "mIoU of a bundle on a data set", (_bundle, _runtime, _data_options)),
         ("predict", _predict, "label map, overlay and merged-token pictures of photos", (_bundle, _photos, _runtime)),
         ("demo", _demo, "the whole product on an embedded synthetic example", (_demo_options,)),
         ("report", _report, "one HTML page about a bundle", (_bundle, _runtime, _report_options)),
+        ("doctor", _doctor, "what can build and execute on this machine, and what to change", (_doctor_options,)),
+        ("build-native", _build_native, "compile the native libraries for this machine", (_native_options,)),
         ("list", _list, "recipes that come with the package", ()),
     ):
         command = commands.add_parser(name, help=text, description=text)
@@ -244,6 +280,17 @@ def _photos(command: argparse.ArgumentParser) -> None:
     command.add_argument("-o", "--output", type=Path, default=Path("predictions"), help="folder for the pictures")
     command.add_argument(
         "--tau", type=float, help="CLAP threshold instead of the bundle's; above 1 CLAP merges nothing"
+    )
+
+
+def _doctor_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--json", action="store_true", help="for programs")
+
+
+def _native_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("libraries", nargs="*", metavar="LIBRARY", help="trt_plugin, ort_custom_op; default: all")
+    command.add_argument(
+        "--architectures", type=_positive, nargs="+", metavar="CC", help="compute capabilities such as 89; default: all"
     )
 
 
@@ -279,7 +326,9 @@ def _data_options(command: argparse.ArgumentParser) -> None:
 
 
 def _report_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("beside", type=Path, nargs="*", metavar="OTHER", help="bundles to compare with, such as a dense one")
+    command.add_argument(
+        "beside", type=Path, nargs="*", metavar="OTHER", help="bundles to compare with, such as a dense one"
+    )
     command.add_argument("-o", "--output", type=Path, default=Path("report.html"), help="file to write")
     command.add_argument("--images", type=Path, nargs="+", default=[], help="photos to show, or folders of photos")
     command.add_argument("--data", type=Path, help="root folder of a data set: photos to show with their labels")

@@ -21,6 +21,8 @@ from algm_deploy.lowering.bundling import write_bundle
 from algm_deploy.models.checkpoints import VARIANT_FILE, read_checkpoint, settings_from_variant
 from algm_deploy.parity.chain import ParityReport, verify
 from algm_deploy.recipes import Recipe, recipe_settings, resolve
+from algm_deploy.report.pictures import LABELS, OVERLAY, TOKENS
+from algm_deploy.runners.contract import runner_type
 from algm_deploy.signature import signature_of
 
 IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff"}
@@ -54,6 +56,11 @@ def export(checkpoint: Path, target: Path, recipe: str | None, settings: Mapping
     return Exported(write_bundle(source, decided, target, facts), conflicts)
 
 
+def build_bundle(bundle: Bundle, runtime: str) -> list[str]:
+    """Makes a runtime's executable and adds it to the bundle; returns what was done, one printable line each."""
+    return runner_type(runtime).build(bundle)
+
+
 def find_images(paths: Sequence[Path]) -> list[Path]:
     """Pictures among files and, in name order, below folders.
 
@@ -64,12 +71,16 @@ def find_images(paths: Sequence[Path]) -> list[Path]:
     for path in paths:
         if not path.exists():
             raise DatasetError(f"{path}: expected a picture or a folder of pictures, found nothing")
-        inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES) if path.is_dir() else [path]
-        found += inside
+        found += sorted(p for p in path.rglob("*") if _is_photo(p)) if path.is_dir() else [path]
     if not found:
         listed = ", ".join(map(str, paths))
         raise DatasetError(f"{listed}: expected pictures ({', '.join(sorted(IMAGE_SUFFIXES))}), found none")
     return found
+
+
+def _is_photo(path: Path) -> bool:
+    """Whether a file in a folder is a picture that `predict` did not write itself."""
+    return path.suffix.lower() in IMAGE_SUFFIXES and not path.name.endswith((LABELS, OVERLAY, TOKENS))
 
 
 def parity_windows(recipe: Recipe, paths: Sequence[Path], count: int) -> NDArray[Any]:
