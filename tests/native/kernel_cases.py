@@ -132,6 +132,19 @@ def gbm_case(pick: Pick, rng: np.random.Generator, dtype: Any, exact: bool) -> G
     return GbmCase(tokens, size, token_map, length, threshold if np.isfinite(threshold) else 0.0, attributes)
 
 
+def crowd(dtype: Any, batch_mode: str) -> tuple[ClapCase, GbmCase]:
+    """Seventy images, more than a block of the decision kernels has warps, whose counts all differ in principle."""
+    rng, batch = np.random.default_rng(70), 70
+    tokens = exact_tokens(rng, "few", (batch, 37, 16), dtype)
+    tokens[:, 1::2] = np.where(rng.random((batch, 18, 1)) < 0.4, tokens[:, 2::2], tokens[:, 1::2])
+    size = np.ones(tokens.shape[:2], np.float32)
+    common = {"prefix": 1, "semantics": "code", "batch": batch_mode}
+    clap = ClapCase(tokens, size, 0.5, {"grid": (6, 6), "window": (2, 2), "order": "published", **common})
+    token_map = 1 + rng.integers(36, size=(batch, 36))
+    length = np.full(batch, 37)
+    return clap, GbmCase(tokens, size, token_map, length, 0.5, {"mode": "adaptive", "divisor": 5.0, **common})
+
+
 def tied_values(pick: Pick, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     """Similarities to decide on: many ties, all equal, or none equal."""
     levels = pick((1, 2, 5, 0))

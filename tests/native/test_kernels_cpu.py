@@ -108,6 +108,13 @@ def test_random_tokens_agree_within_rounding(kernels: Kernels, data: Any, seed: 
     cases.check_gbm_random(kernels, gbm, chain_of(gbm.tokens.shape[2]), seen)
 
 
+@pytest.mark.parametrize("batch_mode", ["per_image", "batch_min"])
+def test_a_crowd_of_images(kernels: Kernels, batch_mode: str) -> None:
+    clap, gbm = cases.crowd(np.float16, batch_mode)
+    cases.check_clap_exact(kernels, clap)
+    cases.check_gbm_exact(kernels, gbm)
+
+
 def small_clap(rng: np.random.Generator, batch: int = 1) -> cases.ClapCase:
     tokens = cases.random_tokens(rng, (batch, 17, 16), np.float32)
     attributes = {"grid": (4, 4), "window": (2, 2), "prefix": 1, **CLAP}

@@ -11,7 +11,7 @@ import kernel_cases as cases
 import ml_dtypes
 import numpy as np
 import pytest
-from kernel_library import INVALID_ARGUMENT, DeviceMemory, HostMemory, KernelError, Kernels
+from kernel_library import INVALID_ARGUMENT, UNSUPPORTED, DeviceMemory, HostMemory, KernelError, Kernels
 
 pytestmark = pytest.mark.gpu
 
@@ -82,7 +82,7 @@ def test_random_tokens_agree_within_rounding(kernels: Kernels, dtype: Any) -> No
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "width"), [(1025, 192), (641, 1024), (300, 64), (257, 768)])
+@pytest.mark.parametrize(("rows", "width"), [(1025, 192), (641, 1024), (300, 64), (257, 768), (70, 1032)])
 def test_sequences_of_many_tiles(kernels: Kernels, rows: int, width: int, dtype: Any) -> None:
     """Every tile size and its edges, with one image and with enough of them for the large tiles."""
     for batch in (1, 24):
@@ -95,6 +95,13 @@ def test_sequences_of_many_tiles(kernels: Kernels, rows: int, width: int, dtype:
         case = cases.GbmCase(tokens, size, token_map, length, 1.0, {"prefix": 1, **GBM})
         plain = dtype == np.float32
         cases.check_gbm_random(kernels, case, width if plain else width // 4 + 8, cases.Agreement())
+
+
+@pytest.mark.parametrize("batch_mode", ["per_image", "batch_min"])
+def test_a_crowd_of_images(kernels: Kernels, batch_mode: str) -> None:
+    clap, gbm = cases.crowd(np.float16, batch_mode)
+    cases.check_clap_exact(kernels, clap)
+    cases.check_gbm_exact(kernels, gbm)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -147,6 +154,15 @@ def test_label_ties_and_nan(kernels: Kernels) -> None:
     scores[..., 0] = np.nan
     scores[..., 4] = 1
     assert (kernels.label_map(scores, patch_map, **attributes) == 4).all()
+
+
+def test_a_thousand_classes_fit_and_ten_thousand_are_refused(kernels: Kernels) -> None:
+    rng, patch_map = np.random.default_rng(0), np.arange(4)[None]
+    attributes: dict[str, Any] = {"prefix": 0, "grid": (2, 2), "size": (32, 32)}
+    cases.check_label_map(kernels, rng.standard_normal((1, 4, 1000)).astype(np.float32), patch_map, **attributes)
+    with pytest.raises(KernelError) as caught:
+        kernels.label_map(np.zeros((1, 4, 10000), np.float32), patch_map, **attributes)
+    assert caught.value.status == UNSUPPORTED
 
 
 def test_a_map_beyond_the_rows_reads_zeros(kernels: Kernels) -> None:

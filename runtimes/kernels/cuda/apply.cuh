@@ -24,10 +24,11 @@ __device__ inline float divide(float sum, float weight, float inverse) {
 }
 
 // One warp a span of packs of an output row: whole rows where there are many, shorter spans where a batch is too small to
-// fill the device. `members.visit(image, merge, list, add)` writes the rows of a merge to `list` and calls add(count)
+// fill the device. Members says how many rows and packs are loaded together and how many blocks a multiprocessor must hold,
+// a matter of loads in flight against registers. `members.visit(image, merge, list, add)` writes the rows of a merge to `list` and calls add(count)
 // whenever it has some; all lanes of a warp visit together.
 template <class T, int V, class Members>
-__global__ void __launch_bounds__(kApplyWarps *kWarp, 5)  // five blocks: enough loads in flight
+__global__ void __launch_bounds__(kApplyWarps *kWarp, Members::kBlocks)
     apply_kernel(ApplyShape shape, Members members, int bound, int spans, int span, const T *tokens, const float *size,
                  T *out_tokens, float *out_size) {
     __shared__ int lists[kApplyWarps][kMemberList];
@@ -54,38 +55,50 @@ __global__ void __launch_bounds__(kApplyWarps *kWarp, 5)  // five blocks: enough
         for (int pack = begin + lane_index(); pack < end; pack += kWarp) out[pack] = load_pack<T, V>(from, pack);
         total = size[source];
     } else if (exists) {
-        for (int first = begin; first < end; first += kWarp) {
-            const int pack = min(first + lane_index(), end - 1);  // lanes past the end repeat the last pack
-            float sum[V] = {}, weight = 0;
+        constexpr int kMembers = Members::kTogether, kPacks = Members::kPacks;
+        for (int first = begin; first < end; first += kPacks * kWarp) {
+            int packs[kPacks];
+#pragma unroll
+            for (int i = 0; i < kPacks; ++i)  // lanes past the end repeat the last pack
+                packs[i] = min(first + i * kWarp + lane_index(), end - 1);
+            float sum[kPacks][V] = {}, weight = 0;
             int *list = lists[warp_index()];
             total = 0;
             const auto add = [&](int count) {
-                for (int start = 0; start < count; start += Members::kTogether) {
-                    Pack<T, V> values[Members::kTogether];
-                    float sizes[Members::kTogether];
+                for (int start = 0; start < count; start += kMembers) {
+                    Pack<T, V> values[kMembers][kPacks];
+                    float sizes[kMembers];
 #pragma unroll
-                    for (int m = 0; m < Members::kTogether; ++m) {  // past the end: the last member, not counted
+                    for (int m = 0; m < kMembers; ++m) {  // past the end: the last member, not counted
                         const int member = list[min(start + m, count - 1)];
+                        const T *from = tokens + int64_t{member} * shape.width;
                         sizes[m] = start + m < count ? size[member] : 0.0f;
-                        values[m] = load_pack<T, V>(tokens + int64_t{member} * shape.width, pack);
+#pragma unroll
+                        for (int i = 0; i < kPacks; ++i) values[m][i] = load_pack<T, V>(from, packs[i]);
                     }
 #pragma unroll
-                    for (int m = 0; m < Members::kTogether; ++m) {
+                    for (int m = 0; m < kMembers; ++m) {
                         const float w = shape.weighted ? sizes[m] : start + m < count ? 1.0f : 0.0f;
                         weight += w;
                         total += sizes[m];
 #pragma unroll
-                        for (int v = 0; v < V; ++v) sum[v] = fmaf(w, to_float(values[m].value[v]), sum[v]);
+                        for (int i = 0; i < kPacks; ++i)
+#pragma unroll
+                            for (int v = 0; v < V; ++v)
+                                sum[i][v] = fmaf(w, to_float(values[m][i].value[v]), sum[i][v]);
                     }
                 }
             };
             members.visit(image, -1 - source, list, add);
             const float inverse = __frcp_rn(weight);
-            Pack<T, V> mean;
 #pragma unroll
-            for (int v = 0; v < V; ++v)
-                mean.value[v] = from_float<T>(weight > 0 ? divide(sum[v], weight, inverse) : 0.0f);
-            out[pack] = mean;
+            for (int i = 0; i < kPacks; ++i) {
+                Pack<T, V> mean;
+#pragma unroll
+                for (int v = 0; v < V; ++v)
+                    mean.value[v] = from_float<T>(weight > 0 ? divide(sum[i][v], weight, inverse) : 0.0f);
+                out[packs[i]] = mean;
+            }
             __syncwarp();
         }
     } else {

@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(1024) decide_kernel(Grid grid, Decision d) {
 
 struct WindowMembers {
     static constexpr bool kLongRowsLast = false;
-    static constexpr int kTogether = 4;
+    static constexpr int kTogether = 4, kPacks = 1, kBlocks = 5;  // mostly windows of four
     Grid grid;
 
     template <class Add>

@@ -6,7 +6,7 @@ using namespace algm::cuda;
 
 namespace {
 
-constexpr int64_t kSmallestTile = TinyTile::SIDE;  // the most partial results that a row can have come from here
+constexpr int64_t kSmallestTile = NarrowTile::SIDE;  // the most partial results that a row can have come from here
 
 // The plan, and what the similarity kernel leaves for the decision: the best match of every row within each tile.
 struct Workspace {
@@ -22,21 +22,6 @@ Sets sets_of(const algm_gbm_params &p, const int64_t *length) {
             static_cast<int>(first_b(p)), static_cast<int>(max_a(p)), 0, length};
 }
 
-struct Device {
-    int multiprocessors, shared_bytes;
-
-    static int query(Device *device) {
-        int id = 0;
-        cudaError_t error = cudaGetDevice(&id);
-        const auto get = [&](int *value, cudaDeviceAttr attribute) {
-            if (error == cudaSuccess) error = cudaDeviceGetAttribute(value, attribute, id);
-        };
-        get(&device->multiprocessors, cudaDevAttrMultiProcessorCount);
-        get(&device->shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin);
-        return status_of(error);
-    }
-};
-
 template <class T, class Tile>
 int launch_tensor(const algm_gbm_params &p, Sets *sets, const void *tokens, Match *partial, const RowCount &count,
                   void *stream) {
@@ -50,30 +35,25 @@ int launch_tensor(const algm_gbm_params &p, Sets *sets, const void *tokens, Matc
     return launched();
 }
 
-// Products in a grid of tiles, the padding at the edges counted.
-template <class Tile>
-int64_t tile_count(const algm_gbm_params &p) {
-    return p.batch * ceil_div(max_a(p), Tile::SIDE) * ceil_div(max_b(p), Tile::SIDE);
-}
-
-// Tiny tiles where others would leave multiprocessors idle; large ones, which read each row less often, where there are
-// plenty and little of them is padding. Any choice gives the same result.
+// Narrow tiles where wide ones would leave multiprocessors idle. Either choice gives the same result.
 template <class T>
-int launch_tensor(const algm_gbm_params &p, const Device &device, Sets *sets, const void *tokens, Match *partial,
-                  const RowCount &count, void *stream) {
-    const int64_t small = tile_count<SmallTile>(p), large = tile_count<LargeTile>(p);
-    if (small < device.multiprocessors) return launch_tensor<T, TinyTile>(p, sets, tokens, partial, count, stream);
-    const bool fits = device.shared_bytes >= LargeTile::SHARED_BYTES;
-    if (fits && large >= 2 * device.multiprocessors && 10 * 4 * large <= 11 * small)
-        return launch_tensor<T, LargeTile>(p, sets, tokens, partial, count, stream);
-    return launch_tensor<T, SmallTile>(p, sets, tokens, partial, count, stream);
+int launch_tensor(const algm_gbm_params &p, Sets *sets, const void *tokens, Match *partial, const RowCount &count,
+                  void *stream) {
+    int device = 0, multiprocessors = 0;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error == cudaSuccess)
+        error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+    if (error != cudaSuccess) return status_of(error);
+    const int64_t blocks = p.batch * ceil_div(max_a(p), WideTile::SIDE) * ceil_div(max_b(p), WideTile::SIDE);
+    return blocks < multiprocessors ? launch_tensor<T, NarrowTile>(p, sets, tokens, partial, count, stream)
+                                    : launch_tensor<T, WideTile>(p, sets, tokens, partial, count, stream);
 }
 
 // sm_75 has no bf16 tensor cores. What counts is the architecture the kernel was compiled for: code for sm_75 that the
 // driver translates for a later GPU lacks the instruction too.
 int has_bf16_tensor_cores(bool *has) {
     cudaFuncAttributes attributes;
-    const cudaError_t error = cudaFuncGetAttributes(&attributes, tensor_match_kernel<__nv_bfloat16, SmallTile>);
+    const cudaError_t error = cudaFuncGetAttributes(&attributes, tensor_match_kernel<__nv_bfloat16, WideTile>);
     *has = error == cudaSuccess && attributes.ptxVersion >= 80;
     return status_of(error);
 }
@@ -83,14 +63,12 @@ int has_bf16_tensor_cores(bool *has) {
 int launch_matches(const algm_gbm_params &p, Sets *sets, const void *tokens, Match *partial, const RowCount &count,
                    void *stream) {
     if (max_a(p) == 0 || max_b(p) == 0) return count.rows == nullptr ? ALGM_OK : count.clear_on(stream_of(stream));
-    Device device;
-    if (const int status = Device::query(&device)) return status;
     const bool packed = is_aligned(tokens) && p.width % 8 == 0;
-    if (packed && p.dtype == ALGM_FLOAT16) return launch_tensor<__half>(p, device, sets, tokens, partial, count, stream);
+    if (packed && p.dtype == ALGM_FLOAT16) return launch_tensor<__half>(p, sets, tokens, partial, count, stream);
     bool tensor_bf16 = false;
     if (packed && p.dtype == ALGM_BFLOAT16)
         if (const int status = has_bf16_tensor_cores(&tensor_bf16)) return status;
-    if (tensor_bf16) return launch_tensor<__nv_bfloat16>(p, device, sets, tokens, partial, count, stream);
+    if (tensor_bf16) return launch_tensor<__nv_bfloat16>(p, sets, tokens, partial, count, stream);
     sets->tiles = static_cast<int>(ceil_div(max_b(p), PlainTile::B));
     const dim3 grid(sets->tiles, static_cast<unsigned>(ceil_div(max_a(p), PlainTile::A)), static_cast<unsigned>(p.batch));
     return with_dtype(p.dtype, p.width, is_aligned(tokens), [&](auto type, auto pack) {
@@ -331,7 +309,7 @@ int launch_decision(const algm_gbm_params &p, const Workspace &workspace, const 
 // popular one takes longest, so these start first.
 struct JoinedRows {
     static constexpr bool kLongRowsLast = true;
-    static constexpr int kTogether = 4;
+    static constexpr int kTogether = 2, kPacks = 2, kBlocks = 4;  // mostly pairs
     const int32_t *target;
     int a0, a_max;
 

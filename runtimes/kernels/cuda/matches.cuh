@@ -100,22 +100,22 @@ __device__ inline void load_matrices(unsigned (&r)[4], const void *row) {
                  : "r"(address));
 }
 
-// A block multiplies SIDE rows of A with SIDE rows of B; WARPS_M x WARPS_N warps share the tile.
-template <int SIDE_, int WARPS_M_, int WARPS_N_>
+// A block multiplies SIDE rows of A with SIDE rows of B; WARPS_M x WARPS_N warps share the tile, STAGES steps of the depth
+// are on their way or in use.
+template <int SIDE_, int WARPS_M_, int WARPS_N_, int STAGES_>
 struct TensorTile {
     static constexpr int SIDE = SIDE_, WARPS_M = WARPS_M_, WARPS_N = WARPS_N_;
     static constexpr int THREADS = WARPS_M * WARPS_N * kWarp;
     static constexpr int ROWS_M = SIDE / WARPS_M / 16, COLUMNS_N = SIDE / WARPS_N / 8;  // mma tiles of a warp
-    static constexpr int DEPTH = 64, CHUNKS = DEPTH / 8, STAGES = 3;                    // 16-bit values, 16-byte chunks
+    static constexpr int DEPTH = 64, CHUNKS = DEPTH / 8, STAGES = STAGES_;              // 16-bit values, 16-byte chunks
     static constexpr int STAGE_BYTES = 2 * SIDE * DEPTH * 2;
     static constexpr int SHARED_BYTES = STAGES * STAGE_BYTES + 2 * SIDE * static_cast<int>(sizeof(float));
     static_assert(THREADS == 2 * SIDE && CHUNKS == 8, "a thread copies rows that are SIDE / 4 apart");
     static_assert(ROWS_M % WARPS_N == 0 && COLUMNS_N / 2 % WARPS_M == 0, "warps share the norms of their rows evenly");
     static_assert(SIDE * WARPS_N * sizeof(Match) <= STAGE_BYTES, "the stages are reused for the last reduction");
 };
-using LargeTile = TensorTile<128, 2, 4>;
-using SmallTile = TensorTile<64, 2, 2>;
-using TinyTile = TensorTile<32, 1, 2>;
+using WideTile = TensorTile<64, 2, 2, 3>;
+using NarrowTile = TensorTile<32, 1, 2, 6>;
 
 // Squared norms of sixteen rows, from the diagonal of their product with themselves: what the registers hold as rows of a
 // product they also hold as its columns. Two of the four sums a lane gets lie on the diagonal in half of the lanes.

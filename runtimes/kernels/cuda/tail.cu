@@ -54,11 +54,11 @@ struct Shape {
     int rows, classes, prefix, parts_y, parts_x, warps_per_block;
     int64_t warps;  // images x cells x parts of a cell
 
-    // Every warp holds the planes of all classes and one of a class that never wins, then a list of classes.
+    // Every warp holds the planes of all classes and one of a class that never wins, then two lists of classes.
     __host__ __device__ int planes() const { return classes + 1; }
     __host__ __device__ int list() const { return (classes + kGroup - 1) / kGroup * kGroup; }
     __host__ __device__ int64_t bytes_per_warp() const {
-        return (planes() * sizeof(float4) + list() * sizeof(uint16_t) + 15) / 16 * 16;
+        return (planes() * sizeof(float4) + 2 * list() * sizeof(uint16_t) + 15) / 16 * 16;
     }
 };
 
@@ -78,14 +78,29 @@ struct Range {
     float low, high;
 };
 
-// Lowest and highest value of a plane in a rectangle: interpolation is linear along each axis, so both lie at corners.
-__device__ inline Range range_of(const Plane &plane, Range fx, Range fy) {
-    const float upper_left = plane.upper(fx.low), lower_left = plane.lower(fx.low);
-    const float upper_right = plane.upper(fx.high), lower_right = plane.lower(fx.high);
-    const float a = Plane::between(upper_left, lower_left, fy.low), b = Plane::between(upper_left, lower_left, fy.high);
-    const float c = Plane::between(upper_right, lower_right, fy.low), d = Plane::between(upper_right, lower_right, fy.high);
+__device__ inline Range range_of(float a, float b, float c, float d) {
     return {fminf(fminf(a, b), fminf(c, d)), fmaxf(fmaxf(a, b), fmaxf(c, d))};
 }
+
+// Lowest and highest value of a plane in a whole cell and in a rectangle of it: interpolation is linear along each axis, so
+// both lie at corners.
+struct Cell {
+    __device__ Range operator()(const Plane &plane) const {
+        return range_of(plane.c.x, plane.c.z, plane.c.x + plane.c.y, plane.c.z + plane.c.w);
+    }
+};
+
+struct Rectangle {
+    Range fx, fy;
+
+    __device__ Range operator()(const Plane &plane) const {
+        const float upper_left = plane.upper(fx.low), lower_left = plane.lower(fx.low);
+        const float upper_right = plane.upper(fx.high), lower_right = plane.lower(fx.high);
+        return range_of(Plane::between(upper_left, lower_left, fy.low), Plane::between(upper_left, lower_left, fy.high),
+                        Plane::between(upper_right, lower_right, fy.low),
+                        Plane::between(upper_right, lower_right, fy.high));
+    }
+};
 
 // Fills a warp's planes from the scores of the four patches around a cell; a row that the map should not name reads as
 // zeros. Returns the largest score, which scales the rounding errors.
@@ -113,25 +128,33 @@ __device__ float load_planes(const Shape &shape, const T *scores, const int64_t 
     return warp_max(largest);
 }
 
-// Lists the classes that can win somewhere in a region, in ascending order, padded to whole groups; returns how many. A
-// class is out when its highest value lies below the lowest of another; the margin covers the rounding of both.
-__device__ inline int list_candidates(const Shape &shape, const float4 *planes, float margin, Range fx, Range fy,
-                                      uint16_t *list) {
+// Lists those of `count` classes that can win somewhere in an area, in ascending order; returns how many. `class_at` gives
+// the classes to look at, `range` a class's lowest and highest value in the area. A class is out when its highest value
+// lies below the lowest of another; the margin covers the rounding of both.
+template <class ClassAt, class RangeIn>
+__device__ int list_candidates(const float4 *planes, int count, ClassAt class_at, RangeIn range, float margin,
+                               uint16_t *list) {
     float bound = -INFINITY;
 #pragma unroll 2
-    for (int k = lane_index(); k < shape.classes; k += kWarp) bound = fmaxf(bound, range_of({planes[k]}, fx, fy).low);
+    for (int i = lane_index(); i < count; i += kWarp) bound = fmaxf(bound, range({planes[class_at(i)]}).low);
     bound = warp_max(bound) - margin;
-    int count = 0;
+    int listed = 0;
 #pragma unroll 2
-    for (int start = 0; start < shape.classes; start += kWarp) {
-        const int k = start + lane_index();
-        const bool keep = k < shape.classes && range_of({planes[k]}, fx, fy).high >= bound;
+    for (int start = 0; start < count; start += kWarp) {
+        const int i = start + lane_index(), k = class_at(min(i, count - 1));
+        const bool keep = i < count && range({planes[k]}).high >= bound;
         const unsigned kept = __ballot_sync(kAllLanes, keep);
-        if (keep) list[count + __popc(kept & lanes_below())] = static_cast<uint16_t>(k);
-        count += __popc(kept);
+        if (keep) list[listed + __popc(kept & lanes_below())] = static_cast<uint16_t>(k);
+        listed += __popc(kept);
     }
+    __syncwarp();
+    return listed;
+}
+
+// Fills a list's last group with the class that never wins.
+__device__ inline int pad_list(uint16_t *list, int count, int never) {
     const int padded = (count + kGroup - 1) / kGroup * kGroup;
-    if (lane_index() < padded - count) list[count + lane_index()] = static_cast<uint16_t>(shape.classes);
+    if (lane_index() < padded - count) list[count + lane_index()] = static_cast<uint16_t>(never);
     __syncwarp();
     return padded;
 }
@@ -169,7 +192,6 @@ __device__ inline void best_classes(const float4 *planes, const uint16_t *list, 
                 group[r] = g;
             }
     }
-    if (count == 0) return;
 #pragma unroll
     for (int r = 0; r < kPixels; ++r)
 #pragma unroll
@@ -199,26 +221,30 @@ __global__ void __launch_bounds__(kMaxWarps *kWarp) label_kernel(Shape shape, co
     if (x0 >= x_end || y0 >= y_end) return;
 
     const int64_t image = index;
-    const float largest = load_planes(shape, scores + image * shape.rows * shape.classes,
-                                      map + image * shape.down.cells * shape.across.cells, cy, cx, planes);
+    const float margin = kInterpolationMargin *
+                         load_planes(shape, scores + image * shape.rows * shape.classes,
+                                     map + image * shape.down.cells * shape.across.cells, cy, cx, planes);
+    uint16_t *in_cell = list + shape.list();
+    const int cell_count = list_candidates(planes, shape.classes, [](int i) { return i; }, Cell{}, margin, in_cell);
     labels += image * shape.down.pixels * shape.across.pixels;
     for (int top = y0; top < y_end; top += kRegion)
         for (int left = x0; left < x_end; left += kRegion) {
             const int bottom = min(top + kRegion, y_end) - 1, right = min(left + kRegion, x_end) - 1;
-            const Range fx = {shape.across.fraction(left, cx), shape.across.fraction(right, cx)};
-            const Range fy = {shape.down.fraction(top, cy), shape.down.fraction(bottom, cy)};
-            const int count = list_candidates(shape, planes, kInterpolationMargin * largest, fx, fy, list);
             const int x = left + lane_index() % kRegion, y = top + lane_index() / kRegion * kPixels;
-            float pixel_fy[kPixels];
-            int label[kPixels];
-#pragma unroll
-            for (int r = 0; r < kPixels; ++r) pixel_fy[r] = shape.down.fraction(y + r, cy);
-            best_classes(planes, list, count, shape.across.fraction(x, cx), pixel_fy, label);
+            int label[kPixels] = {in_cell[0], in_cell[0]};
+            if (cell_count > 1) {  // inside an object there often is but one
+                const Rectangle rectangle = {{shape.across.fraction(left, cx), shape.across.fraction(right, cx)},
+                                             {shape.down.fraction(top, cy), shape.down.fraction(bottom, cy)}};
+                const int count = list_candidates(planes, cell_count, [&](int i) { return in_cell[i]; }, rectangle,
+                                                  margin, list);
+                const float fy[kPixels] = {shape.down.fraction(y, cy), shape.down.fraction(y + 1, cy)};
+                best_classes(planes, list, pad_list(list, count, shape.classes), shape.across.fraction(x, cx), fy, label);
+                __syncwarp();  // the list is about to be overwritten
+            }
 #pragma unroll
             for (int r = 0; r < kPixels; ++r)
                 if (x <= right && y + r <= bottom)
                     labels[int64_t{y + r} * shape.across.pixels + x] = static_cast<Label>(label[r]);
-            __syncwarp();  // the list is about to be overwritten
         }
 }
 
