@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -364,3 +368,21 @@ def test_the_exported_network_in_lower_precision(exported: ir.Model, precision: 
     assert len(np.unique(expected)) > 2
     np.testing.assert_array_equal(counts_out, expected_counts)
     assert (labels != expected).mean() < limit
+
+
+def test_polygraphy_reads_the_graph(exported: ir.Model, tmp_path: Path) -> None:
+    polygraphy = shutil.which("polygraphy", path=Path(sys.executable).parent)
+    if polygraphy is None:
+        pytest.skip("needs polygraphy: pip install 'algm-deploy[tensorrt-rtx]'")
+    model, _ = tensorrt_from_base(exported, "fp16")
+    onnx.save(model, tmp_path / "model.tensorrt.onnx")
+    command = [polygraphy, "inspect", "model", tmp_path / "model.tensorrt.onnx", "--show", "layers"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    for line in (
+        "ONNX Opset: 23 | Other Opsets: {'algm': 1}",
+        "[Op: clap]",
+        "[Op: gbm]",
+        "[Op: label_map]",
+        "token_counts [dtype=int64",
+    ):
+        assert line in done.stdout
