@@ -1,0 +1,91 @@
+"""The networks that merging is timed against: dense, and truncated, which drops tokens instead of merging them.
+
+Dense is another graph, without merges: a threshold that nothing reaches would still pay for looking. Truncated has the
+cost a merge of zero cost would leave; its labels mean nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import onnx_ir as ir
+import torch
+from torch import nn
+
+from algm_deploy.lowering.export import base_onnx
+from algm_deploy.lowering.onnxruntime import Provider, rewrite, single_image
+from algm_deploy.lowering.portable import add_function_bodies
+from algm_deploy.merging import insert_merging
+from algm_deploy.models.deployed import Deployed
+from algm_deploy.models.vit import MergeInputs, Model, Tokens, VitNetwork, share_parameters
+from algm_deploy.recipes import DENSE, MergePlan, Recipe
+from algm_deploy.signature import signature_of
+
+Variant = Literal["dense", "merged", "truncated"]
+VARIANTS: tuple[Variant, ...] = ("dense", "merged", "truncated")
+
+
+class KeepFirst(nn.Module):
+    """Keeps the first `rows` rows of every image, in a merge slot; patches behind them share the rows that are left."""
+
+    def __init__(self, rows: int, prefix: int) -> None:
+        super().__init__()
+        self.rows, self.prefix = rows, prefix
+
+    def forward(self, tokens: Tokens, inputs: MergeInputs | None) -> Tokens:
+        """Tokens of `rows` rows, prefix counted."""
+        kept = self.prefix + (tokens.map - self.prefix) % (self.rows - self.prefix)
+        length = torch.full_like(tokens.length, self.rows)
+        return Tokens(tokens.values[:, : self.rows], tokens.size[:, : self.rows], kept, length, padded=False)
+
+
+def truncate(model: Model, rows: Mapping[int, int]) -> Model:
+    """A copy of `model` that keeps the first `rows[layer]` rows, prefix counted, in each of these 1-based layers."""
+    truncated = share_parameters(model)
+    for layer, count in rows.items():
+        truncated.blocks[layer - 1].merge = KeepFirst(count, truncated.encoder.prefix)
+    return truncated
+
+
+def variant_network(
+    model: VitNetwork, recipe: Recipe, variant: Variant, tokens: Sequence[int]
+) -> tuple[Deployed, Recipe]:
+    """The deployed network of a variant, and the recipe that names its inputs and outputs.
+
+    Args:
+        model: network with empty merge slots.
+        recipe: with the merge plan; the other variants get its batch semantics.
+        variant: dense, merged or truncated.
+        tokens: patch tokens behind each merge of the plan, for `truncated`.
+    """
+    plan = recipe.merging
+    if variant == "merged":
+        network = insert_merging(model, plan)
+    elif variant == "dense":
+        network = model
+    else:
+        prefix = model.encoder.prefix
+        network = truncate(model, {layer: prefix + n for layer, n in zip(plan.layers, tokens, strict=True)})
+    named = recipe if variant == "merged" else dataclasses.replace(recipe, merging=_without_merges(recipe))
+    return Deployed(network, recipe.network, recipe.output).eval(), named
+
+
+def _without_merges(recipe: Recipe) -> MergePlan:
+    return dataclasses.replace(DENSE, batch=recipe.merging.batch)
+
+
+def variant_graph(
+    model: VitNetwork, recipe: Recipe, variant: Variant, tokens: Sequence[int], provider: Provider, custom: bool
+) -> ir.Model:
+    """A variant's graph for a provider of ONNX Runtime, weights inside; the first arguments as for `variant_network`.
+
+    `custom`: merges, unmerge and label map are custom operators. Outputs: labels or scores, token counts, and for
+    `merged` token maps.
+    """
+    network, named = variant_network(model, recipe, variant, tokens)
+    graph = base_onnx(network, named.merging, signature_of(named).image.dtype)
+    add_function_bodies(graph)
+    rewrite(graph, provider, custom, single_image(recipe, provider))
+    return graph
