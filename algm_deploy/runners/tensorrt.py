@@ -18,7 +18,7 @@ from torch.utils.dlpack import from_dlpack
 from algm_deploy.bundle import Bundle, sha256_of
 from algm_deploy.errors import BundleError, NotExecutedError, RuntimeUnavailableError
 from algm_deploy.runners.contract import Array, Runner
-from algm_deploy.runners.tensorrt_build import EngineFacts, build_command, engine_name, engine_record
+from algm_deploy.runners.tensorrt_build import EngineFacts, build_command, build_engine, engine_name, engine_record
 from algm_deploy.runners.tensorrt_library import Log, listening, load_bindings, load_plugins
 
 _DTYPES = {
@@ -125,6 +125,22 @@ class TensorRTRunner(Runner):
         self._device = device or Cuda()
         self._session: _Session | None = None
         self._stack = ExitStack()
+
+    @classmethod
+    def build(cls, bundle: Bundle, **options: Any) -> list[str]:
+        """Builds the engine; `options` are those of `build_engine`."""
+        built = build_engine(bundle, cls.runtime, **options)
+        facts = built.facts
+        plugins = ", ".join(plugin["plugin"] for plugin in built.parsed_network["plugins"])
+        lines = [
+            f"{facts.engine_bytes / 1e6:9.1f} MB  {bundle.path / engine_name(cls.runtime)}",
+            f"{facts.runtime} {facts.version}, {facts.precision}, batches {facts.batches[0]} to {facts.batches[2]}, "
+            f"compute capability {', '.join(facts.compute_capabilities)}, built in {built.build_seconds:.1f} s",
+            f"plugins in the network: {plugins}",
+        ]
+        if built.engine_layers_reason:
+            lines.append(f"engine layers not inspected: {built.engine_layers_reason}")
+        return lines
 
     def _open(self) -> None:
         facts = self._facts()

@@ -6,6 +6,7 @@ Nothing is executed here. What full TensorRT is asked for is checked with a stan
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,7 +24,8 @@ from onnx import TensorProto, helper, numpy_helper
 from tqdm import tqdm
 
 from algm_deploy import native
-from algm_deploy.errors import BuildError, RuntimeUnavailableError
+from algm_deploy.bundle import Bundle
+from algm_deploy.errors import BuildError, NotExecutedError, RuntimeUnavailableError
 from algm_deploy.lowering.export import base_onnx
 from algm_deploy.lowering.tensorrt import plugin_node, tensorrt_from_base
 from algm_deploy.merging import insert_merging
@@ -31,7 +33,8 @@ from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.segmenter import Segmenter
 from algm_deploy.recipes import MergePlan, Network, Output, Precision
 from algm_deploy.runners import tensorrt_build, tensorrt_library
-from algm_deploy.runners.tensorrt_build import BuiltEngine, EngineFacts, EngineOptions, engine_from_onnx
+from algm_deploy.runners.tensorrt import TensorRTRtxRunner
+from algm_deploy.runners.tensorrt_build import BuiltEngine, EngineFacts, EngineOptions, build_engine, engine_from_onnx
 
 PLAN = MergePlan(clap_layers=(1,), gbm_layers=(2,), clap_threshold=0.9)
 NETWORK = Network("segmenter", 64, 2, 1, 5, (64, 96), decoder_depth=1)
@@ -141,6 +144,35 @@ def test_without_the_alias_the_parser_ends_the_process(rtx: None, models: Any) -
         ends[alias] = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ends["with"].stdout == "built\n", ends["with"].stderr
     assert ends["without"].returncode == -signal.SIGABRT
+
+
+def test_a_bundle_gets_its_engine(rtx: None, tiny_bundle: Bundle, tmp_path: Path) -> None:
+    bundle = Bundle.open(shutil.copytree(tiny_bundle.path, tmp_path / "bundle"))
+    for _ in range(2):  # building again replaces
+        lines = TensorRTRtxRunner.build(bundle, progress=False)
+    assert lines[0].endswith("bundle/engines/tensorrt-rtx.engine")
+    assert "tensorrt-rtx" in lines[1]
+    assert lines[2] == "plugins in the network: clap, gbm, unmerge"
+    again = Bundle.open(bundle.path)
+    again.verify()
+    facts = again.manifest["engines"]["tensorrt-rtx"]["facts"]
+    assert facts["batches"] == [1, bundle.recipe.max_batch, bundle.recipe.max_batch]
+    assert again.files["engines/tensorrt-rtx.engine"].made_from == {"model.tensorrt.onnx": facts["onnx_hash"]}
+    graph = again.files["model.tensorrt.onnx"]
+    assert graph.uses == ("model.onnx.data",)  # the weights are not stored twice
+    assert graph.size_bytes < again.files["model.onnx.data"].size_bytes / 4
+    if not torch.cuda.is_available():
+        with pytest.raises(NotExecutedError, match="built and not executed"):
+            TensorRTRtxRunner(again).__enter__()
+
+
+def test_an_fp32_bundle_in_fp16(rtx: None, tiny_bundle: Bundle, tmp_path: Path) -> None:
+    bundle = Bundle.open(shutil.copytree(tiny_bundle.path, tmp_path / "bundle"))
+    options = EngineOptions(batches=(1, 1, 1), compute_capabilities=("8.9",))
+    built = build_engine(bundle, "tensorrt-rtx", options, precision="fp16", progress=False)
+    assert built.parsed_network["layers"]["ATTENTION_INPUT"].keys() == {"HALF"}
+    assert bundle.manifest["engines"]["tensorrt-rtx"]["facts"]["precision"] == "fp16"
+    assert bundle.manifest["engines"]["tensorrt-rtx"]["rewrites"]["weight"] > 10
 
 
 # --- what goes wrong -------------------------------------------------------------------------------------------------
