@@ -21,7 +21,7 @@ import numpy as np
 from tqdm import tqdm
 
 from algm_deploy.bundle import Bundle
-from algm_deploy.errors import BundleError
+from algm_deploy.errors import AlgmDeployError, BundleError
 from algm_deploy.parity.comparison import Decided, Decisions, Labels, Numbers, output_problem
 from algm_deploy.parity.links import Link, graph_link, network_link, operators_link
 from algm_deploy.parity.replay import Replayed, Replays
@@ -125,8 +125,8 @@ class _Chain:
         names = [f"image {index}" for index in trial.images]
         feeds = {"image": self._images[list(trial.images)]}
         feeds |= {name: np.asarray(value, np.float32) for name, value in trial.thresholds.items()}
-        outputs = self._run.infer(feeds, [tensor.name for tensor in signature.outputs])
-        if problem := output_problem(outputs, signature, len(names), prefix):
+        outputs, problem = self._outputs(feeds)
+        if problem := problem or output_problem(outputs, signature, len(names), prefix):
             self._numbers.broken(f"batch of {len(names)}: {problem}")
             return
         batch = []
@@ -139,6 +139,15 @@ class _Chain:
         if len(batch) == 1 and not trial.thresholds:
             self._first += [batch[0].replayed] if len(self._first) < OPERATOR_IMAGES else []
             self._labels.compare(self._run.infer(feeds), self._torch_run.infer(feeds))
+
+    def _outputs(self, feeds: dict[str, Array]) -> tuple[dict[str, Array], str | None]:
+        """All outputs of the runtime, or why there are none."""
+        try:
+            return self._run.infer(feeds, [tensor.name for tensor in self._signature.outputs]), None
+        except AlgmDeployError:
+            raise
+        except Exception as error:  # noqa: BLE001 - runtimes have errors of their own; one that fails is not verified
+            return {}, f"the runtime failed: {(str(error) or type(error).__name__).splitlines()[0]}"
 
     def links(self, trials: list[Trial]) -> list[Link]:
         """All links, when the trials have run."""

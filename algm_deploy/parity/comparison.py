@@ -109,7 +109,7 @@ class Decisions:
             equal = self._group(group, plan)
             self._compared += len(group)
             if counted:
-                self._equal.extend(bool(all_merges) for all_merges in equal.all(0))
+                self._equal.extend(bool(equal[:, image].all()) for image in range(len(group)))
                 self._merges_equal.extend(bool(merge) for merge in equal.ravel())
 
     def _group(self, group: list[Decided], plan: MergePlan) -> NDArray[np.bool_]:

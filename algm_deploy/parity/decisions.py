@@ -84,6 +84,8 @@ def clap_problems(facts: ClapFacts, token_map: Ints, plan: MergePlan, grid: Size
     windows = np.flatnonzero(merged)[np.argsort(rows[merged, 0])]
     if not np.array_equal(token_map, _clap_map(windows, grid, plan, prefix)):
         return ["CLAP: the token map is not one that merging whole windows gives"]
+    if plan.order == "raster" and (np.diff(windows) < 0).any():
+        return ["CLAP: merged windows are not in raster order"]
     if not np.isfinite([facts.noise, *facts.similarity]).all():
         return ["CLAP: similarities are not finite"]
     in_order = facts.similarity[windows]
