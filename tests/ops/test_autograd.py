@@ -29,8 +29,9 @@ def clap_inputs() -> tuple[Tensor, Tensor, Tensor]:
 
 def gbm_inputs() -> tuple[Tensor, ...]:
     rng = np.random.default_rng(1)
-    rest = sequence(similar_tokens(rng, 2, 21, 4), 1, rng, padded=True)[1:]
-    return doubles(2, 21, 4), *(torch.from_numpy(x) for x in rest), torch.tensor(0.5)
+    _, _, patch_row, length = sequence(similar_tokens(rng, 2, 21, 4), 1, rng, padded=True)
+    size = torch.from_numpy(rng.integers(1, 4, (2, 21))).float()
+    return doubles(2, 21, 4), size, torch.from_numpy(patch_row), torch.from_numpy(length), torch.tensor(0.5)
 
 
 CASES: dict[str, tuple[Callable[[], tuple[Any, ...]], dict[str, Any]]] = {
