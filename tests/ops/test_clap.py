@@ -145,6 +145,23 @@ def test_ties_go_to_the_lower_window() -> None:
     assert reference.clap_decisions(similarity, 0.5, "code", "batch_min", "published") == [[1], [3]]
 
 
+@pytest.mark.parametrize("windows", [100, 1024, 5000])
+def test_many_ties(windows: int) -> None:
+    """Sorting algorithms change with the size; the tie rule does not."""
+    similarity = np.random.default_rng(0).choice(np.float32([0.25, 0.5, 0.75]), size=(2, windows))
+    attributes = {"semantics": "code", "batch": "batch_min", "order": "published"}
+    expected = places(reference.clap_decisions(similarity, 0.5, *attributes.values()), windows)
+    found = clap_decisions(torch.from_numpy(similarity), torch.tensor(0.5), *attributes.values())
+    (body,) = run_steps(
+        ("places", *attributes.values()),
+        lambda body, s, t: [body("Identity", _onnx_places(body, s, t, attributes))],
+        similarity,
+        np.float32(0.5),
+    )
+    np.testing.assert_array_equal(found.numpy(), expected)
+    np.testing.assert_array_equal(body, expected)
+
+
 # -------------------------------------------------------------------------------------------------------- end to end
 
 

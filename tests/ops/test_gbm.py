@@ -281,6 +281,18 @@ def test_argmax_ties_go_to_the_lower_row(run: Any) -> None:
     assert found[2].tolist() == [[1, 1, 2, 1, 3, 1]]
 
 
+@pytest.mark.parametrize("run", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
+@pytest.mark.parametrize("batch", ["per_image", "batch_min"])
+def test_many_ties(run: Any, batch: str) -> None:
+    """A thousand tokens of three kinds: nearly every argmax and every rank is a tie."""
+    tokens = exact_tokens(np.random.default_rng(0), "few", 2, 1025, 16)
+    inputs = [*sequence(tokens, 1), np.float32(0.5)]
+    attributes = PLAIN | {"mode": "fixed", "batch": batch}
+    expected = run_reference("gbm", inputs, **attributes)
+    assert expected[3].max() < 600
+    assert_same(run("gbm", inputs, **attributes), expected, 0)
+
+
 @every
 @pytest.mark.parametrize(("semantics", "merges"), [("code", True), ("paper", False)])
 def test_a_constant_image_reaches_its_mean(run: Any, semantics: str, merges: bool) -> None:
