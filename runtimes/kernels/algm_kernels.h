@@ -46,12 +46,18 @@ enum {
     ALGM_DEVICE_ERROR = 1000
 };
 
-enum { ALGM_FLOAT32 = 0, ALGM_FLOAT16 = 1, ALGM_BFLOAT16 = 2 };          /* dtype */
-enum { ALGM_SEMANTICS_CODE = 0, ALGM_SEMANTICS_PAPER = 1 };              /* semantics: published program or paper text */
-enum { ALGM_BATCH_PER_IMAGE = 0, ALGM_BATCH_MIN = 1 };                   /* batch_mode */
-enum { ALGM_ORDER_PUBLISHED = 0, ALGM_ORDER_RASTER = 1 };                /* order: merged windows by similarity or index */
-enum { ALGM_MODE_ADAPTIVE = 0, ALGM_MODE_FIXED = 1 };                    /* mode of the gbm threshold */
-enum { ALGM_LABEL_UINT8 = 0, ALGM_LABEL_INT32 = 1 };                     /* label_type */
+/* dtype of tokens, values and scores */
+enum { ALGM_FLOAT32 = 0, ALGM_FLOAT16 = 1, ALGM_BFLOAT16 = 2 };
+/* semantics: the published program (>=, size-weighted means) or the paper's text (>, plain means in gbm) */
+enum { ALGM_SEMANTICS_CODE = 0, ALGM_SEMANTICS_PAPER = 1 };
+/* batch_mode: every image decides alone, or all images merge as many rows as the one with the fewest */
+enum { ALGM_BATCH_PER_IMAGE = 0, ALGM_BATCH_MIN = 1 };
+/* order: merged windows by descending similarity, or by position */
+enum { ALGM_ORDER_PUBLISHED = 0, ALGM_ORDER_RASTER = 1 };
+/* mode of the gbm threshold: mean + threshold * deviation / divisor of the best similarities, or threshold itself */
+enum { ALGM_MODE_ADAPTIVE = 0, ALGM_MODE_FIXED = 1 };
+/* label_type */
+enum { ALGM_LABEL_UINT8 = 0, ALGM_LABEL_INT32 = 1 };
 
 /* Value of out_rows: the output has exactly the S' rows that decide counted, a number that only the device knows. */
 #define ALGM_ROWS_ON_DEVICE (-1)
@@ -160,8 +166,8 @@ ALGM_BOTH(int, unmerge,
           (const algm_unmerge_params *params, const void *values, const int64_t *map, void *out, void *stream))
 
 /* scores (B,S,K), map (B,N) -> labels (B,height,width): unmerge, bilinear resize with half-pixel centres
- * (align_corners=False), argmax with ties to the lower class; the full-size scores never exist. A class with an infinite
- * score or a NaN never wins around it. */
+ * (align_corners=False), argmax with ties to the lower class; the full-size scores never exist. A class with an
+ * infinite score or a NaN never wins around it. */
 ALGM_BOTH(int, label_map,
           (const algm_label_map_params *params, const void *scores, const int64_t *map, void *labels, void *stream))
 

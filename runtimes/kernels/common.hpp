@@ -22,8 +22,8 @@ inline int64_t dtype_bytes(int32_t dtype) { return dtype == ALGM_FLOAT32 ? 4 : 2
 
 inline int64_t window_count(const algm_clap_params &p) { return (p.grid_h / p.window_h) * (p.grid_w / p.window_w); }
 
-// Sets A and B of GBM are every second row from these two on. The published program splits the whole sequence (even rows
-// are A) and then protects the prefix; the paper splits what follows the prefix.
+// Sets A and B of GBM are every second row from these two on. The published program splits the whole sequence (even
+// rows are A) and then protects the prefix; the paper splits what follows the prefix.
 inline int64_t first_a(const algm_gbm_params &p) {
     return p.semantics == ALGM_SEMANTICS_PAPER ? p.prefix : p.prefix + p.prefix % 2;
 }
@@ -76,8 +76,8 @@ inline int check(const algm_label_map_params *p) {
         p->height < 1 || p->width < 1 || p->prefix < 0 || !is_dtype(p->dtype) || !is_one_of_two(p->label_type))
         return ALGM_INVALID_ARGUMENT;
     if (p->label_type == ALGM_LABEL_UINT8 && p->classes > 256) return ALGM_INVALID_ARGUMENT;
-    const bool countable = fits(p->grid_h, p->grid_w) && fits(p->height, p->width) && fits(p->batch, p->rows) &&
-                           p->classes <= kMaxRows;
+    const bool countable =
+        fits(p->grid_h, p->grid_w) && fits(p->height, p->width) && fits(p->batch, p->rows) && p->classes <= kMaxRows;
     return countable ? ALGM_OK : ALGM_UNSUPPORTED;
 }
 
@@ -140,7 +140,8 @@ inline const char *status_sentence(int status) {
     switch (status) {
         case ALGM_OK: return "The call succeeded.";
         case ALGM_INVALID_ARGUMENT:
-            return "A size, an enum value or a pointer contradicts algm_kernels.h: check the shapes against the attributes.";
+            return "A size, an enum value or a pointer contradicts algm_kernels.h: check the shapes against the "
+                   "attributes.";
         case ALGM_UNSUPPORTED: return "The shape is larger than these kernels can index: use a smaller batch or image.";
         case ALGM_INVALID_MAP: return "The token map names a row that the values do not have: check map and prefix.";
         default: return "An unknown status code.";

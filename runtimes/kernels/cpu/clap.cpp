@@ -26,9 +26,7 @@ ALGM_INLINE void window_similarity(const algm_clap_params &p, const T *tokens, f
     std::vector<float> scales(static_cast<size_t>(members));
     for (int64_t w = 0; w < window_count(p); ++w) {
         const T *first = tokens + (p.prefix + window_origin(p, w)) * p.width;
-        const auto member = [&](int64_t i) {
-            return first + (i / p.window_w * p.grid_w + i % p.window_w) * p.width;
-        };
+        const auto member = [&](int64_t i) { return first + (i / p.window_w * p.grid_w + i % p.window_w) * p.width; };
         float sum = 0;
         for (int64_t i = 0; i < members; ++i) {
             scales[static_cast<size_t>(i)] = inverse_norm(member(i), p.width);

@@ -136,9 +136,7 @@ size_t algm_cpu_gbm_workspace(const algm_gbm_params *params) {
     return carver.used();
 }
 
-int64_t algm_cpu_gbm_candidates(const algm_gbm_params *params) {
-    return check(params) == ALGM_OK ? max_a(*params) : 0;
-}
+int64_t algm_cpu_gbm_candidates(const algm_gbm_params *params) { return check(params) == ALGM_OK ? max_a(*params) : 0; }
 
 int algm_cpu_gbm_similarity(const algm_gbm_params *params, const void *tokens, const int64_t *length, float *best,
                             int32_t *best_row, void *workspace, void *) {
@@ -180,14 +178,15 @@ int algm_cpu_gbm_decide_given(const algm_gbm_params *params, const float *best, 
         int32_t *row = plan.row + b * p.rows;
         const auto chosen = chosen_of(b);
         for (int64_t i = 0; i < split.a_count; ++i) {
-            const bool joins = together ? chosen(values[i]) && rank_of(values, split.a_count, i, chosen) < fewest
-                                        : chosen(values[i]);
+            const bool joins =
+                together ? chosen(values[i]) && rank_of(values, split.a_count, i, chosen) < fewest : chosen(values[i]);
             target[i] = joins ? best_row[b * candidates + i] : -1;
         }
         std::fill(target + split.a_count, target + candidates, -1);
         out_length[b] = number_rows(p, split, target, row, plan.source + b * p.rows);
         for (int64_t patch = b * p.patches; patch < (b + 1) * p.patches; ++patch) {
-            if (map[patch] < 0 || map[patch] >= std::min(std::max(length[b], p.prefix), p.rows)) return ALGM_INVALID_MAP;
+            if (map[patch] < 0 || map[patch] >= std::min(std::max(length[b], p.prefix), p.rows))
+                return ALGM_INVALID_MAP;
             out_map[patch] = row[map[patch]];
         }
     }
@@ -203,11 +202,10 @@ int algm_cpu_gbm_decide(const algm_gbm_params *params, const void *tokens, const
     if (workspace == nullptr) return ALGM_INVALID_ARGUMENT;
     Carver carver(workspace);
     const GbmPlan plan(*params, carver);
-    if (const int status =
-            algm_cpu_gbm_similarity(params, tokens, length, plan.best, plan.best_row, workspace, stream))
+    if (const int status = algm_cpu_gbm_similarity(params, tokens, length, plan.best, plan.best_row, workspace, stream))
         return status;
-    return algm_cpu_gbm_decide_given(params, plan.best, plan.best_row, map, length, threshold, out_map, out_length, rows,
-                                     rows_int32, workspace, stream);
+    return algm_cpu_gbm_decide_given(params, plan.best, plan.best_row, map, length, threshold, out_map, out_length,
+                                     rows, rows_int32, workspace, stream);
 }
 
 int algm_cpu_gbm_apply(const algm_gbm_params *params, const void *tokens, const float *size, const void *workspace,

@@ -74,8 +74,8 @@ void label_image(const algm_label_map_params &p, const T *scores, const int64_t 
             find_candidates(corners, p.classes, candidates);
             for (int32_t y = down.first_pixel(cy); y < down.first_pixel(cy + 1); ++y)
                 for (int32_t x = across.first_pixel(cx); x < across.first_pixel(cx + 1); ++x)
-                    labels[int64_t{y} * p.width + x] = static_cast<Label>(
-                        label_at(candidates, across.fraction(x, cx), down.fraction(y, cy)));
+                    labels[int64_t{y} * p.width + x] =
+                        static_cast<Label>(label_at(candidates, across.fraction(x, cx), down.fraction(y, cy)));
         }
     }
 }

@@ -23,10 +23,10 @@ __device__ inline float divide(float sum, float weight, float inverse) {
     return fmaf(fmaf(-quotient, weight, sum), inverse, quotient);
 }
 
-// One warp a span of packs of an output row: whole rows where there are many, shorter spans where a batch is too small to
-// fill the device. Members says how many rows and packs are loaded together and how many blocks a multiprocessor must hold,
-// a matter of loads in flight against registers. `members.visit(image, merge, list, add)` writes the rows of a merge to `list` and calls add(count)
-// whenever it has some; all lanes of a warp visit together.
+// One warp a span of packs of an output row: whole rows where there are many, shorter spans where a batch is too small
+// to fill the device. Members says how many rows and packs are loaded together and how many blocks a multiprocessor
+// must hold, a matter of loads in flight against registers. `members.visit(image, merge, list, add)` writes the rows of
+// a merge to `list` and calls add(count) whenever it has some; all lanes of a warp visit together.
 template <class T, int V, class Members>
 __global__ void __launch_bounds__(kApplyWarps *kWarp, Members::kBlocks)
     apply_kernel(ApplyShape shape, Members members, int bound, int spans, int span, const T *tokens, const float *size,
@@ -84,8 +84,7 @@ __global__ void __launch_bounds__(kApplyWarps *kWarp, Members::kBlocks)
 #pragma unroll
                         for (int i = 0; i < kPacks; ++i)
 #pragma unroll
-                            for (int v = 0; v < V; ++v)
-                                sum[i][v] = fmaf(w, to_float(values[m][i].value[v]), sum[i][v]);
+                            for (int v = 0; v < V; ++v) sum[i][v] = fmaf(w, to_float(values[m][i].value[v]), sum[i][v]);
                     }
                 }
             };

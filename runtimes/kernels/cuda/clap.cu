@@ -110,8 +110,7 @@ __global__ void __launch_bounds__(kWindowWarps *kWarp)
             for (int i = 0; i < kTile; ++i)
 #pragma unroll
                 for (int j = 0; j < kTile; ++j)
-                    if (first_i + i < grid.members)
-                        sum += products[i][j] * scale[first_i + i] * scale[first_j + j];
+                    if (first_i + i < grid.members) sum += products[i][j] * scale[first_i + i] * scale[first_j + j];
         }
     const float pairs = static_cast<float>(int64_t{grid.members} * (grid.members - 1));
     if (lane_index() == 0) similarity[index] = 2 * sum / pairs;

@@ -60,7 +60,8 @@ __device__ Pack<T, V> load_pack(const T *from, int64_t pack) {
 
 inline bool is_aligned(const void *pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
 
-// Calls function(T{}, width of a pack as an integral constant): 16 bytes where pointers and rows allow it, else 1 value.
+// Calls function(T{}, width of a pack as an integral constant): 16 bytes where pointers and rows allow it, else 1
+// value.
 template <int N>
 struct Constant {
     static constexpr int value = N;
@@ -89,8 +90,7 @@ __device__ T warp_sum(T value) {
 }
 
 __device__ inline int warp_min(int value) {
-    for (int offset = kWarp / 2; offset > 0; offset /= 2)
-        value = min(value, __shfl_xor_sync(kAllLanes, value, offset));
+    for (int offset = kWarp / 2; offset > 0; offset /= 2) value = min(value, __shfl_xor_sync(kAllLanes, value, offset));
     return value;
 }
 
@@ -135,9 +135,9 @@ __device__ inline int block_min(int warp_value) {
 // Four neighbouring threads rank one value, so that a block ranks blockDim.x / 4 at a time.
 constexpr int kRankers = 4;
 
-// Rank of values[index] among `count` values in descending order, ties by index; the same for the four threads that pass
-// this index, which may lie outside. Called by all threads. Where a value qualifies, so does every one that ranks above
-// it, so none needs to be left out.
+// Rank of values[index] among `count` values in descending order, ties by index; the same for the four threads that
+// pass this index, which may lie outside. Called by all threads. Where a value qualifies, so does every one that ranks
+// above it, so none needs to be left out.
 __device__ inline int block_rank(const float *values, int count, int index) {
     constexpr int kTile = 1024;
     __shared__ float4 tile[kTile / 4];
@@ -152,8 +152,7 @@ __device__ inline int block_rank(const float *values, int count, int index) {
         for (int q = threadIdx.x % kRankers; q < quads; q += kRankers) {
             const float four[4] = {tile[q].x, tile[q].y, tile[q].z, tile[q].w};
 #pragma unroll
-            for (int v = 0; v < 4; ++v)
-                rank += four[v] > own || (four[v] == own && start + 4 * q + v < index);
+            for (int v = 0; v < 4; ++v) rank += four[v] > own || (four[v] == own && start + 4 * q + v < index);
         }
     }
     for (int offset = 1; offset < kRankers; offset *= 2) rank += __shfl_xor_sync(kAllLanes, rank, offset);

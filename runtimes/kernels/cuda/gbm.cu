@@ -18,8 +18,13 @@ struct Workspace {
 };
 
 Sets sets_of(const algm_gbm_params &p, const int64_t *length) {
-    return {static_cast<int>(p.rows),     static_cast<int>(p.width), static_cast<int>(first_a(p)),
-            static_cast<int>(first_b(p)), static_cast<int>(max_a(p)), 0, length};
+    return {static_cast<int>(p.rows),
+            static_cast<int>(p.width),
+            static_cast<int>(first_a(p)),
+            static_cast<int>(first_b(p)),
+            static_cast<int>(max_a(p)),
+            0,
+            length};
 }
 
 template <class T, class Tile>
@@ -41,8 +46,7 @@ int launch_tensor(const algm_gbm_params &p, Sets *sets, const void *tokens, Matc
                   void *stream) {
     int device = 0, multiprocessors = 0;
     cudaError_t error = cudaGetDevice(&device);
-    if (error == cudaSuccess)
-        error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
     if (error != cudaSuccess) return status_of(error);
     const int64_t blocks = p.batch * ceil_div(max_a(p), WideTile::SIDE) * ceil_div(max_b(p), WideTile::SIDE);
     return blocks < multiprocessors ? launch_tensor<T, NarrowTile>(p, sets, tokens, partial, count, stream)
@@ -58,8 +62,8 @@ int has_bf16_tensor_cores(bool *has) {
     return status_of(error);
 }
 
-// Queues the kernel that fills `partial`, clears the row count, and sets sets->tiles; without a pair there is nothing to
-// fill.
+// Queues the kernel that fills `partial`, clears the row count, and sets sets->tiles; without a pair there is nothing
+// to fill.
 int launch_matches(const algm_gbm_params &p, Sets *sets, const void *tokens, Match *partial, const RowCount &count,
                    void *stream) {
     if (max_a(p) == 0 || max_b(p) == 0) return count.rows == nullptr ? ALGM_OK : count.clear_on(stream_of(stream));
@@ -70,11 +74,12 @@ int launch_matches(const algm_gbm_params &p, Sets *sets, const void *tokens, Mat
         if (const int status = has_bf16_tensor_cores(&tensor_bf16)) return status;
     if (tensor_bf16) return launch_tensor<__nv_bfloat16>(p, sets, tokens, partial, count, stream);
     sets->tiles = static_cast<int>(ceil_div(max_b(p), PlainTile::B));
-    const dim3 grid(sets->tiles, static_cast<unsigned>(ceil_div(max_a(p), PlainTile::A)), static_cast<unsigned>(p.batch));
+    const dim3 grid(sets->tiles, static_cast<unsigned>(ceil_div(max_a(p), PlainTile::A)),
+                    static_cast<unsigned>(p.batch));
     return with_dtype(p.dtype, p.width, is_aligned(tokens), [&](auto type, auto pack) {
         using T = decltype(type);
-        plain_match_kernel<T, decltype(pack)::value><<<grid, PlainTile::THREADS, 0, stream_of(stream)>>>(
-            *sets, static_cast<const T *>(tokens), partial, count);
+        plain_match_kernel<T, decltype(pack)::value>
+            <<<grid, PlainTile::THREADS, 0, stream_of(stream)>>>(*sets, static_cast<const T *>(tokens), partial, count);
         return launched();
     });
 }
@@ -174,8 +179,8 @@ __device__ float common_limit(const Decision &d) {
         const int image = start + warp_index();
         __syncthreads();
         if (image < d.batch) {
-            const Statistics one = statistics(d.matches.sets.a_count(image),
-                                              [&](int i) { return d.matches.similarity(image, i); });
+            const Statistics one =
+                statistics(d.matches.sets.a_count(image), [&](int i) { return d.matches.similarity(image, i); });
             if (lane_index() == 0) shared[warp_index()] = one;
         }
         __syncthreads();
@@ -354,8 +359,7 @@ int64_t algm_cuda_gbm_candidates(const algm_gbm_params *params) {
 int algm_cuda_gbm_similarity(const algm_gbm_params *params, const void *tokens, const int64_t *length, float *best,
                              int32_t *best_row, void *workspace, void *stream) {
     if (const int status = check_batch(params)) return status;
-    if (any_null(tokens, length, workspace) || is_missing(best, max_a(*params)) ||
-        is_missing(best_row, max_a(*params)))
+    if (any_null(tokens, length, workspace) || is_missing(best, max_a(*params)) || is_missing(best_row, max_a(*params)))
         return ALGM_INVALID_ARGUMENT;
     Carver carver(workspace);
     const Workspace parts(*params, carver);
@@ -402,9 +406,14 @@ int algm_cuda_gbm_apply(const algm_gbm_params *params, const void *tokens, const
     if (any_null(tokens, size, workspace, out_tokens, out_size)) return ALGM_INVALID_ARGUMENT;
     Carver carver(const_cast<void *>(workspace));
     const Workspace parts(*params, carver);
-    const ApplyShape shape = {static_cast<int>(params->rows), static_cast<int>(params->width), out_rows,
-                              parts.plan.rows, parts.plan.length, parts.plan.source,
+    const ApplyShape shape = {static_cast<int>(params->rows),
+                              static_cast<int>(params->width),
+                              out_rows,
+                              parts.plan.rows,
+                              parts.plan.length,
+                              parts.plan.source,
                               params->semantics == ALGM_SEMANTICS_CODE};
-    const JoinedRows members = {parts.plan.target, static_cast<int>(first_a(*params)), static_cast<int>(max_a(*params))};
+    const JoinedRows members = {parts.plan.target, static_cast<int>(first_a(*params)),
+                                static_cast<int>(max_a(*params))};
     return launch_apply(params->dtype, params->batch, shape, members, tokens, size, out_tokens, out_size, stream);
 }

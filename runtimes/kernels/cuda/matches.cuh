@@ -49,9 +49,10 @@ __device__ inline float inverse_norm(float squares) { return 1.0f / fmaxf(sqrtf(
 // c += a b for a 16x16 and a 16x8 tile; fp32 sums. sm_75 has the fp16 instruction at half the depth and none for bf16.
 __device__ inline void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, __half) {
 #if __CUDA_ARCH__ >= 800
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 #else
     asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
@@ -64,9 +65,10 @@ __device__ inline void multiply(float (&c)[4], const unsigned (&a)[4], unsigned 
 
 __device__ inline void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, __nv_bfloat16) {
 #if __CUDA_ARCH__ >= 800
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 #endif
 }
 
@@ -100,8 +102,8 @@ __device__ inline void load_matrices(unsigned (&r)[4], const void *row) {
                  : "r"(address));
 }
 
-// A block multiplies SIDE rows of A with SIDE rows of B; WARPS_M x WARPS_N warps share the tile, STAGES steps of the depth
-// are on their way or in use.
+// A block multiplies SIDE rows of A with SIDE rows of B; WARPS_M x WARPS_N warps share the tile, STAGES steps of the
+// depth are on their way or in use.
 template <int SIDE_, int WARPS_M_, int WARPS_N_, int STAGES_>
 struct TensorTile {
     static constexpr int SIDE = SIDE_, WARPS_M = WARPS_M_, WARPS_N = WARPS_N_;
@@ -117,8 +119,8 @@ struct TensorTile {
 using WideTile = TensorTile<64, 2, 2, 3>;
 using NarrowTile = TensorTile<32, 1, 2, 6>;
 
-// Squared norms of sixteen rows, from the diagonal of their product with themselves: what the registers hold as rows of a
-// product they also hold as its columns. Two of the four sums a lane gets lie on the diagonal in half of the lanes.
+// Squared norms of sixteen rows, from the diagonal of their product with themselves: what the registers hold as rows of
+// a product they also hold as its columns. Two of the four sums a lane gets lie on the diagonal in half of the lanes.
 struct SquaredNorms {
     float upper[4] = {}, lower[4] = {};  // products of rows 0-7 and of rows 8-15
 
@@ -150,7 +152,8 @@ __device__ void pick(unsigned (&out)[4], const unsigned (&groups)[N][4], int whi
 }
 
 template <class T, class Tile>
-__global__ void __launch_bounds__(Tile::THREADS, 2) tensor_match_kernel(Sets sets, const T *tokens, Match *partial, RowCount count) {
+__global__ void __launch_bounds__(Tile::THREADS, 2)
+    tensor_match_kernel(Sets sets, const T *tokens, Match *partial, RowCount count) {
     extern __shared__ __align__(128) unsigned char shared[];
     float *scales = reinterpret_cast<float *>(shared + Tile::STAGES * Tile::STAGE_BYTES);
     const int image = blockIdx.z, first_a = blockIdx.y * Tile::SIDE, first_b = blockIdx.x * Tile::SIDE;
@@ -178,7 +181,8 @@ __global__ void __launch_bounds__(Tile::THREADS, 2) tensor_match_kernel(Sets set
                 const int nth = i % (Tile::CHUNKS / 2), row = my_row + nth * (Tile::SIDE / 4);
                 const bool valid = inside && (is_a ? first_a + row < a_count : first_b + row < b_count);
                 const T *from = (is_a ? from_a : from_b) + nth * row_step + step * Tile::DEPTH;
-                copy_16(chunk_of(step % Tile::STAGES, is_a ? row : Tile::SIDE + row, my_chunk), valid ? from : tokens, valid);
+                copy_16(chunk_of(step % Tile::STAGES, is_a ? row : Tile::SIDE + row, my_chunk), valid ? from : tokens,
+                        valid);
             }
         }
         end_copy_group();
@@ -202,8 +206,10 @@ __global__ void __launch_bounds__(Tile::THREADS, 2) tensor_match_kernel(Sets set
                 load_matrices(a[m], chunk_of(stage, (warp_m * Tile::ROWS_M + m) * 16 + lane % 16, 2 * k + lane / 16));
 #pragma unroll
             for (int n = 0; n < Tile::COLUMNS_N / 2; ++n)
-                load_matrices(b[n], chunk_of(stage, Tile::SIDE + (warp_n * Tile::COLUMNS_N / 2 + n) * 16 + lane / 16 * 8 + lane % 8,
-                                             2 * k + lane / 8 % 2));
+                load_matrices(
+                    b[n],
+                    chunk_of(stage, Tile::SIDE + (warp_n * Tile::COLUMNS_N / 2 + n) * 16 + lane / 16 * 8 + lane % 8,
+                             2 * k + lane / 8 % 2));
 #pragma unroll
             for (int m = 0; m < Tile::ROWS_M; ++m)
 #pragma unroll
@@ -225,8 +231,7 @@ __global__ void __launch_bounds__(Tile::THREADS, 2) tensor_match_kernel(Sets set
             }
         }
     }
-    for (int m = 0; m < kNormsA; ++m)
-        norms_a[m].write(scales + (warp_m * Tile::ROWS_M + warp_n * kNormsA + m) * 16);
+    for (int m = 0; m < kNormsA; ++m) norms_a[m].write(scales + (warp_m * Tile::ROWS_M + warp_n * kNormsA + m) * 16);
     for (int n = 0; n < kNormsB; ++n)
         norms_b[n].write(scales + Tile::SIDE + (warp_n * Tile::COLUMNS_N / 2 + warp_m * kNormsB + n) * 16);
     __syncthreads();  // scales are written, and the stages are free
@@ -281,9 +286,11 @@ __device__ void load_four(const T *row, int column, int width, bool valid, float
 }
 
 template <class T, int V>
-__global__ void __launch_bounds__(PlainTile::THREADS) plain_match_kernel(Sets sets, const T *tokens, Match *partial, RowCount count) {
+__global__ void __launch_bounds__(PlainTile::THREADS)
+    plain_match_kernel(Sets sets, const T *tokens, Match *partial, RowCount count) {
     using Tile = PlainTile;
-    __shared__ __align__(16) float left[2][Tile::DEPTH][Tile::A + Tile::PAD], right[2][Tile::DEPTH][Tile::B + Tile::PAD];
+    __shared__ __align__(16) float left[2][Tile::DEPTH][Tile::A + Tile::PAD],
+        right[2][Tile::DEPTH][Tile::B + Tile::PAD];
     __shared__ float scales[Tile::A + Tile::B];
     const int image = blockIdx.z, first_a = blockIdx.y * Tile::A, first_b = blockIdx.x * Tile::B;
     const int a_count = sets.a_count(image), b_count = sets.b_count(image);
@@ -329,7 +336,8 @@ __global__ void __launch_bounds__(PlainTile::THREADS) plain_match_kernel(Sets se
             const float4 a0 = *reinterpret_cast<const float4 *>(&left[stage][k][ty * 4]);
             const float4 a1 = *reinterpret_cast<const float4 *>(&left[stage][k][64 + ty * 4]);
             const float4 b = *reinterpret_cast<const float4 *>(&right[stage][k][tx * 4]);
-            const float a_values[8] = {a0.x, a0.y, a0.z, a0.w, a1.x, a1.y, a1.z, a1.w}, b_values[4] = {b.x, b.y, b.z, b.w};
+            const float a_values[8] = {a0.x, a0.y, a0.z, a0.w, a1.x, a1.y, a1.z, a1.w},
+                        b_values[4] = {b.x, b.y, b.z, b.w};
 #pragma unroll
             for (int i = 0; i < 8; ++i)
 #pragma unroll

@@ -34,7 +34,8 @@ __global__ void unmerge_kernel(int64_t total, int64_t patches, int64_t rows, int
 
 template <class Word>
 int launch_unmerge(const algm_unmerge_params &p, const void *values, const int64_t *map, void *out, void *stream) {
-    const int64_t total = p.batch * p.patches, words = p.width * dtype_bytes(p.dtype) / static_cast<int64_t>(sizeof(Word));
+    const int64_t total = p.batch * p.patches,
+                  words = p.width * dtype_bytes(p.dtype) / static_cast<int64_t>(sizeof(Word));
     const unsigned blocks = static_cast<unsigned>(ceil_div(total, kCopyWarps * kCopyPatches));
     unmerge_kernel<<<blocks, kCopyWarps * kWarp, 0, stream_of(stream)>>>(
         total, p.patches, p.rows, static_cast<int>(words), p.prefix, static_cast<const Word *>(values), map,
@@ -42,17 +43,17 @@ int launch_unmerge(const algm_unmerge_params &p, const void *values, const int64
     return launched();
 }
 
-constexpr int kSide = 16;       // a warp labels a square of 16 x 16 pixels of one cell
-constexpr int kRegion = 8;      // in four regions of 8 x 8,
-constexpr int kPixels = 2;      // two neighbours of a column a lane
-constexpr int kGroup = 4;       // classes whose maximum is formed before it is compared with the best so far
-constexpr int kMaxWarps = 4;    // warps of a block
+constexpr int kRegion = 8;            // a warp labels regions of 8 x 8 pixels of one cell,
+constexpr int kPixels = 2;            // two neighbours of a column a lane
+constexpr int kGroup = 4;             // classes whose maximum is formed before it is compared with the best so far
+constexpr int kMaxWarps = 4;          // warps of a block
+constexpr int64_t kManyCells = 4096;  // enough for a large GPU with one warp a cell
 constexpr int64_t kSharedBytes = 48 * 1024;
 
 struct Shape {
     Axis down, across;
-    int rows, classes, prefix, parts_y, parts_x, warps_per_block;
-    int64_t warps;  // images x cells x parts of a cell
+    int rows, classes, prefix, side, parts_y, parts_x, warps_per_block;
+    int64_t warps;  // images x cells x parts of a cell, squares of `side` pixels
 
     // Every warp holds the planes of all classes and one of a class that never wins, then two lists of classes.
     __host__ __device__ int planes() const { return classes + 1; }
@@ -82,8 +83,8 @@ __device__ inline Range range_of(float a, float b, float c, float d) {
     return {fminf(fminf(a, b), fminf(c, d)), fmaxf(fmaxf(a, b), fmaxf(c, d))};
 }
 
-// Lowest and highest value of a plane in a whole cell and in a rectangle of it: interpolation is linear along each axis, so
-// both lie at corners.
+// Lowest and highest value of a plane in a whole cell and in a rectangle of it: interpolation is linear along each
+// axis, so both lie at corners.
 struct Cell {
     __device__ Range operator()(const Plane &plane) const {
         return range_of(plane.c.x, plane.c.z, plane.c.x + plane.c.y, plane.c.z + plane.c.w);
@@ -128,9 +129,9 @@ __device__ float load_planes(const Shape &shape, const T *scores, const int64_t 
     return warp_max(largest);
 }
 
-// Lists those of `count` classes that can win somewhere in an area, in ascending order; returns how many. `class_at` gives
-// the classes to look at, `range` a class's lowest and highest value in the area. A class is out when its highest value
-// lies below the lowest of another; the margin covers the rounding of both.
+// Lists those of `count` classes that can win somewhere in an area, in ascending order; returns how many. `class_at`
+// gives the classes to look at, `range` a class's lowest and highest value in the area. A class is out when its highest
+// value lies below the lowest of another; the margin covers the rounding of both.
 template <class ClassAt, class RangeIn>
 __device__ int list_candidates(const float4 *planes, int count, ClassAt class_at, RangeIn range, float margin,
                                uint16_t *list) {
@@ -203,7 +204,8 @@ __device__ inline void best_classes(const float4 *planes, const uint16_t *list, 
 
 // One warp a part of a cell.
 template <class T, class Label>
-__global__ void __launch_bounds__(kMaxWarps *kWarp) label_kernel(Shape shape, const T *scores, const int64_t *map, Label *labels) {
+__global__ void __launch_bounds__(kMaxWarps *kWarp)
+    label_kernel(Shape shape, const T *scores, const int64_t *map, Label *labels) {
     extern __shared__ __align__(16) unsigned char shared[];
     float4 *planes = reinterpret_cast<float4 *>(shared + warp_index() * shape.bytes_per_warp());
     uint16_t *list = reinterpret_cast<uint16_t *>(planes + shape.planes());
@@ -216,14 +218,16 @@ __global__ void __launch_bounds__(kMaxWarps *kWarp) label_kernel(Shape shape, co
     };
     const int cx = next_digit(shape.across.cells + 1) - 1, part_x = next_digit(shape.parts_x);
     const int cy = next_digit(shape.down.cells + 1) - 1, part_y = next_digit(shape.parts_y);
-    const int x0 = shape.across.first_pixel(cx) + part_x * kSide, x_end = min(x0 + kSide, shape.across.first_pixel(cx + 1));
-    const int y0 = shape.down.first_pixel(cy) + part_y * kSide, y_end = min(y0 + kSide, shape.down.first_pixel(cy + 1));
+    const int x0 = shape.across.first_pixel(cx) + part_x * shape.side;
+    const int y0 = shape.down.first_pixel(cy) + part_y * shape.side;
+    const int x_end = min(x0 + shape.side, shape.across.first_pixel(cx + 1));
+    const int y_end = min(y0 + shape.side, shape.down.first_pixel(cy + 1));
     if (x0 >= x_end || y0 >= y_end) return;
 
     const int64_t image = index;
-    const float margin = kInterpolationMargin *
-                         load_planes(shape, scores + image * shape.rows * shape.classes,
-                                     map + image * shape.down.cells * shape.across.cells, cy, cx, planes);
+    const float margin =
+        kInterpolationMargin * load_planes(shape, scores + image * shape.rows * shape.classes,
+                                           map + image * shape.down.cells * shape.across.cells, cy, cx, planes);
     uint16_t *in_cell = list + shape.list();
     const int cell_count = list_candidates(planes, shape.classes, [](int i) { return i; }, Cell{}, margin, in_cell);
     labels += image * shape.down.pixels * shape.across.pixels;
@@ -235,10 +239,11 @@ __global__ void __launch_bounds__(kMaxWarps *kWarp) label_kernel(Shape shape, co
             if (cell_count > 1) {  // inside an object there often is but one
                 const Rectangle rectangle = {{shape.across.fraction(left, cx), shape.across.fraction(right, cx)},
                                              {shape.down.fraction(top, cy), shape.down.fraction(bottom, cy)}};
-                const int count = list_candidates(planes, cell_count, [&](int i) { return in_cell[i]; }, rectangle,
-                                                  margin, list);
+                const int count =
+                    list_candidates(planes, cell_count, [&](int i) { return in_cell[i]; }, rectangle, margin, list);
                 const float fy[kPixels] = {shape.down.fraction(y, cy), shape.down.fraction(y + 1, cy)};
-                best_classes(planes, list, pad_list(list, count, shape.classes), shape.across.fraction(x, cx), fy, label);
+                best_classes(planes, list, pad_list(list, count, shape.classes), shape.across.fraction(x, cx), fy,
+                             label);
                 __syncwarp();  // the list is about to be overwritten
             }
 #pragma unroll
@@ -248,30 +253,28 @@ __global__ void __launch_bounds__(kMaxWarps *kWarp) label_kernel(Shape shape, co
         }
 }
 
-// Squares needed to cover the longest cell of an axis. Rounding can lengthen a cell by one pixel where the ratio is odd,
-// which no multiple of 16 is.
-int parts_of(const Axis &axis) {
+// Squares needed to cover the longest cell of an axis. Rounding can lengthen a cell by one pixel where the ratio is
+// odd, which no multiple of the side is.
+int parts_of(const Axis &axis, int side) {
     const int ratio = axis.pixels / axis.cells;
-    return static_cast<int>(ceil_div(axis.pixels % axis.cells == 0 ? ratio + ratio % 2 : ratio + 2, kSide));
+    return static_cast<int>(ceil_div(axis.pixels % axis.cells == 0 ? ratio + ratio % 2 : ratio + 2, side));
 }
 
 template <class T, class Label>
 int launch_labels(const algm_label_map_params &p, const void *scores, const int64_t *map, void *labels, void *stream) {
-    Shape shape = {Axis(p.grid_h, p.height),
-                   Axis(p.grid_w, p.width),
-                   static_cast<int>(p.rows),
-                   static_cast<int>(p.classes),
-                   static_cast<int>(p.prefix),
-                   0,
-                   0,
-                   0,
-                   0};
+    Shape shape = {Axis(p.grid_h, p.height), Axis(p.grid_w, p.width)};
+    shape.rows = static_cast<int>(p.rows);
+    shape.classes = static_cast<int>(p.classes);
+    shape.prefix = static_cast<int>(p.prefix);
     const int64_t fitting = kSharedBytes / shape.bytes_per_warp();
     if (fitting == 0) return ALGM_UNSUPPORTED;
     shape.warps_per_block = static_cast<int>(fitting < kMaxWarps ? fitting : kMaxWarps);
-    shape.parts_y = parts_of(shape.down);
-    shape.parts_x = parts_of(shape.across);
-    shape.warps = p.batch * (p.grid_h + 1) * (p.grid_w + 1) * shape.parts_y * shape.parts_x;
+    const int64_t cells = p.batch * (p.grid_h + 1) * (p.grid_w + 1);
+    // Four regions share what is known of their cell; where there are few cells, each gets a warp of its own.
+    shape.side = cells < kManyCells ? kRegion : 2 * kRegion;
+    shape.parts_y = parts_of(shape.down, shape.side);
+    shape.parts_x = parts_of(shape.across, shape.side);
+    shape.warps = cells * shape.parts_y * shape.parts_x;
     const int64_t blocks = ceil_div(shape.warps, shape.warps_per_block);
     if (blocks > INT32_MAX) return ALGM_UNSUPPORTED;
     const size_t shared = shape.warps_per_block * shape.bytes_per_warp();
