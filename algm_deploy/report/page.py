@@ -33,6 +33,7 @@ from algm_deploy.report.tables import (
     UNKNOWN,
     class_table,
     cost_table,
+    engine_table,
     environment_table,
     html_table,
     joined_table,
@@ -276,10 +277,10 @@ def _accuracy(bundle: Bundle, evaluations: Sequence[Measured]) -> Iterator[str]:
     yield _spread(bundle, evaluations)
     main, *others = evaluations
     yield html_table(*quality_table(main.record), f"by slice: {_about(main, bundle)}")
-    for row in others:
-        yield _folded(f"By slice: {_about(row, bundle)}", html_table(*quality_table(row.record)))
     classes = main.record["iou_percent_by_class"]
     yield _folded(f"By class: {_about(main, bundle)}", _class_bars(classes), is_open=len(classes) <= _MANY_CLASSES)
+    for row in others:
+        yield _folded(f"By slice: {_about(row, bundle)}", html_table(*quality_table(row.record)))
     for row in evaluations:
         for name, reason in row.record["failures"].items():
             yield f'<p class="bad">Not evaluated, {_about(row, bundle)}: {escape(name)}: {escape(reason)}</p>'
@@ -376,13 +377,11 @@ def _tokens(bundle: Bundle, evaluations: Sequence[Measured]) -> Iterator[str]:
 
 
 def _trade_off(bundle: Bundle, evaluations: Sequence[Measured], speeds: Sequence[Measured]) -> Iterator[str]:
-    groups = [group for group in comparable(evaluations) if len({row.artifact.plan for row in group}) > 1]
-    groups = [group for group in groups if all(row.record["gmacs_per_window_mean"] for row in group)]
-    pairs = [
-        (a, s)
-        for a, s in joined(evaluations, speeds)
-        if s.record.get("throughput_img_per_s") and s.record.get("stable") is not False
-    ]
+    known = [row for row in evaluations if row.record["miou_percent"] is not None]
+    counted = [row for row in known if row.record["gmacs_per_window_mean"] is not None]
+    groups = [group for group in comparable(counted) if len({row.artifact.plan for row in group}) > 1]
+    stable = [row for row in speeds if row.record.get("throughput_img_per_s") and row.record.get("stable") is not False]
+    pairs = joined(known, stable)
     plots = []
     if groups:
         plot = scatter("GMACs per window", "mIoU %", [_cost_series(group) for group in groups])
@@ -476,6 +475,8 @@ def _published(bundle: Bundle, evaluations: Sequence[Measured], published: Seque
 
 def _environment(bundles: Sequence[Bundle]) -> Iterator[str]:
     yield html_table(*environment_table(bundles[0].manifest["environment"]), "where the bundle was exported")
+    if engines := bundles[0].manifest.get("engines"):
+        yield html_table(*engine_table(engines), "engines as built; whether one was executed is said in the summary")
     for bundle in bundles:
         files = [
             (name, f"{entry.size_bytes / 1e6:.2f}", f"{entry.sha256[:12]}…")

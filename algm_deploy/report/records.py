@@ -48,10 +48,10 @@ def may_share_row(accuracy: Artifact, speed: Artifact) -> bool:
 
 
 def measured(bundle: Bundle, section: str) -> list[Measured]:
-    """The records in a section of a bundle's manifest; their keys start with the runtime's name."""
+    """The records in a section of a manifest; where they do not name their runtime, their keys start with it."""
     found = []
     for key, record in bundle.manifest.get(section, {}).items():
-        runtime = key.split()[0]
+        runtime = record.get("runtime") or key.split()[0]
         found.append(Measured(bundle.path.name, runtime, artifact_of(bundle, runtime, record), record))
     return found
 

@@ -223,6 +223,24 @@ def environment_table(facts: Record) -> Table:
     return Table(("", "version or device"), rows)
 
 
+def engine_table(engines: Mapping[str, Record]) -> Table:
+    """Engines as a bundle's manifest describes them: what they were built with and for, and with which plugins."""
+    header = ("runtime", "version", "precision", "batches", "built for compute capability", "plugins", "build s")
+    rows = [
+        (
+            runtime,
+            record["facts"]["version"],
+            record["facts"]["precision"],
+            ", ".join(map(str, record["facts"]["batches"])),
+            ", ".join(record["facts"]["compute_capabilities"]),
+            ", ".join(sorted({plugin["plugin"] for plugin in record["parsed_network"]["plugins"]})) or "none",
+            shown(record["build_seconds"], 0),
+        )
+        for runtime, record in engines.items()
+    ]
+    return Table(header, rows)
+
+
 # -------------------------------------------------------------------------------------------------------------- values
 
 

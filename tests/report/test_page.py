@@ -21,6 +21,7 @@ from PIL import Image
 
 from algm_deploy import __version__
 from algm_deploy.bundle import Bundle
+from algm_deploy.cli import main
 from algm_deploy.demo.scenes import scene
 from algm_deploy.environment import environment
 from algm_deploy.errors import BundleError
@@ -352,6 +353,31 @@ def test_a_second_bundle_of_the_same_weights_gives_the_dense_row() -> None:
     assert "70.87" not in section(html, "accuracy")
 
 
+def test_figures_without_a_pixel_or_a_count_are_left_open() -> None:
+    facts = copy.deepcopy(FULL)
+    for record in facts["evaluation"].values():
+        record["miou_percent"] = record["gmacs_per_window_mean"] = None
+    html = report_page(bundle_of(facts))
+    assert "not run" in section(html, "trade-off")
+    assert "None" not in html
+
+
+def test_engines_say_what_they_were_built_for() -> None:
+    facts = {"version": "10.16.1", "precision": "fp16", "batches": [1, 4, 8], "compute_capabilities": ["8.9", "12.0"]}
+    plugins = [
+        {"name": "a", "plugin": "algm_clap"},
+        {"name": "b", "plugin": "algm_gbm"},
+        {"name": "c", "plugin": "algm_gbm"},
+    ]
+    record = {"facts": facts, "parsed_network": {"plugins": plugins}, "build_seconds": 61.4}
+    reason = {"parity tensorrt-rtx": "no RTX GPU here"}
+    html = report_page(bundle_of({"engines": {"tensorrt-rtx": record}, "not_run": reason}))
+    text = section(html, "environment")
+    for part in ("10.16.1", "fp16", "1, 4, 8", "8.9, 12.0", "algm_clap, algm_gbm", "61"):
+        assert part in text
+    assert "parity on tensorrt-rtx: no RTX GPU here" in section(html, "summary")
+
+
 def test_failed_images_are_named() -> None:
     facts = copy.deepcopy(FULL)
     facts["evaluation"][TORCH]["failures"] = {"broken": "cut short"}
@@ -425,6 +451,20 @@ def test_variants_inside_a_bundle_stand_beside_it(tiny_bundle: Bundle, tmp_path:
     shutil.copytree(tiny_bundle.path, folder / "variants" / "dense")
     write_report([Bundle.open(folder)], tmp_path / "report.html")
     assert "files of dense" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_the_command_writes_a_page_with_pictures(
+    tiny_bundle: Bundle, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Image.fromarray(scene(5)[0][:128, :128]).save(tmp_path / "scene.png")
+    target = tmp_path / "page.html"
+    arguments = ["--images", str(tmp_path / "scene.png"), "--runtime", "torch", "-o", str(target)]
+    assert main(["report", str(tiny_bundle.path), *arguments]) == 0
+    assert str(target) in capsys.readouterr().out
+    html = target.read_text(encoding="utf-8")
+    assert html.count('<img src="data:image/') == 6  # photo, similarity, CLAP, GBM, prediction without and with merging
+    assert "scene.png" in section(html, "gallery")
+    assert main(["report", str(tmp_path / "absent")]) == 2
 
 
 # ------------------------------------------------------------------------------------------------------------ browser
