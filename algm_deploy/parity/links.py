@@ -104,7 +104,7 @@ def operators_link(plan: MergePlan, network: Network, replays: Sequence[Replayed
         measured if results or plan.layers else "nothing merges",
         f"{bound:.1e}, 0",
         {
-            "similarity_error": worst,
+            "similarity_error": worst if np.isfinite(worst) else None,
             "similarity_error_allowed": bound,
             "decisions": len(results),
             "decisions_differ": wrong,
@@ -136,7 +136,7 @@ def _gbm(plan: MergePlan, layer: int, network: Network, tokens: Tokens) -> tuple
     ours = torch.ops.algm.gbm(*tokens[:4], scale, *attributes)[2].numpy()
     values, length = tokens.values.float().numpy(), tokens.length.numpy()
     best, match = gbm_similarity(tokens.values, tokens.length, prefix, semantics)
-    sources = [torch.isfinite(row) for row in best]
+    sources = [row != -torch.inf for row in best]
     given = [row[source].numpy() for row, source in zip(best, sources, strict=True)]
     first = first_source(semantics, prefix) + 1
     targets = [(first + 2 * row[source]).numpy() for row, source in zip(match, sources, strict=True)]
