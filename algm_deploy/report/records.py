@@ -1,4 +1,16 @@
-"""Records of one or several bundles as rows, and which of them may stand side by side."""
+"""Records of one or several bundles as rows, and which of them may stand side by side.
+
+A manifest holds its records in sections, by keys that start with the runtime's name:
+
+- `parity`: `ParityReport.record` of parity/chain.py.
+- `evaluation`: `Evaluation.record` of evaluation/evaluate.py with the `thresholds` in force.
+- `speed`: one record a variant and protocol: `variant` (dense, merged, truncated), `protocol`, `batch`, `thresholds`,
+  `stable`, and figures with unit and statistic in their names, such as `latency_ms_p50`, `throughput_img_per_s`,
+  `tokens_after_clap_mean`, `speedup`, `merge_efficiency`.
+- `not_run`: the reason in words why a step has no record, by step and runtime: `parity tensorrt-rtx`.
+
+Each record may name its `device`.
+"""
 
 from __future__ import annotations
 
