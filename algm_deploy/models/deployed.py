@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from algm_deploy.models.scores import labels_of, upsample_scores
 from algm_deploy.models.vit import MergeInputs, PatchEmbedding, VitNetwork, share_parameters
-from algm_deploy.ops._rows import wide
 from algm_deploy.recipes import Network, Output
 
 # (mean, deviation) of the pixels in 0..1, red, green, blue, by the name the official configuration uses.
@@ -64,7 +63,7 @@ class Deployed(nn.Module):
         """Labels or scores, token counts, token maps. `inputs.maps` are used by replaying slots only."""
         result = self.model(image, inputs)
         grid, size = self.network.grid, self.network.image_size
-        tail = labels_of(result, grid, size) if self.output == "labels" else wide(upsample_scores(result, grid, size))
+        tail = labels_of(result, grid, size) if self.output == "labels" else upsample_scores(result, grid, size)
         lengths = [stage.length - result.prefix for stage in result.stages]
         counts = torch.stack(lengths, 1) if lengths else image.new_zeros(image.shape[0], 0, dtype=torch.int64)
         return tail, counts, tuple(stage.map for stage in result.stages)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import algm_deploy.ops  # noqa: F401  registers torch.ops.algm
 from algm_deploy.models.vit import Tokens
+from algm_deploy.ops._rows import wide
 from algm_deploy.ops.label_map import label_dtype
 from algm_deploy.recipes import Size
 
@@ -53,10 +54,10 @@ def resize(maps: Tensor, size: Size, align_corners: bool = False) -> Tensor:
 
 
 def upsample_scores(output: Scores, grid: Size, size: Size) -> Tensor:
-    """Unmerged scores, bilinear to `size`: (B, K, H, W)."""
+    """Unmerged scores, bilinear to `size`: (B, K, H, W). 16-bit scores are interpolated and returned in fp32."""
     if isinstance(output, GridScores):
-        return resize(output.scores, size)
-    return resize(to_grid(output.scores, output.map, output.prefix, grid), size)
+        return resize(wide(output.scores), size)
+    return resize(to_grid(wide(output.scores), output.map, output.prefix, grid), size)
 
 
 def labels_of(output: Scores, grid: Size, size: Size) -> Tensor:

@@ -92,8 +92,10 @@ def test_scores_are_those_of_the_network_on_normalised_pixels(golden_segmenter: 
     torch.testing.assert_close(tail, expected, rtol=0, atol=1e-5)
 
 
-def test_labels_are_the_argmax_of_the_scores(golden_segmenter: Golden, blob_images: Any) -> None:
-    model, images = golden_segmenter("mask_transformer"), torch.from_numpy(blob_images(2))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_labels_are_the_argmax_of_the_scores(golden_segmenter: Golden, blob_images: Any, dtype: torch.dtype) -> None:
+    """In 16 bits too: both outputs interpolate in fp32."""
+    model, images = golden_segmenter("mask_transformer").to(dtype), torch.from_numpy(blob_images(2))
     labels, scores = (
         Deployed(model, model.network, output)(images, merge_inputs(1, 1))[0] for output in ("labels", "scores")
     )
