@@ -21,7 +21,7 @@ SCHEMA = 1
 Size = tuple[int, int]
 Color = tuple[int, int, int]
 Family = Literal["segmenter", "setr", "segvit"]
-Decoder = Literal["mask_transformer", "linear", "naive", "naive_4x4", "pup", "mla", "atm"]
+Decoder = Literal["mask_transformer", "linear", "naive", "pup", "mla", "naive_mmseg", "mla_mmseg", "atm"]
 Normalization = Literal["vit", "deit"]
 Semantics = Literal["code", "paper"]
 Batching = Literal["per_image", "batch_min"]
@@ -35,10 +35,10 @@ Settings = Mapping[str, Any]
 # Decoders of each family, and encoder blocks a decoder reads (where not the last alone).
 _DECODERS = {
     "segmenter": ("mask_transformer", "linear"),
-    "setr": ("naive", "naive_4x4", "pup", "mla"),
+    "setr": ("naive", "pup", "mla", "naive_mmseg", "mla_mmseg"),
     "segvit": ("atm",),
 }
-_STAGES = {"mla": 4, "atm": 3}
+_STAGES = {"mla": 4, "mla_mmseg": 4, "atm": 3}
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Network:
     """Shape of a plain-ViT segmenter. Sizes are (height, width) in pixels; `embed_dim` is the width of a token.
 
     `stages` are the 1-based encoder blocks whose tokens the decoder reads, where it reads several. `decoder_dim` is the
-    width of a SETR or SegViT decoder. `naive_4x4` is mmsegmentation's naive SETR, which interpolates by 4 twice.
+    width of a SETR or SegViT decoder. `naive_mmseg` and `mla_mmseg` are mmsegmentation's, which differ from SETR's own.
     """
 
     family: Family
@@ -83,13 +83,16 @@ class Network:
             raise RecipeError(
                 f"expected {count} ascending blocks as network.stages for decoder {self.decoder}, got {self.stages}"
             )
-        if self.decoder == "atm" and self.decoder_dim % self.heads:
-            raise RecipeError(f"expected network.heads to divide network.decoder_dim, got {self.decoder_dim}")
+        if self.decoder == "atm" and (self.decoder_dim % self.heads or self.decoder_depth < 1):
+            raise RecipeError(
+                f"expected network.decoder_depth of at least 1 and network.heads to divide network.decoder_dim for "
+                f"decoder atm, got {self.decoder_depth} and {self.heads} in {self.decoder_dim}"
+            )
 
     @property
     def prefix(self) -> int:
         """Leading rows of the sequence that are no patches: the cls token, which some networks drop before block 1."""
-        return 0 if self.decoder in ("mla", "atm") else 1
+        return 0 if self.decoder in _STAGES else 1
 
     @property
     def grid(self) -> Size:

@@ -1,7 +1,9 @@
-"""Official Segmenter checkpoints in, state dict out; nothing executes on load.
+"""Official checkpoints in, state dict out; nothing executes on load.
 
-The published training code (rstrudel/segmenter, tue-mps/algm-segmenter) writes `checkpoint.pth`, a dict whose entry
+The published Segmenter code (rstrudel/segmenter, tue-mps/algm-segmenter) writes `checkpoint.pth`, a dict whose entry
 `model` is the state dict, and `variant.yml` beside it. Merging adds no parameters, so both projects share one format.
+mmsegmentation and its descendants (SETR, SegViT) write any name, the state dict as entry `state_dict` and no facts of
+the network that could be read without executing something: a recipe has to give them.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ import yaml
 from torch import Tensor
 
 from algm_deploy.errors import CheckpointError, PlanError, RecipeError
+from algm_deploy.models.families import NAMINGS, parameter_shapes
+from algm_deploy.models.naming import Naming
 from algm_deploy.recipes import (
     DENSE,
     Decoder,
@@ -37,6 +41,9 @@ from algm_deploy.recipes import (
 CHECKPOINT_FILE = "checkpoint.pth"
 VARIANT_FILE = "variant.yml"
 _VARIANT_BYTES = 1 << 20
+_ENTRIES = ("model", "state_dict")
+# The one entry of a published state dict that is no floating-point tensor; nothing reads it at inference.
+_COUNTER = ".num_batches_tracked"
 # The encoder's ImageNet classifier: present in every official file, never part of the segmenter.
 _UNUSED_PREFIX = "encoder.head."
 
@@ -77,12 +84,14 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     if not path.is_file():
         raise CheckpointError(f"expected a checkpoint at {path}, found no file: name {CHECKPOINT_FILE} or its folder")
     content = _load(path)
-    if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
+    entry = next((e for e in _ENTRIES if isinstance(content, dict) and isinstance(content.get(e), dict)), None)
+    if not isinstance(content, dict) or entry is None:
         came = f"entries {_names(content)}" if isinstance(content, dict) else type(content).__name__
         raise CheckpointError(
-            f"{path}: expected a dict with a state dict under 'model' as the published code writes it, got {came}"
+            f"{path}: expected a dict with a state dict under {' or '.join(map(repr, _ENTRIES))} as published code "
+            f"writes it, got {came}"
         )
-    state_dict = content.pop("model")
+    state_dict = content.pop(entry)
     for key, value in state_dict.items():
         _check_tensor(path, key, value)
     variant = path.with_name(VARIANT_FILE)
@@ -149,9 +158,10 @@ def _load_failure(path: Path, error: Exception) -> str:
 def _check_tensor(path: Path, key: object, value: object) -> None:
     if not isinstance(key, str) or not isinstance(value, Tensor):
         raise CheckpointError(
-            f"{path}: expected named tensors under 'model', got {type(value).__name__} as {_name(key)}"
+            f"{path}: expected named tensors in the state dict, got {type(value).__name__} as {_name(key)}"
         )
-    if value.layout != torch.strided or value.device.type != "cpu" or not value.is_floating_point():
+    is_weight = value.is_floating_point() or key.endswith(_COUNTER)
+    if value.layout != torch.strided or value.device.type != "cpu" or not is_weight:
         raise CheckpointError(
             f"{path}: expected plain floating-point weights, got {_name(key)} as {value.dtype}, {value.layout}"
         )
@@ -384,23 +394,64 @@ def state_dict_for(network: Network, checkpoint: Checkpoint) -> Weights:
 
     Raises CheckpointError when a key is missing, unknown or of another shape, or a weight is not finite.
     """
+    if network.family in NAMINGS:
+        return _translated(network, checkpoint)
     _refuse_distilled(checkpoint, False)
     expected = expected_shapes(network)
     found = checkpoint.state_dict
     unused = tuple(sorted(key for key in found if key.startswith(_UNUSED_PREFIX)))
     _check_keys(checkpoint, expected, set(found) - set(unused))
-    _check_shapes(checkpoint, expected)
+    _check_shapes(checkpoint, expected, "encoder.pos_embed")
     state_dict = {key: found[key].to(torch.float32, copy=True) for key in expected}
-    bad = [key for key, value in state_dict.items() if not bool(torch.isfinite(value).all())]
-    if bad:
-        raise CheckpointError(
-            f"{checkpoint.path}: expected finite weights, got NaN or infinity in {_names(bad)}: train or copy it again"
-        )
+    _check_finite(checkpoint, state_dict)
     old = _stored_grid(checkpoint, network)
     if old != network.grid:
         embedding = state_dict["encoder.pos_embed"]
         state_dict["encoder.pos_embed"] = resize_position_embedding(embedding, old, network.grid)
     return Weights(state_dict, unused, None if old == network.grid else old)
+
+
+def _translated(network: Network, checkpoint: Checkpoint) -> Weights:
+    """Weights under another project's names; such networks take no pictures of another size than in training."""
+    naming = _naming(network, checkpoint)
+    shapes, found = parameter_shapes(network), checkpoint.state_dict
+    expected = naming.expected(shapes)
+    unused = tuple(sorted(key for key in set(found) - set(expected) if naming.is_unused(key)))
+    _check_keys(checkpoint, expected, set(found) - set(unused))
+    rows, came = expected[naming.positions][1], _shape(found, naming.positions)[1:2]
+    if came != (rows,):
+        raise CheckpointError(
+            f"{checkpoint.path}: expected position embeddings of {rows} tokens, got {came}: this network takes no "
+            "other size than it was trained for, so set network.image_size to that"
+        )
+    _check_shapes(checkpoint, expected)
+    state_dict = naming.translated(found, shapes)
+    _check_finite(checkpoint, state_dict)
+    return Weights(state_dict, unused, None)
+
+
+def _naming(network: Network, checkpoint: Checkpoint) -> Naming:
+    namings = NAMINGS[network.family](network)
+    naming = next((n for n in namings if any(key.startswith(n.mark) for key in checkpoint.state_dict)), None)
+    if naming is None:
+        raise CheckpointError(
+            f"{checkpoint.path}: expected {network.family} as {' or '.join(n.project for n in namings)} names its "
+            f"parameters, got {_names(checkpoint.state_dict)}: choose the recipe that fits the checkpoint"
+        )
+    if network.decoder not in naming.decoders:
+        raise CheckpointError(
+            f"{checkpoint.path}: expected network.decoder {' or '.join(naming.decoders)}, which {naming.project} "
+            f"computes, got {network.decoder}: choose the recipe that fits the checkpoint"
+        )
+    return naming
+
+
+def _check_finite(checkpoint: Checkpoint, state_dict: Mapping[str, Tensor]) -> None:
+    bad = [key for key, value in state_dict.items() if not bool(torch.isfinite(value).all())]
+    if bad:
+        raise CheckpointError(
+            f"{checkpoint.path}: expected finite weights, got NaN or infinity in {_names(bad)}: train or copy it again"
+        )
 
 
 def _check_keys(checkpoint: Checkpoint, expected: Iterable[str], found: set[str]) -> None:
@@ -412,10 +463,11 @@ def _check_keys(checkpoint: Checkpoint, expected: Iterable[str], found: set[str]
         )
 
 
-def _check_shapes(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]]) -> None:
+def _check_shapes(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]], positions: str = "") -> None:
+    """`positions` names a position embedding that may have any number of rows."""
     for key, shape in expected.items():
         came = _shape(checkpoint.state_dict, key)
-        resizable = key == "encoder.pos_embed" and len(came) == 3 and (came[0], came[2]) == (shape[0], shape[2])
+        resizable = key == positions and len(came) == 3 and (came[0], came[2]) == (shape[0], shape[2])
         if came != shape and not resizable:
             raise CheckpointError(
                 f"{checkpoint.path}: expected {key} of shape {shape}, got {came}: choose the recipe that fits"

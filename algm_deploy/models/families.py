@@ -8,13 +8,31 @@ import torch
 from torch import Tensor
 
 from algm_deploy.errors import RecipeError
+from algm_deploy.models import segvit, setr
+from algm_deploy.models.naming import Naming
 from algm_deploy.models.segmenter import Segmenter
 from algm_deploy.models.vit import VitNetwork
 from algm_deploy.recipes import Network
 
-FAMILIES: dict[str, Callable[[Network], VitNetwork]] = {"segmenter": Segmenter}
+FAMILIES: dict[str, Callable[[Network], VitNetwork]] = {
+    "segmenter": Segmenter,
+    "setr": setr.Setr,
+    "segvit": segvit.Segvit,
+}
+# Families whose checkpoints name parameters otherwise than the modules here.
+NAMINGS: dict[str, Callable[[Network], tuple[Naming, ...]]] = {
+    "setr": setr.namings,
+    "segvit": segvit.namings,
+}
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def parameter_shapes(network: Network) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of the parameters of a network's module."""
+    with torch.device("meta"):
+        model = FAMILIES[network.family](network)
+    return {name: tuple(value.shape) for name, value in model.state_dict().items()}
 
 
 def network_module(network: Network, weights: Mapping[str, Tensor], dtype: torch.dtype) -> VitNetwork:

@@ -252,8 +252,8 @@ def a_list(path: Path) -> None:
     torch.save([1, 2], path)
 
 
-def mmseg(path: Path) -> None:
-    torch.save({"state_dict": tensors(TINY), "meta": {}}, path)
+def bare_state_dict(path: Path) -> None:
+    torch.save(tensors(TINY), path)
 
 
 def value_is_no_tensor(path: Path) -> None:
@@ -300,7 +300,7 @@ def legacy_claim(path: Path) -> None:
         (hostile_legacy, "found posix.mkdir, which could execute code"),
         (object_in_the_scheduler, "found numpy.* save its entry 'model' alone"),
         (a_list, "expected a dict .* got list"),
-        (mmseg, "under 'model' .* got entries state_dict, meta"),
+        (bare_state_dict, "under 'model' or 'state_dict' .* got entries encoder.cls_token"),
         (value_is_no_tensor, "expected named tensors .* got int as encoder.cls_token"),
         (whole_numbers, "expected plain floating-point weights, got encoder.cls_token as torch.int64"),
         (sparse, "expected plain floating-point weights, got encoder.cls_token .* torch.sparse_coo"),

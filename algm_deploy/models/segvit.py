@@ -1,0 +1,137 @@
+"""SegViT (Zhang et al., NeurIPS 2022): plain ViT encoder whose class queries attend to tokens; attention is the mask.
+
+The arithmetic is that of zbwxp/SegVit (decode_heads/atm_head.py) on mmsegmentation's encoder. Queries attend to merged
+tokens; each attention map is unmerged along its tokens, by the token map of the depth it reads (ALGM, CVPR 2024,
+section 3.4: after the decoder). The maps are then summed, which equals unmerging first.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from algm_deploy.models.naming import Naming, dropped, mmseg_encoder
+from algm_deploy.models.scores import GridScores, resize, to_grid
+from algm_deploy.models.vit import Attention, MergeInputs, Tokens, VisionTransformer, VitNetwork
+from algm_deploy.ops._rows import wide
+from algm_deploy.recipes import Network
+
+ENCODER_EPS = 1e-6
+
+
+class CrossAttention(nn.Module):
+    """Queries (B, K, D) attend to rows (B, S, D); returns the mixed rows and what went into the softmax."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.scale = heads, (dim // heads) ** -0.5
+        self.q, self.k, self.v, self.proj = (nn.Linear(dim, dim) for _ in range(4))
+
+    def forward(self, queries: Tensor, rows: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+        """`valid` (B, S) is false for rows of padding. The second result is the mean over heads (B, K, S), fp32."""
+        query, key, value = (self._heads(x) for x in (self.q(queries), self.k(rows), self.v(rows)))
+        similarity = wide(query @ key.mT * self.scale)
+        masked = similarity if valid is None else torch.where(valid[:, None, None], similarity, -torch.inf)
+        mixed = masked.softmax(-1).to(value.dtype) @ value
+        return self.proj(mixed.transpose(1, 2).flatten(2)), similarity.mean(1)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:2], self.heads, -1).transpose(1, 2)
+
+
+class DecoderLayer(nn.Module):
+    """Post-norm transformer decoder layer."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.attn, self.cross = Attention(dim, heads), CrossAttention(dim, heads)
+        self.fc1, self.fc2 = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+        self.norm1, self.norm2, self.norm3 = (nn.LayerNorm(dim) for _ in range(3))
+
+    def forward(self, queries: Tensor, rows: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+        queries = self.norm1(queries + self.attn(queries, None))
+        mixed, similarity = self.cross(queries, rows, valid)
+        queries = self.norm2(queries + mixed)
+        return self.norm3(queries + self.fc2(F.relu(self.fc1(queries)))), similarity
+
+
+class Stage(nn.Module):
+    """Decoder layers over the tokens of one depth; the attention of the last layer is the mask."""
+
+    def __init__(self, network: Network) -> None:
+        super().__init__()
+        dim = network.decoder_dim
+        self.proj, self.norm = nn.Linear(network.embed_dim, dim), nn.LayerNorm(dim)
+        self.layers = nn.ModuleList(DecoderLayer(dim, network.heads) for _ in range(network.decoder_depth))
+
+    def forward(self, queries: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        """Queries (B, K, D), and the attention map (B, S, K), one row a token."""
+        rows, valid = self.norm(self.proj(tokens.values)), None
+        if tokens.padded:
+            valid = tokens.size > 0
+            rows = torch.where(valid[:, :, None], rows, 0)  # zero times a NaN behind the mask would be NaN
+        for layer in self.layers:
+            queries, similarity = layer(queries, rows, valid)
+        return queries, similarity.mT
+
+
+class AtmDecoder(nn.Module):
+    """Attention to mask: the deepest tokens first, masks summed over the stages, classes from the last queries."""
+
+    def __init__(self, network: Network) -> None:
+        super().__init__()
+        self.grid, self.size = network.grid, network.image_size
+        self.queries = nn.Parameter(torch.zeros(network.classes, network.decoder_dim))
+        self.stages = nn.ModuleList(Stage(network) for _ in network.stages)
+        self.classes = nn.Linear(network.decoder_dim, network.classes + 1)
+
+    def forward(self, levels: list[Tokens]) -> Tensor:
+        """Scores (B, K, H, W): every query's mask, weighted with its probabilities of the classes."""
+        queries = self.queries.expand(levels[0].values.shape[0], -1, -1)
+        masks = []
+        for stage, tokens in zip(self.stages, reversed(levels), strict=True):
+            queries, attention = stage(queries, tokens)
+            masks.append(to_grid(attention, tokens.map, 0, self.grid))
+        full = resize(torch.stack(masks).sum(0), self.size).sigmoid()
+        probability = wide(self.classes(queries)).softmax(-1)[..., :-1]  # without the class of no object
+        return torch.einsum("bqk,bqhw->bkhw", probability, full)
+
+
+class Segvit(VitNetwork):
+    """Image (B, 3, H, W), normalised, to class scores (B, K, H, W) in [0, K]."""
+
+    def __init__(self, network: Network) -> None:
+        super().__init__()
+        self.encoder = VisionTransformer(
+            network.grid,
+            network.patch_size,
+            network.embed_dim,
+            network.depth,
+            network.heads,
+            prefix=network.prefix,
+            eps=ENCODER_EPS,
+            norm=False,
+            outputs=network.stages,
+        )
+        self.decoder = AtmDecoder(network)
+
+    def forward(self, image: Tensor, inputs: MergeInputs | None = None) -> GridScores:
+        levels, stages = self.encoder(image, inputs)
+        return GridScores(self.decoder(levels), self.encoder.prefix, stages)
+
+
+def namings(network: Network) -> tuple[Naming, ...]:
+    """zbwxp/SegVit."""
+    names = mmseg_encoder(network)
+    names |= {"decoder.queries": "decode_head.q.weight", "decoder.classes.": "decode_head.class_embed."}
+    inside = {"attn.qkv.": "self_attn.in_proj_", "attn.proj.": "self_attn.out_proj.", "cross.": "multihead_attn."}
+    inside |= {"fc1.": "linear1.", "fc2.": "linear2.", "norm": "norm"}
+    for i in range(len(network.stages)):
+        names[f"decoder.stages.{i}.proj."] = f"decode_head.input_proj_{i + 1}."
+        names[f"decoder.stages.{i}.norm."] = f"decode_head.proj_norm_{i + 1}."
+        for j in range(network.decoder_depth):
+            ours, theirs = f"decoder.stages.{i}.layers.{j}.", f"decode_head.decoder_{i + 1}.layers.{j}."
+            names |= {ours + a: theirs + b for a, b in inside.items()}
+    unused = ("decode_head.loss_decode.", *dropped(network))
+    return (Naming("zbwxp/SegVit", "decode_head.decoder_1.", ("atm",), names, unused=unused),)

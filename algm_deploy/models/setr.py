@@ -1,0 +1,175 @@
+"""SETR (Zheng et al., CVPR 2021): plain ViT encoder with a naive, a progressive (PUP) or a multi-level (MLA) head.
+
+The arithmetic is that of fudan-zvg/SETR (mmseg/models/backbones/vit.py, vit_mla.py, decode_heads/vit_up_head.py,
+vit_mla_head.py). Heads are convolutional, so tokens are unmerged before them (ALGM, CVPR 2024, section 3.4); each level
+of MLA by the token map of its own depth. Batch norms are folded into the convolutions when a checkpoint is read.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from algm_deploy.models.naming import Naming, dropped, mmseg_encoder
+from algm_deploy.models.scores import GridScores, resize, to_grid
+from algm_deploy.models.vit import MergeInputs, Tokens, VisionTransformer, VitNetwork
+from algm_deploy.recipes import Network
+
+EPS = 1e-6
+# Convolutions of a one-level head, their kernel, and the factor its scores are enlarged by before the last resize.
+_HEADS = {"naive": (1, 1, 1), "naive_mmseg": (1, 1, 4), "pup": (4, 3, 1)}
+_LEVELS = range(4)
+
+
+def _conv(channels_in: int, channels_out: int, kernel: int) -> nn.Conv2d:
+    return nn.Conv2d(channels_in, channels_out, kernel, padding=kernel // 2)
+
+
+def _enlarged(maps: Tensor, factor: int, align_corners: bool = False) -> Tensor:
+    return resize(maps, (factor * maps.shape[-2], factor * maps.shape[-1]), align_corners)
+
+
+class UpHead(nn.Module):
+    """Convolutions with a ReLU each, doubling the grid between them, then class scores: naive (one) or PUP (four).
+
+    mmsegmentation enlarges features in front of the last convolution; that one is pointwise, so the two commute.
+    """
+
+    def __init__(self, network: Network) -> None:
+        super().__init__()
+        count, kernel, self.last_factor = _HEADS[network.decoder]
+        width = network.decoder_dim
+        self.grid = network.grid
+        self.norm = nn.LayerNorm(network.embed_dim, EPS)
+        self.convs = nn.ModuleList(_conv(width if i else network.embed_dim, width, kernel) for i in range(count))
+        self.score = _conv(width, network.classes, 1)
+
+    def forward(self, levels: list[Tokens]) -> Tensor:
+        (tokens,) = levels
+        maps = to_grid(self.norm(tokens.values), tokens.map, 0, self.grid)
+        for i, conv in enumerate(self.convs):
+            maps = F.relu(conv(_enlarged(maps, 2) if i else maps))
+        return _enlarged(self.score(maps), self.last_factor)
+
+
+class MultiLevelHead(nn.Module):
+    """MLA: levels summed from the deepest upwards, convolved alone, enlarged by 4 and scored together.
+
+    SETR itself scores the enlarged levels by 3x3, its corners aligned; mmsegmentation scores pointwise, corners not
+    aligned, which commutes with enlarging.
+    """
+
+    def __init__(self, network: Network) -> None:
+        super().__init__()
+        width, half = network.decoder_dim, network.decoder_dim // 2
+        self.grid, self.pointwise = network.grid, network.decoder == "mla_mmseg"
+        self.norms = nn.ModuleList(nn.LayerNorm(network.embed_dim, EPS) for _ in _LEVELS)
+        self.laterals = nn.ModuleList(_conv(network.embed_dim, width, 1) for _ in _LEVELS)
+        self.smooth = nn.ModuleList(_conv(width, width, 3) for _ in _LEVELS)
+        self.narrow = nn.ModuleList(_conv(width, half, 3) for _ in _LEVELS)
+        self.refine = nn.ModuleList(_conv(half, half, 3) for _ in _LEVELS)
+        self.score = _conv(len(_LEVELS) * half, network.classes, 1 if self.pointwise else 3)
+
+    def forward(self, levels: list[Tokens]) -> Tensor:
+        maps = [
+            F.relu(lateral(to_grid(norm(tokens.values), tokens.map, 0, self.grid)))
+            for tokens, norm, lateral in zip(levels, self.norms, self.laterals, strict=True)
+        ]
+        for i in reversed(_LEVELS[:-1]):
+            maps[i] = maps[i + 1] + maps[i]
+        for convs in (self.smooth, self.narrow, self.refine):
+            maps = [F.relu(conv(x)) for conv, x in zip(convs, maps, strict=True)]
+        if self.pointwise:
+            return _enlarged(self.score(torch.cat(maps, 1)), 4)
+        scores: Tensor = self.score(torch.cat([_enlarged(x, 4, align_corners=True) for x in maps], 1))
+        return scores
+
+
+class Setr(VitNetwork):
+    """Image (B, 3, H, W), normalised, to class scores on a grid."""
+
+    def __init__(self, network: Network) -> None:
+        super().__init__()
+        self.encoder = VisionTransformer(
+            network.grid,
+            network.patch_size,
+            network.embed_dim,
+            network.depth,
+            network.heads,
+            prefix=network.prefix,
+            eps=EPS,
+            norm=False,
+            outputs=network.stages,
+        )
+        self.decoder: nn.Module = UpHead(network) if network.decoder in _HEADS else MultiLevelHead(network)
+
+    def forward(self, image: Tensor, inputs: MergeInputs | None = None) -> GridScores:
+        levels, stages = self.encoder(image, inputs)
+        return GridScores(self.decoder(levels), self.encoder.prefix, stages)
+
+
+# ---------------------------------------------------------------------------------------------------- checkpoint keys
+
+
+def namings(network: Network) -> tuple[Naming, ...]:
+    """The projects whose SETR checkpoints are read."""
+    return _fudan(network), _mmseg(network)
+
+
+def _fudan(network: Network) -> Naming:
+    """fudan-zvg/SETR."""
+    names = {"encoder.": "backbone."}
+    mla = network.decoder not in _HEADS
+    if mla:
+        level = "backbone.mla.mla_p{}".format
+        names |= {f"decoder.norms.{i}.": f"backbone.norm_{i}." for i in _LEVELS} | {
+            "decoder.score.": "decode_head.cls."
+        }
+        convs = {f"decoder.laterals.{i}": (f"{level(i + 2)}_1x1.0", f"{level(i + 2)}_1x1.1") for i in _LEVELS}
+        convs |= {f"decoder.smooth.{i}": (f"{level(i + 2)}.0", f"{level(i + 2)}.1") for i in _LEVELS}
+        head = "decode_head.mlahead.head{}".format
+        convs |= {f"decoder.narrow.{i}": (f"{head(i + 2)}.0", f"{head(i + 2)}.1") for i in _LEVELS}
+        convs |= {f"decoder.refine.{i}": (f"{head(i + 2)}.3", f"{head(i + 2)}.4") for i in _LEVELS}
+    else:
+        count = _HEADS[network.decoder][0]
+        names |= {"decoder.norm.": "decode_head.norm.", "decoder.score.": f"decode_head.conv_{count}."}
+        convs = {f"decoder.convs.{i}": (f"decode_head.conv_{i}", f"decode_head.syncbn_fc_{i}") for i in range(count)}
+    return Naming(
+        project="fudan-zvg/SETR",
+        mark="backbone.blocks.",
+        decoders=("naive", "pup", "mla"),
+        names=names,
+        convs=convs,
+        conv_bias=not mla,
+        unused=("decode_head.conv_seg.", "auxiliary_head.", *dropped(network)),
+    )
+
+
+def _mmseg(network: Network) -> Naming:
+    """open-mmlab/mmsegmentation, whose MLA hands its levels to the head deepest first."""
+    names = mmseg_encoder(network) | {"decoder.score.": "decode_head.conv_seg."}
+    mla = network.decoder not in _HEADS
+    if mla:
+        names |= {f"decoder.norms.{i}.": f"neck.norm.{i}." for i in _LEVELS}
+        blocks = {f"decoder.laterals.{i}": f"neck.mla.channel_proj.{i}" for i in _LEVELS}
+        blocks |= {f"decoder.smooth.{i}": f"neck.mla.feat_extract.{3 - i}" for i in _LEVELS}
+        blocks |= {f"decoder.narrow.{i}": f"decode_head.up_convs.{3 - i}.0" for i in _LEVELS}
+        blocks |= {f"decoder.refine.{i}": f"decode_head.up_convs.{3 - i}.1" for i in _LEVELS}
+    else:
+        names |= {"decoder.norm.": "decode_head.norm."}
+        blocks = {f"decoder.convs.{i}": f"decode_head.up_convs.{i}.0" for i in range(_HEADS[network.decoder][0])}
+    return Naming(
+        project="mmsegmentation",
+        mark="backbone.layers.",
+        decoders=("naive_mmseg", "pup", "mla_mmseg"),
+        names=names,
+        convs={ours: (f"{block}.conv", f"{block}.bn") for ours, block in blocks.items()},
+        changed={"decoder.score.weight": _levels_reversed} if mla else {},
+        unused=("auxiliary_head.", *dropped(network)),
+    )
+
+
+def _levels_reversed(weight: Tensor) -> Tensor:
+    """The input channels (K, 4 * width, ...) of the last convolution, level by level in opposite order."""
+    return torch.cat(weight.chunk(len(_LEVELS), 1)[::-1], 1)

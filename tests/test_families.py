@@ -1,0 +1,111 @@
+"""Every network family through the pipeline at toy size: checkpoint, export, portable ONNX, the parity chain."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from algm_deploy.bundle import Bundle
+from algm_deploy.deployment import export, parity_windows
+from algm_deploy.errors import CheckpointError
+from algm_deploy.models.families import FAMILIES, NAMINGS, parameter_shapes
+from algm_deploy.parity.chain import verify
+from algm_deploy.recipes import MergePlan, Network, Protocol, Recipe, flatten
+from algm_deploy.runners.contract import runner
+
+STAGES = {"mla": (1, 2, 3, 4), "mla_mmseg": (1, 2, 3, 4), "atm": (1, 2, 4)}
+DECODERS = ("naive", "naive_mmseg", "pup", "mla", "mla_mmseg", "atm")
+IMAGES = 3
+
+
+def toy(decoder: Any) -> Recipe:
+    network = Network(
+        "segvit" if decoder == "atm" else "setr",
+        embed_dim=16,
+        depth=4,
+        heads=2,
+        classes=5,
+        image_size=(64, 64),
+        decoder=decoder,
+        decoder_depth=1,
+        normalization="vit" if decoder == "atm" else "deit",
+        stages=STAGES.get(decoder, ()),
+        decoder_dim=8,
+    )
+    plan = MergePlan((1,), (3,), clap_threshold=0.8)
+    return Recipe("toy", network, plan, Protocol("camvid", 64, 64, 64), max_batch=IMAGES)
+
+
+def checkpoint_of(network: Network, path: Path) -> Path:
+    """A checkpoint of random weights as the authors' project writes it."""
+    naming = next(n for n in NAMINGS[network.family](network) if network.decoder in n.decoders)
+    generator = torch.Generator().manual_seed(0)
+    state = {
+        key: torch.rand(shape, generator=generator) + 0.5
+        if len(shape) == 1
+        else torch.randn(shape, generator=generator) / np.prod(shape[1:]) ** 0.5
+        for key, shape in naming.expected(parameter_shapes(network)).items()
+    }
+    torch.save({"meta": {"CLASSES": ["a"]}, "state_dict": state}, path)
+    return path
+
+
+def toml_of(recipe: Recipe) -> str:
+    sections: dict[str, list[str]] = {}
+    for key, value in flatten(recipe).items():
+        section, _, name = key.rpartition(".")
+        if not isinstance(value, Mapping):
+            sections.setdefault(section, []).append(f"{name} = {json.dumps(value)}")
+    head = sections.pop("")
+    return "\n".join(["schema = 1", *head, *(line for s, rows in sections.items() for line in (f"[{s}]", *rows))])
+
+
+@pytest.fixture(scope="module")
+def bundle_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Bundle]:
+    """A new bundle of a toy network, from a checkpoint and a recipe on disk."""
+
+    def make(decoder: str, output: str) -> Bundle:
+        folder, recipe = tmp_path_factory.mktemp(decoder), toy(decoder)
+        (folder / "toy.toml").write_text(toml_of(recipe))
+        checkpoint = checkpoint_of(recipe.network, folder / "latest.pth")
+        return export(checkpoint, folder / "bundle", str(folder / "toy.toml"), {"output": output}).bundle
+
+    return make
+
+
+def test_every_family_is_covered() -> None:
+    assert {toy(decoder).network.family for decoder in DECODERS} | {"segmenter"} == set(FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("decoder", "output"), [*((decoder, "scores") for decoder in DECODERS), ("naive", "labels"), ("atm", "labels")]
+)
+def test_the_parity_chain_holds(bundle_of: Callable[[str, str], Bundle], decoder: str, output: str) -> None:
+    bundle = bundle_of(decoder, output)
+    images = parity_windows(bundle.recipe, [], IMAGES)
+    report = verify(bundle, "onnxruntime-cpu", images, progress=False)
+    assert report.batches == (1, 2, 3)
+    assert [(link.name, link.measured) for link in report.links if not link.passed] == []
+    counts = _token_counts(bundle, images)
+    assert (counts[:, 1] < counts[:, 0]).all()
+    assert (counts[:, 0] < 16).any()
+
+
+def _token_counts(bundle: Bundle, images: np.ndarray) -> np.ndarray:
+    with runner(bundle, "onnxruntime-cpu") as run:
+        return run.infer({"image": images})["token_counts"]
+
+
+def test_a_checkpoint_without_facts_needs_a_recipe(tmp_path: Path) -> None:
+    path = checkpoint_of(toy("naive").network, tmp_path / "latest.pth")
+    with pytest.raises(
+        CheckpointError, match=r"expected variant.yml beside .*latest.pth, found none: .* name a recipe"
+    ):
+        export(path, tmp_path / "bundle", None, {})
+    assert not (tmp_path / "bundle").exists()
