@@ -62,7 +62,7 @@ def _exported(options: argparse.Namespace) -> Bundle:
     from algm_deploy.deployment import export
 
     result = export(options.checkpoint, options.output, options.recipe, _settings(options))
-    for line in result.conflicts:
+    for line in (*result.conflicts, *result.notes):
         print(f"note: {line}")
     bundle = result.bundle
     if unused := bundle.fact("unused_checkpoint_keys"):
@@ -344,6 +344,12 @@ def _export_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--recipe", help="recipe by name (see list) or TOML file; default: the checkpoint's variant.yml"
     )
+    command.add_argument(
+        "--image-size",
+        type=_size,
+        metavar="HxW",
+        help="input of the network in pixels; other than the protocol's window: photos are resized to it as a whole",
+    )
     command.add_argument("--tau", type=float, help="CLAP threshold")
     command.add_argument(
         "--scores", action="store_const", const="scores", dest="tail", help="output class scores (default)"
@@ -356,7 +362,13 @@ def _export_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any setting of the recipe")
 
 
-SETTINGS = {"tau": "merging.clap_threshold", "tail": "output", "precision": "precision", "max_batch": "max_batch"}
+SETTINGS = {
+    "image_size": "network.image_size",
+    "tau": "merging.clap_threshold",
+    "tail": "output",
+    "precision": "precision",
+    "max_batch": "max_batch",
+}
 
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
@@ -380,8 +392,14 @@ def _parsed(value: str) -> Any:
         return value
 
 
+def _size(text: str) -> tuple[int, int]:
+    height, separator, width = text.partition("x")
+    if not separator:
+        raise argparse.ArgumentTypeError(f"expected HEIGHTxWIDTH in pixels, such as 512x1024, got {text!r}")
+    return _positive(height), _positive(width)
+
+
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text}")
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return int(text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from algm_deploy.bundle import Bundle
 from algm_deploy.demo.scenes import scene
-from algm_deploy.errors import DatasetError, GateError
-from algm_deploy.evaluation.datasets import Dataset
+from algm_deploy.errors import BundleError, DatasetError, GateError
+from algm_deploy.evaluation.datasets import SPECS, Dataset
 from algm_deploy.evaluation.evaluate import Evaluation, evaluate
-from algm_deploy.evaluation.predictor import Predictor
-from algm_deploy.evaluation.preprocessing import canvas_of, preprocessing_fingerprint, read_photo, window_anchors
+from algm_deploy.evaluation.predictor import Predictor, network_anchors, network_canvas, takes_whole_frames
+from algm_deploy.evaluation.preprocessing import preprocessing_fingerprint, read_photo
 from algm_deploy.lowering.bundling import write_bundle
 from algm_deploy.models.checkpoints import VARIANT_FILE, read_checkpoint, settings_from_variant
 from algm_deploy.parity.chain import ParityReport, verify
@@ -30,10 +30,12 @@ IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff"}
 
 @dataclass(frozen=True)
 class Exported:
-    """A new bundle, and the settings on which its sources disagreed, one printable line each."""
+    """A new bundle, and what its owner should know about its settings, one printable line each: those on which their
+    sources disagreed (`conflicts`), and those that no source decided (`notes`)."""
 
     bundle: Bundle
     conflicts: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
 
 def export(checkpoint: Path, target: Path, recipe: str | None, settings: Mapping[str, Any]) -> Exported:
@@ -51,9 +53,30 @@ def export(checkpoint: Path, target: Path, recipe: str | None, settings: Mapping
         layers.append((VARIANT_FILE, settings_from_variant(source)))
     if recipe is not None:
         layers.append((f"recipe {recipe}", recipe_settings(recipe)))
-    decided, conflicts = resolve([*layers, ("command line", settings)])
+    layers.append(("command line", settings))
+    decided, conflicts = resolve(layers)
     facts = {"preprocessing_sha256": preprocessing_fingerprint(decided.protocol)}
-    return Exported(write_bundle(source, decided, target, facts), conflicts)
+    bundle = write_bundle(source, _with_classes(decided), target, facts)
+    return Exported(bundle, conflicts, _threshold_note(decided, layers))
+
+
+def _with_classes(recipe: Recipe) -> Recipe:
+    """The recipe with the data set's class names and colours where it has none of its own."""
+    spec = SPECS.get(recipe.protocol.dataset)
+    if spec is None or len(spec.classes.names) != recipe.network.classes:
+        return recipe
+    names, palette = spec.classes.names, spec.classes.palette
+    return replace(recipe, class_names=recipe.class_names or names, palette=recipe.palette or palette)
+
+
+def _threshold_note(recipe: Recipe, layers: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[str, ...]:
+    if not recipe.merging.clap_layers or any("merging.clap_threshold" in settings for _, settings in layers):
+        return ()
+    tau = recipe.merging.clap_threshold
+    return (
+        f"no source gives CLAP's threshold for {recipe.name}, so it is {tau:g} and CLAP merges practically nothing: "
+        "give --tau, at best the mean + standard deviation of the similarities on training images",
+    )
 
 
 def build_bundle(bundle: Bundle, runtime: str) -> list[str]:
@@ -96,12 +119,12 @@ def parity_windows(recipe: Recipe, paths: Sequence[Path], count: int) -> NDArray
     else:
         photos = [scene(seed)[0] for seed in range(count)]
     windows = []
+    height, width = recipe.network.image_size
     for index, photo in enumerate(photos):
-        canvas = canvas_of(photo, recipe.protocol)
-        anchors = window_anchors(canvas.shape[:2], recipe.protocol)
+        canvas = network_canvas(photo, recipe)
+        anchors = network_anchors(canvas, recipe)
         top, left = anchors[index % len(anchors)]
-        side = recipe.protocol.window
-        windows.append(canvas[top : top + side, left : left + side].transpose(2, 0, 1))
+        windows.append(canvas[top : top + height, left : left + width].transpose(2, 0, 1))
     dtype = np.dtype(signature_of(recipe).image.dtype)
     stacked = np.stack([np.rint(w) if dtype == np.uint8 else w for w in windows])
     return np.ascontiguousarray(stacked.astype(dtype))
@@ -129,7 +152,18 @@ def evaluate_bundle(
     """Evaluates a bundle on a data set, resuming where an interrupted run stopped; keeps the record in the manifest.
 
     Without `merge` it is the dense network that is evaluated, on the same executable.
+
+    Raises:
+        BundleError: the network takes whole frames, for which there is no published protocol.
+        GateError: no image could be evaluated.
     """
+    if takes_whole_frames(bundle.recipe):
+        height, width = bundle.recipe.network.image_size
+        window = bundle.recipe.protocol.window
+        raise BundleError(
+            f"expected a network for the protocol's windows of {window}x{window} pixels, got one for {height}x{width}: "
+            f"export it with --image-size {window}x{window}"
+        )
     with Predictor(bundle, runtime, tau, gbm_threshold, merge) as predictor:
         # JSON has no infinity.
         thresholds = {n: v if np.isfinite(v) else str(v) for n, v in predictor.thresholds_in_force.items()}

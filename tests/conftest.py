@@ -40,7 +40,7 @@ def shared_dir() -> Path:
     return folder
 
 
-# What the published code would have written beside the golden network. CLAP merges about half of a drawn scene's windows.
+# What the published code would have written beside the golden network. CLAP merges half of a drawn scene's windows.
 _TINY_VARIANT = """\
 dataset_kwargs:
   dataset: camvid
@@ -75,7 +75,7 @@ net_kwargs:
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(vectors_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of an official checkpoint: the golden 4-block, 64-wide network for 128x128 pixels, with its variant.yml."""
+    """Folder of an official checkpoint: the golden 4-block, 64-wide network for 128x128 pixels, and variant.yml."""
     folder = tmp_path_factory.mktemp("checkpoint") / "segmenter_tiny"
     folder.mkdir()
     shutil.copy(vectors_dir / "mask_transformer_4x64.pth", folder / "checkpoint.pth")
@@ -89,6 +89,23 @@ def tiny_bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory)
     from algm_deploy.deployment import export
 
     return export(tiny_checkpoint, tmp_path_factory.mktemp("bundle") / "tiny", None, {}).bundle
+
+
+@pytest.fixture(scope="session")
+def labels_bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """The tiny network as a bundle with labels; shared as well."""
+    from algm_deploy.deployment import export
+
+    return export(tiny_checkpoint, tmp_path_factory.mktemp("bundle") / "labels", None, {"output": "labels"}).bundle
+
+
+@pytest.fixture(scope="session")
+def wide_bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """The tiny network for whole frames of 96x160 pixels; shared as well."""
+    from algm_deploy.deployment import export
+
+    folder = tmp_path_factory.mktemp("bundle") / "wide"
+    return export(tiny_checkpoint, folder, None, {"network.image_size": (96, 160), "max_batch": 2}).bundle
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -12,14 +12,24 @@ from numpy.typing import NDArray
 
 from algm_deploy.bundle import Bundle
 from algm_deploy.errors import BundleError, ImageError
-from algm_deploy.evaluation.preprocessing import Pixels, canvas_of, preprocessing_fingerprint, read_photo
-from algm_deploy.evaluation.sliding import Labels, Prediction, predict_labels
+from algm_deploy.evaluation.preprocessing import (
+    Pixels,
+    canvas_of,
+    preprocessing_fingerprint,
+    read_photo,
+    window_anchors,
+)
+from algm_deploy.evaluation.sliding import Labels, Prediction, best_labels, predict_labels
+from algm_deploy.recipes import Recipe
 from algm_deploy.runners.contract import runner
 from algm_deploy.signature import CLAP_THRESHOLD, GBM_THRESHOLD
 
 
 class Predictor:
     """A bundle opened on one runtime; use it in a `with` block, or call `close`.
+
+    Windows of the protocol slide over a photo and their scores are averaged. A network of another size than the
+    protocol's window takes the photo at once (`network_canvas`).
 
     Args:
         bundle: folder of the bundle, or the opened bundle.
@@ -85,15 +95,16 @@ class Predictor:
     def prediction(self, photo: str | Path | NDArray[np.uint8]) -> Prediction:
         """Label map, token counts behind each merge for every window, and the windows' places; see `predict`."""
         pixels = read_photo(Path(photo)) if isinstance(photo, str | Path) else _checked(photo)
-        if self.bundle.recipe.output == "labels":
+        recipe = self.bundle.recipe
+        if recipe.output == "labels" or takes_whole_frames(recipe):
             return self._single_window(pixels)
-        return predict_labels(pixels, self.scores_of, self.bundle.recipe.protocol, self.window_batch)
+        return predict_labels(pixels, self.scores_of, recipe.protocol, self.window_batch)
 
     def scores_of(self, windows: Pixels) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """Scores (b, K, s, s) and token counts (b, M) of windows (b, 3, s, s), RGB 0..255, uint8 or float32."""
         outputs = self.infer(windows)
         if "scores" not in outputs:
-            raise BundleError("this bundle gives labels: for averaged windows and mIoU export with --output scores")
+            raise BundleError("this bundle gives labels: for averaged windows and mIoU export it with --scores")
         return outputs["scores"], outputs["token_counts"]
 
     def infer(self, windows: NDArray[Any], outputs: tuple[str, ...] | None = None) -> dict[str, NDArray[Any]]:
@@ -109,16 +120,41 @@ class Predictor:
         return fitting
 
     def _single_window(self, pixels: NDArray[np.uint8]) -> Prediction:
-        canvas = canvas_of(pixels, self.bundle.recipe.protocol)
+        canvas = network_canvas(pixels, self.bundle.recipe)
         expected = self.signature.image.shape[2:]
         if canvas.shape[:2] != expected:
             raise ImageError(
                 f"a bundle with labels takes one window of {expected[0]}x{expected[1]} pixels, this photo becomes "
-                f"{canvas.shape[0]}x{canvas.shape[1]}: crop it, or export with --output scores"
+                f"{canvas.shape[0]}x{canvas.shape[1]}: crop it, or export the bundle with --scores"
             )
         outputs = self.infer(np.ascontiguousarray(canvas.transpose(2, 0, 1)[None]))
-        labels = cv2.resize(outputs["labels"][0], pixels.shape[1::-1], interpolation=cv2.INTER_NEAREST)
+        if "scores" in outputs:
+            labels = best_labels(outputs["scores"][0], pixels.shape[:2])
+        else:
+            labels = cv2.resize(outputs["labels"][0], pixels.shape[1::-1], interpolation=cv2.INTER_NEAREST)
         return Prediction(labels, outputs["token_counts"], [(0, 0)])
+
+
+def takes_whole_frames(recipe: Recipe) -> bool:
+    """Whether a network sees a photo at once: its input is not the protocol's square window, so nothing can slide."""
+    return recipe.network.image_size != (recipe.protocol.window, recipe.protocol.window)
+
+
+def network_canvas(photo: NDArray[np.uint8], recipe: Recipe) -> Pixels:
+    """The canvas (h, w, 3) that windows of the network's size are cut from: the protocol's (`canvas_of`).
+
+    For a network that takes whole frames the photo (H, W, 3) becomes one window: bilinear (OpenCV) to the network's
+    size, whatever its aspect; scores are interpolated back the same way.
+    """
+    if not takes_whole_frames(recipe):
+        return canvas_of(photo, recipe.protocol)
+    height, width = recipe.network.image_size
+    return np.asarray(cv2.resize(photo, (width, height), interpolation=cv2.INTER_LINEAR), dtype=np.uint8)
+
+
+def network_anchors(canvas: Pixels, recipe: Recipe) -> list[tuple[int, int]]:
+    """(top, left) of every window on the canvas, row by row."""
+    return [(0, 0)] if takes_whole_frames(recipe) else window_anchors(canvas.shape[:2], recipe.protocol)
 
 
 def _check_preprocessing(bundle: Bundle) -> None:
