@@ -41,6 +41,7 @@ from algm_deploy.report.tables import (
     merged_plan,
     merges_of,
     parity_table,
+    published_name,
     published_table,
     quality_table,
     runs_table,
@@ -95,7 +96,7 @@ def report_page(
         ("cost", "What merging costs", _cost(bundle, evaluations)),
         ("speed", "Speed", _speed(bundle, evaluations, speeds)),
         ("tokens", "Tokens", _tokens(bundle, own)),
-        ("trade-off", "Trade-off", _trade_off(bundle, evaluations, speeds)),
+        ("trade-off", "Trade-off", _trade_off(bundle, evaluations, speeds, published)),
         ("gallery", "Gallery", _gallery(gallery)),
         ("published", "Beside published figures", _published(bundle, own, published)),
         ("environment", "Environment", _environment(bundles)),
@@ -376,7 +377,9 @@ def _tokens(bundle: Bundle, evaluations: Sequence[Measured]) -> Iterator[str]:
 # ----------------------------------------------------------------------------------------------------------- trade-off
 
 
-def _trade_off(bundle: Bundle, evaluations: Sequence[Measured], speeds: Sequence[Measured]) -> Iterator[str]:
+def _trade_off(
+    bundle: Bundle, evaluations: Sequence[Measured], speeds: Sequence[Measured], published: Sequence[Published]
+) -> Iterator[str]:
     known = [row for row in evaluations if row.record["miou_percent"] is not None]
     counted = [row for row in known if row.record["gmacs_per_window_mean"] is not None]
     groups = [group for group in comparable(counted) if len({row.artifact.plan for row in group}) > 1]
@@ -384,7 +387,8 @@ def _trade_off(bundle: Bundle, evaluations: Sequence[Measured], speeds: Sequence
     pairs = joined(known, stable)
     plots = []
     if groups:
-        plot = scatter("GMACs per window", "mIoU %", [_cost_series(group) for group in groups])
+        series = [*map(_cost_series, groups), *_published_series(bundle, groups, published)]
+        plot = scatter("GMACs per window", "mIoU %", series)
         plots.append(_figure(plot, "accuracy against arithmetic (multiply-adds in 10⁹); each point is a threshold"))
     if len({a.artifact.plan for a, _ in pairs}) > 1:
         plot = scatter("img/s", "mIoU %", list(_speed_series(pairs)))
@@ -406,6 +410,16 @@ def _cost_series(group: Sequence[Measured]) -> Series:
         for row in group
     ]
     return Series(_group_title(group), tuple(points))
+
+
+def _published_series(
+    bundle: Bundle, groups: Sequence[Sequence[Measured]], published: Sequence[Published]
+) -> Iterator[Series]:
+    """Published points of the same network, where the measured ones are of the same data set."""
+    rows = [row for row in published_beside(bundle.recipe, published) if row.implemented]
+    points = [(row.gmacs, row.miou_percent, published_name(row)) for row in rows if row.gmacs and row.miou_percent]
+    if points and all(group[0].record["dataset"] == bundle.recipe.protocol.dataset for group in groups):
+        yield Series("published", tuple(points), hollow=True)
 
 
 def _speed_series(pairs: Sequence[tuple[Measured, Measured]]) -> Iterator[Series]:
@@ -466,7 +480,9 @@ def _published(bundle: Bundle, evaluations: Sequence[Measured], published: Seque
         return
     ours = [row for row in evaluations if row.record["dataset"] == bundle.recipe.protocol.dataset]
     yield html_table(*runs_table(ours), "measured") if ours else _not_run(_reason(bundle, EVALUATION))
-    yield html_table(*published_table(rows), "published by others, as the sources state it")
+    for source in dict.fromkeys(row.source for row in rows):
+        header, lines = published_table([row for row in rows if row.source == source])
+        yield html_table(header[:-1], [line[:-1] for line in lines], f"published: {source}")
     yield (
         "<p>GMACs are multiply-adds in 10⁹, which these sources call GFLOPs. "
         "Speeds of different devices do not compare.</p>"

@@ -151,8 +151,10 @@ def _axis(values: Sequence[float], start: float, end: float) -> _Axis:
     low, high = min(values), max(values)
     room = (high - low) * 0.12 or abs(high) * 0.05 or 1.0
     step = _step(high - low + 2 * room)
-    low, high = floor((low - room) / step) * step, ceil((high + room) / step) * step
-    return _Axis(low, high, start, end, _ticks(low, high))
+    bottom, top = floor((low - room) / step) * step, ceil((high + room) / step) * step
+    if low >= 0:
+        bottom = max(bottom, 0.0)
+    return _Axis(bottom, top, start, end, _ticks(bottom, top))
 
 
 def _ticks(low: float, high: float) -> tuple[float, ...]:

@@ -18,14 +18,21 @@ NO_REDUCTION = "none"
 
 # Width and depth of the plain ViTs that published tables name by a letter.
 _LETTERS = {(192, 12): "Ti", (384, 12): "S", (768, 12): "B", (1024, 24): "L", (1408, 40): "g"}
-_NETWORKS = {"segmenter": "Segmenter"}
+# What they call a network with this decoder.
+_NETWORKS = {
+    "mask_transformer": "Segmenter",
+    "naive": "SETR-Naive",
+    "mla": "SETR-MLA",
+    "pup": "SETR-PUP",
+    "atm": "SegViT",
+}
 
 
 @dataclass(frozen=True)
 class Published:
     """One published row. None stands for what its source does not state.
 
-    `gmacs` are multiply-adds in 10^9 of one crop of `crop` x `crop` pixels; `implemented` says whether this project can
+    `gmacs` are multiply-adds in 10⁹ of one crop of `crop` x `crop` pixels; `implemented` says whether this project can
     run the method. `method` is how tables call it, `none` for the network without token reduction.
     """
 
@@ -62,7 +69,7 @@ def read_published(path: Path | None = None) -> tuple[Published, ...]:
 def published_beside(recipe: Recipe, rows: Sequence[Published]) -> tuple[Published, ...]:
     """The rows of the recipe's network, input size and data set."""
     name = backbone(recipe.network)
-    wanted = (_NETWORKS.get(recipe.network.family), name, recipe.protocol.dataset)
+    wanted = (_NETWORKS.get(recipe.network.decoder), name, recipe.protocol.dataset)
     height, width = recipe.network.image_size
     return tuple(
         row for row in rows if (row.network, row.backbone, row.dataset) == wanted and height == width == row.crop

@@ -198,7 +198,7 @@ def published_table(rows: Sequence[Published]) -> Table:
         header,
         [
             (
-                "dense" if row.method == NO_REDUCTION else f"{row.method}{f', {row.setting}' if row.setting else ''}",
+                published_name(row),
                 "yes" if row.implemented else "no",
                 shown(row.miou_percent),
                 shown(row.gmacs),
@@ -209,6 +209,11 @@ def published_table(rows: Sequence[Published]) -> Table:
             for row in rows
         ],
     )
+
+
+def published_name(row: Published) -> str:
+    """Method and setting of a published row."""
+    return ", ".join(filter(None, ("dense" if row.method == NO_REDUCTION else row.method, row.setting)))
 
 
 def environment_table(facts: Record) -> Table:

@@ -343,6 +343,17 @@ def test_an_unstable_run_shows_no_number() -> None:
     assert "217.25" not in text
 
 
+def test_published_points_stand_in_the_plot_of_their_data_set_only() -> None:
+    kind = recipe("segmenter_vit_s16_ade20k")
+    assert "published" not in section(report_page(bundle_of(FULL, kind=kind), published=read_published()), "trade-off")
+    facts = copy.deepcopy(FULL)
+    for record in facts["evaluation"].values():
+        record["dataset"] = "ade20k"
+    text = section(report_page(bundle_of(facts, kind=kind), published=read_published()), "trade-off")
+    assert "published" in text
+    assert "ALGM" in text
+
+
 def test_a_second_bundle_of_the_same_weights_gives_the_dense_row() -> None:
     alone = {"evaluation": {"onnxruntime-cpu a": FULL["evaluation"][MERGED]}}
     dense = {"evaluation": {"onnxruntime-cpu a": FULL["evaluation"][DENSE]}}

@@ -60,6 +60,14 @@ def test_rows_beside_a_recipe_have_its_network_size_and_data_set() -> None:
     assert published_beside(recipe("segmenter_vit_s16_camvid"), ROWS) == ()
 
 
+def test_networks_are_known_by_their_decoder() -> None:
+    large = recipe("segmenter_vit_l16_ade20k")
+    network = replace(large.network, decoder="linear", image_size=(640, 640))
+    assert published_beside(replace(large, network=network), ROWS) == ()
+    setr = [row for row in ROWS if row.network == "SETR-Naive" and row.dataset == "ade20k"]
+    assert sorted(row.miou_percent or 0 for row in setr) == [48.06, 48.1]  # its own repository, and the ALGM paper
+
+
 def test_backbones_are_named_by_width_and_depth() -> None:
     assert backbone(recipe("segmenter_vit_l16_ade20k").network) == "ViT-L/16"
     assert backbone(recipe("demo").network) is None
