@@ -10,7 +10,9 @@ An opaque operator on purpose: a visible mask would let the exporter specialise 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,16 @@ from algm_deploy.ops._onnx import Body, Value
 
 # cuDNN plans anew for every sequence length, which adaptive merging changes with every picture.
 _BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+_SWITCH = threading.Lock()  # PyTorch's choice of backends is one for the whole process
+
+
+@contextmanager
+def _without_cudnn(device: torch.device) -> Iterator[None]:
+    if device.type != "cuda":
+        yield
+        return
+    with _SWITCH, sdpa_kernel(_BACKENDS):
+        yield
 
 
 def _attend(qkv: Tensor, length: Tensor | None, heads: int, scale: float) -> Tensor:
@@ -33,7 +45,7 @@ def _attend(qkv: Tensor, length: Tensor | None, heads: int, scale: float) -> Ten
         mask = valid[:, None, None, :]
         qkv = torch.where(valid[:, :, None], qkv, 0)  # zero times a NaN behind the mask would be NaN
     query, key, value = qkv.view(images, rows, 3, heads, width // (3 * heads)).permute(2, 0, 3, 1, 4)
-    with sdpa_kernel(_BACKENDS):
+    with _without_cudnn(qkv.device):
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
     return out.transpose(1, 2).reshape(images, rows, width // 3)
 

@@ -112,6 +112,7 @@ def test_moved_weights_are_the_same_weights() -> None:
     for name in ("a", "b"):
         tensor = model.graph.initializers[name].const_value
         assert isinstance(tensor, ir.ExternalTensor)
+        assert tensor.offset % ALIGNMENT == 0
         content = data.getvalue()[tensor.offset : tensor.offset + tensor.length]
         assert content == arrays[name].tobytes()
         assert tuple(tensor.shape.numpy()) == arrays[name].shape

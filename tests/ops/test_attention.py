@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -101,6 +102,16 @@ def test_large_scores_do_not_overflow_in_16_bits() -> None:
     qkv = (packed(0, 1, 5, 8) * 60).astype(np.float16)
     for run in IMPLEMENTATIONS.values():
         assert np.isfinite(run("attention", [qkv, None], **PLAIN)[0]).all()
+
+
+@pytest.mark.gpu
+def test_threads_leave_the_choice_of_backends_as_it_was() -> None:
+    qkv = torch.randn(2, 65, 3 * 64, device="cuda", dtype=torch.float16)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: torch.ops.algm.attention(qkv, None, 2, 0.35), range(200)))
+    assert torch.backends.cuda.cudnn_sdp_enabled() == before
+    assert all(torch.equal(value, found[0]) for value in found)
 
 
 def test_bf16_in_torch() -> None:
