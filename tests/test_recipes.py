@@ -45,6 +45,7 @@ def write(folder: Path, text: str) -> Path:
 
 
 PUBLISHED = tuple(name for name in recipes.recipe_names() if name.startswith("segmenter_vit_"))
+OTHERS = tuple(name for name in recipes.recipe_names() if name.startswith(("setr_", "segvit_")))
 
 
 def test_names() -> None:
@@ -52,7 +53,8 @@ def test_names() -> None:
     for size in ("t16", "s16", "b16", "l16"):
         assert f"segmenter_vit_{size}_ade20k" in names
     assert len(PUBLISHED) == 12
-    assert set(names) == {*PUBLISHED, "demo"}
+    assert len(OTHERS) == 20
+    assert set(names) == {*PUBLISHED, *OTHERS, "demo"}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -66,6 +68,29 @@ def test_every_published_recipe_is_consistent(name: str) -> None:
     assert recipe.network.classes == classes
     assert recipe.network.image_size == (recipe.protocol.window, recipe.protocol.window)
     assert recipe.merging.layers == (1, 7 if size == "l16" else 5)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_recipe_of_other_families_is_consistent(name: str) -> None:
+    recipe = recipes.recipe(name)
+    network, protocol = recipe.network, recipe.protocol
+    kind, _, rest = name.partition("_vit_")
+    size, _, dataset = rest.partition("_")
+    family, *head = kind.split("_")
+    decoder = "_".join(head) if network.decoder.endswith("_mmseg") else "_".join(head).removesuffix("_mmseg")
+    assert (network.family, network.decoder) == (family, decoder or "atm")
+    assert (network.embed_dim, network.depth) == {"b16": (768, 12), "l16": (1024, 24)}[size]
+    assert network.heads == network.embed_dim // 64
+    assert network.image_size == (protocol.window, protocol.window)
+    assert protocol.dataset == dataset
+    classes = {"ade20k": 150, "coco_stuff10k": 171, "cityscapes": 19, "pascal_context": 60, "pascal_context_59": 59}
+    assert network.classes == classes[dataset]
+    assert network.normalization == ("vit" if family == "segvit" else "deit")
+    # ALGM (CVPR 2024), appendix
+    assert recipe.merging.layers == (1, {"setr": 5 if size == "b16" else 13, "segvit": 12}[family])
+    assert network.stages == {"mla": (6, 12, 18, 24), "atm": (8, 16, 24)}.get(
+        network.decoder.removesuffix("_mmseg"), ()
+    )
 
 
 @pytest.mark.parametrize(
