@@ -1,0 +1,195 @@
+"""The steps a script may call: export, the pictures for parity, verification and evaluation of a bundle."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from algm_deploy.bundle import Bundle
+from algm_deploy.demo.scenes import scene
+from algm_deploy.deployment import evaluate_bundle, export, find_images, parity_windows, verify_bundle
+from algm_deploy.errors import BundleError, CheckpointError, DatasetError, RecipeError
+from algm_deploy.evaluation.datasets import SPECS, open_dataset
+
+CLASSES = [f"c{index}" for index in range(11)]
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """A folder with three photos, one of them deeper, and a text."""
+    folder = tmp_path / "photos"
+    (folder / "deep").mkdir(parents=True)
+    for index, name in enumerate(("b.png", "a.jpg", "deep/c.png")):
+        Image.fromarray(scene(index)[0]).save(folder / name)
+    (folder / "readme.txt").write_text("no picture")
+    return folder
+
+
+# --- export ----------------------------------------------------------------------------------------------------------
+
+
+def test_bundle_names_the_classes_of_its_data_set(tiny_bundle: Bundle) -> None:
+    assert tiny_bundle.recipe.class_names == SPECS["camvid"].classes.names
+    assert tiny_bundle.recipe.palette == SPECS["camvid"].classes.palette
+
+
+def _stopped(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Lets `export` decide everything and write nothing; returns what it would have written."""
+    written: list[object] = []
+    monkeypatch.setattr("algm_deploy.deployment.write_bundle", lambda *arguments: written.append(arguments[1]))
+    return written
+
+
+def test_class_names_of_the_recipe_win(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = _stopped(monkeypatch)
+    export(tiny_checkpoint, tmp_path / "bundle", None, {"class_names": tuple(CLASSES)})
+    assert written[0].class_names == tuple(CLASSES)  # type: ignore[attr-defined]
+    assert written[0].palette == SPECS["camvid"].classes.palette  # type: ignore[attr-defined]
+
+
+def test_data_set_of_another_class_count_gives_no_names(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = _stopped(monkeypatch)
+    export(tiny_checkpoint, tmp_path / "bundle", None, {"protocol.dataset": "ade20k"})
+    assert written[0].class_names == ()  # type: ignore[attr-defined]
+
+
+def test_conflicts_are_told(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _stopped(monkeypatch)
+    result = export(tiny_checkpoint, tmp_path / "bundle", None, {"merging.clap_threshold": 0.5})
+    expected = "merging.clap_threshold: command line says 0.5, variant.yml says 0.9; command line wins"
+    assert result.conflicts == (expected,)
+    assert result.notes == ()
+
+
+def test_missing_threshold_is_told(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _stopped(monkeypatch)
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    shutil.copy(tiny_checkpoint / "checkpoint.pth", alone)
+    recipe = tmp_path / "tiny.toml"
+    recipe.write_text(
+        "schema = 1\n[network]\nfamily = 'segmenter'\nembed_dim = 64\ndepth = 4\nheads = 2\nclasses = 11\n"
+        "image_size = [128, 128]\n[merging]\ngbm_layers = [3]\n"
+        "[protocol]\ndataset = 'camvid'\nshort_side = 128\nwindow = 128\nstride = 96\n"
+    )
+    notes = export(alone, tmp_path / "bundle", str(recipe), {}).notes
+    assert len(notes) == 1
+    assert "no source gives CLAP's threshold for tiny, so it is 1 and CLAP merges practically nothing" in notes[0]
+    assert export(alone, tmp_path / "bundle", str(recipe), {"merging.clap_threshold": 0.9}).notes == ()
+    assert export(alone, tmp_path / "bundle", str(recipe), {"merging.clap_layers": ()}).notes == ()
+
+
+def test_failed_export_leaves_nothing(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"missing|shape"):
+        export(tiny_checkpoint, tmp_path / "bundle", None, {"network.depth": 5})
+    with pytest.raises(RecipeError):
+        export(tiny_checkpoint, tmp_path / "bundle", None, {"network.image_size": (100, 128)})
+    assert [p for p in tmp_path.iterdir() if not p.name.startswith(".")] == []
+    assert list(tmp_path.glob(".*partial*")) == []
+
+
+def test_folder_of_somebody_else_is_left_alone(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.txt").write_text("years of work")
+    with pytest.raises(BundleError, match="expected a bundle or a free name"):
+        export(tiny_checkpoint, tmp_path / "thesis", None, {})
+    assert (tmp_path / "thesis" / "chapter.txt").read_text() == "years of work"
+
+
+# --- pictures for parity ---------------------------------------------------------------------------------------------
+
+
+def test_pictures_are_found_in_name_order(photos: Path) -> None:
+    assert [p.name for p in find_images([photos])] == ["a.jpg", "b.png", "c.png"]
+    assert find_images([photos / "readme.txt"]) == [photos / "readme.txt"]  # named by hand: its reader will tell
+
+
+def test_pictures_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match="nowhere: expected a picture or a folder"):
+        find_images([tmp_path / "nowhere"])
+    with pytest.raises(DatasetError, match="expected pictures"):
+        find_images([tmp_path])
+
+
+def test_windows_of_photos(tiny_bundle: Bundle, photos: Path) -> None:
+    found = find_images([photos])
+    windows = parity_windows(tiny_bundle.recipe, found, 2)
+    assert (windows.shape, windows.dtype) == ((2, 3, 128, 128), np.uint8)
+    # The first and the last photo; windows are taken from different places.
+    assert np.array_equal(windows[:1], parity_windows(tiny_bundle.recipe, found[:1], 1))
+    assert len(parity_windows(tiny_bundle.recipe, found, 9)) == 3
+
+
+def test_windows_without_photos_are_scenes(tiny_bundle: Bundle) -> None:
+    windows = parity_windows(tiny_bundle.recipe, [], 3)
+    assert windows.shape == (3, 3, 128, 128)
+    assert len({window.tobytes() for window in windows}) == 3
+
+
+def test_windows_of_whole_frames(wide_bundle: Bundle, photos: Path) -> None:
+    windows = parity_windows(wide_bundle.recipe, find_images([photos]), 3)
+    assert (windows.shape, windows.dtype) == ((3, 3, 96, 160), np.uint8)
+
+
+def test_windows_where_the_protocol_enlarges(tiny_bundle: Bundle) -> None:
+    recipe = replace(tiny_bundle.recipe, protocol=replace(tiny_bundle.recipe.protocol, short_side=100))
+    windows = parity_windows(recipe, [], 2)
+    assert (windows.shape, windows.dtype) == ((2, 3, 128, 128), np.float32)
+
+
+# --- a bundle's records ----------------------------------------------------------------------------------------------
+
+
+def test_verification_is_kept(tiny_bundle: Bundle, tmp_path: Path, photos: Path) -> None:
+    bundle = Bundle.open(shutil.copytree(tiny_bundle.path, tmp_path / "bundle"))
+    report = verify_bundle(bundle, "onnxruntime-cpu", find_images([photos]), 2, progress=False)
+    assert report.passed
+    kept = Bundle.open(bundle.path).fact("parity")["onnxruntime-cpu"]
+    assert kept["passed"] is True
+    assert kept["pictures"] == "photos"
+    assert kept["images"] == 2
+    verify_bundle(bundle, "torch", [], 1, progress=False)
+    assert set(Bundle.open(bundle.path).fact("parity")) == {"onnxruntime-cpu", "torch"}
+
+
+def test_whole_frames_pass_the_chain(wide_bundle: Bundle, tmp_path: Path, photos: Path) -> None:
+    bundle = Bundle.open(shutil.copytree(wide_bundle.path, tmp_path / "bundle"))
+    report = verify_bundle(bundle, "onnxruntime-cpu", find_images([photos]), 2, progress=False)
+    assert report.passed, report.links
+
+
+def test_whole_frames_have_no_protocol_for_miou(wide_bundle: Bundle, labelled: Path) -> None:
+    with pytest.raises(BundleError, match="got one for 96x160: export it with --image-size 128x128"):
+        evaluate_bundle(wide_bundle, "torch", open_dataset("folder", labelled), progress=False)
+
+
+@pytest.fixture
+def labelled(tmp_path: Path) -> Path:
+    """Two labelled scenes in the layout of `folder`."""
+    import json
+
+    for kind in ("images", "annotations"):
+        (tmp_path / "data" / kind).mkdir(parents=True)
+    for index in range(2):
+        photo, labels = scene(index)
+        Image.fromarray(photo).save(tmp_path / "data" / "images" / f"{index}.png")
+        Image.fromarray(labels).save(tmp_path / "data" / "annotations" / f"{index}.png")
+    (tmp_path / "data" / "classes.json").write_text(json.dumps({"names": CLASSES}))
+    return tmp_path / "data"
+
+
+def test_evaluation_is_kept_by_threshold(tiny_bundle: Bundle, tmp_path: Path, labelled: Path) -> None:
+    bundle = Bundle.open(shutil.copytree(tiny_bundle.path, tmp_path / "bundle"))
+    dataset = open_dataset("folder", labelled)
+    own = evaluate_bundle(bundle, "torch", dataset, progress=False).record()
+    dense = evaluate_bundle(bundle, "torch", dataset, merge=False, progress=False).record()
+    assert own["images"] == dense["images"] == 2
+    assert own["tokens_after_clap_mean"] < dense["tokens_after_clap_mean"] == 64
+    assert len(Bundle.open(bundle.path).fact("evaluation")) == 2
