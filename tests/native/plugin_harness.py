@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from kernel_library import DeviceMemory
+from kernel_library import DeviceMemory, codes
 
 NAMESPACE = "algm_deploy"
 BUILD, RUNTIME = 0, 1  # TensorRTPhase
@@ -258,11 +258,11 @@ class PluginKernels:
         return [self.memory.fetch(buffer) for buffer in made]
 
 
-def numbers(attributes: Mapping[str, Any]) -> dict[str, Any]:
+def numbers(attributes: dict[str, Any]) -> dict[str, Any]:
     """Attributes with enumerations as numbers."""
-    from algm_deploy.lowering.tensorrt import ENUMERATIONS
-
-    return {key: ENUMERATIONS[key][value] if isinstance(value, str) else value for key, value in attributes.items()}
+    renamed = {"batch": "batch_mode"}  # as the kernels' parameters call it
+    words = {key: renamed.get(key, key) for key, value in attributes.items() if isinstance(value, str)}
+    return attributes | {key: codes(**{name: attributes[key]})[name] for key, name in words.items()}
 
 
 def taken(content: np.ndarray, shape: tuple[int, ...], kind: Any) -> np.ndarray:
