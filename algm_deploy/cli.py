@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,10 @@ from algm_deploy.recipes import checked, recipe, recipe_names
 
 if TYPE_CHECKING:
     from algm_deploy.bundle import Bundle
+    from algm_deploy.evaluation.datasets import Dataset
     from algm_deploy.parity.chain import ParityReport
+    from algm_deploy.tuning.findings import Finding
+    from algm_deploy.tuning.objective import Aim, Goal
 
 RUNTIMES = ("torch", "onnxruntime-cpu", "onnxruntime-cuda", "tensorrt", "tensorrt-rtx")
 
@@ -173,6 +177,111 @@ def _quality_table(record: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[
     ]
 
 
+def _tune(options: argparse.Namespace) -> int:
+    from algm_deploy.bundle import Bundle
+    from algm_deploy.report.tuning import finding_text, write_finding
+    from algm_deploy.tuning.recipe_file import write_recipe
+
+    bundle = Bundle.open(options.bundle)
+    find = _rule if options.rule else _objective if options.objective else _positions
+    finding = find(bundle, options)
+    print(finding_text(finding))
+    bundle.update({"tuning": {**bundle.manifest.get("tuning", {}), finding.title: dict(finding.record)}})
+    print(f"\n{write_finding(finding, bundle.recipe.name, options.output.with_suffix('.html'))}")
+    if finding.recipe is None:
+        return GateError.exit_code
+    print(write_recipe(finding.recipe, (f"By algm-deploy tune: {finding.title}.", *finding.lines), options.output))
+    return 0
+
+
+def _rule(bundle: Bundle, options: argparse.Namespace) -> Finding:
+    from algm_deploy.deployment import find_images
+    from algm_deploy.tuning.findings import find_by_rule
+    from algm_deploy.tuning.similarity import Picture, pictures_of
+
+    layers = (1,) if options.layers == "first" else tuple(range(1, bundle.recipe.network.depth + 1))
+    if options.images:
+        pictures = [Picture(path) for path in find_images(options.images)]
+        return find_by_rule(bundle, pictures, layers, "photos without labels")
+    dataset = _tuning_data(bundle, options, options.split)
+    return find_by_rule(bundle, pictures_of(dataset), layers, f"{dataset.name} {dataset.split}")
+
+
+def _objective(bundle: Bundle, options: argparse.Namespace) -> Finding:
+    from algm_deploy.deployment import evaluate_bundle
+    from algm_deploy.signature import CLAP_THRESHOLD, GBM_THRESHOLD
+    from algm_deploy.tuning.findings import find_threshold
+    from algm_deploy.tuning.objective import default_candidates
+    from algm_deploy.tuning.search import steps
+
+    def evaluate(dataset: Dataset, thresholds: Mapping[str, float] | None) -> dict[str, Any]:
+        given = thresholds or {}
+        tau, gbm = given.get(CLAP_THRESHOLD), given.get(GBM_THRESHOLD)
+        return evaluate_bundle(bundle, options.runtime, dataset, tau, gbm, merge=thresholds is not None).record()
+
+    tuning, held_out = _tuning_splits(bundle, options)
+    goal = _goal(options, bundle, tuning, lambda: evaluate(tuning, None))
+    candidates = default_candidates(bundle.recipe.merging, options.knob)
+    if options.range:
+        candidates = steps(*options.range)
+    return find_threshold(bundle.recipe, options.knob, goal, candidates, evaluate, tuning, held_out)
+
+
+def _positions(bundle: Bundle, options: argparse.Namespace) -> Finding:
+    from algm_deploy.recipes import DENSE
+    from algm_deploy.tuning.findings import find_positions
+    from algm_deploy.tuning.positions import PlanEvaluator
+
+    tuning, held_out = _tuning_splits(bundle, options)
+    evaluate_plan = PlanEvaluator(bundle)
+    goal = _goal(options, bundle, tuning, lambda: evaluate_plan(DENSE, tuning))
+    return find_positions(evaluate_plan, bundle.recipe, options.count, goal, tuning, held_out)
+
+
+def _goal(options: argparse.Namespace, bundle: Bundle, tuning: Dataset, dense: Callable[[], Mapping[str, Any]]) -> Goal:
+    """What to reach: for `reference` the mIoU of the dense network, of another bundle's, or a number; less --drop."""
+    from algm_deploy.bundle import Bundle
+    from algm_deploy.deployment import evaluate_bundle
+    from algm_deploy.tuning.objective import Goal
+    from algm_deploy.tuning.search import miou_of
+
+    aim: Aim = options.objective or "reference"
+    if aim == "best":
+        return Goal(aim)
+    if aim == "gmacs":
+        if options.target is None:
+            raise RecipeError("expected --target with the multiply-adds of a window in 10^9 for --objective gmacs")
+        return Goal(aim, options.target)
+    if options.reference == "dense":
+        miou = miou_of(dense())
+    elif (folder := Path(options.reference)).is_dir():
+        miou = miou_of(evaluate_bundle(Bundle.open(folder), options.runtime, tuning, merge=False).record())
+    else:
+        miou = _percent(options.reference)
+    return Goal(aim, miou - options.drop)
+
+
+def _tuning_splits(bundle: Bundle, options: argparse.Namespace) -> tuple[Dataset, Dataset]:
+    """Photos to choose on and photos to report on: two splits, or without --held-out the halves of one."""
+    from algm_deploy.tuning.objective import halves
+
+    if options.held_out is None:
+        return halves(_tuning_data(bundle, options, options.split))
+    return _tuning_data(bundle, options, options.split), _tuning_data(bundle, options, options.held_out)
+
+
+def _tuning_data(bundle: Bundle, options: argparse.Namespace, split: str | None) -> Dataset:
+    from algm_deploy.errors import DatasetError
+    from algm_deploy.evaluation.datasets import open_dataset
+
+    if options.data is None:
+        raise DatasetError("expected --data with the root folder of a labelled data set, got none")
+    dataset = open_dataset(options.dataset or bundle.recipe.protocol.dataset, options.data, split, options.slice)
+    if options.limit and options.limit < len(dataset.samples):
+        dataset = replace(dataset.subset(options.limit), split=f"{dataset.split}-{options.limit}")
+    return dataset
+
+
 def _report(options: argparse.Namespace) -> int:
     from algm_deploy.bundle import Bundle
     from algm_deploy.deployment import find_images
@@ -257,6 +366,12 @@ def _parser() -> argparse.ArgumentParser:
         ("build", _build, "a runtime's own executable, added to a bundle", (_bundle, _runtime)),
         ("verify", _verify, "parity chain of a bundle on a runtime", (_bundle, _runtime, _verify_options)),
         ("evaluate", _evaluate, "mIoU of a bundle on a data set", (_bundle, _runtime, _data_options)),
+        (
+            "tune",
+            _tune,
+            "thresholds and merge positions from data, as a new recipe",
+            (_bundle, _runtime, _tune_options),
+        ),
         ("predict", _predict, "label map, overlay and merged-token pictures of photos", (_bundle, _photos, _runtime)),
         ("demo", _demo, "the whole product on an embedded synthetic example", (_demo_options,)),
         ("report", _report, "one HTML page about a bundle", (_bundle, _runtime, _report_options)),
@@ -323,6 +438,36 @@ def _data_options(command: argparse.ArgumentParser) -> None:
     if required:
         command.add_argument("--tau", type=float, help="CLAP threshold instead of the bundle's")
     command.add_argument("--dense", action="store_true", help="merge nothing: what merging costs is the difference")
+
+
+def _tune_options(command: argparse.ArgumentParser) -> None:
+    what = command.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "--rule", action="store_true", help="CLAP threshold = mean + deviation of the similarities of a data set"
+    )
+    what.add_argument(
+        "--objective",
+        choices=("reference", "best", "gmacs"),
+        help="threshold that merges most at a reference's mIoU (ALGM*), of best mIoU, or for a budget of multiply-adds",
+    )
+    what.add_argument("--positions", action="store_true", help="earliest block for GBM that keeps the reference's mIoU")
+    command.add_argument("-o", "--output", type=Path, default=Path("tuned.toml"), help="recipe to write; and .html")
+    command.add_argument("--data", type=Path, help="root folder of a data set in its official layout")
+    command.add_argument("--dataset", help="its name; default: the bundle's")
+    command.add_argument("--split", help="split to tune on; default: the one its results are published on")
+    command.add_argument("--held-out", help="split to report on; default: the second half of each slice is kept back")
+    command.add_argument("--slice", help="how to group images for figures by slice")
+    command.add_argument("--limit", type=_positive, help="use that many images of a split, spread evenly")
+    command.add_argument("--images", type=Path, nargs="+", default=[], help="--rule: photos without labels")
+    command.add_argument("--layers", choices=("first", "all"), default="first", help="--rule: blocks (default first)")
+    command.add_argument("--knob", choices=("tau", "gbm"), default="tau", help="threshold to search (default tau)")
+    command.add_argument("--range", type=float, nargs=3, metavar=("LOW", "HIGH", "STEP"), help="candidates")
+    command.add_argument(
+        "--reference", default="dense", help="dense, mIoU in percent, or a bundle whose dense mIoU counts"
+    )
+    command.add_argument("--drop", type=float, default=0.0, help="mIoU points allowed below the reference (default 0)")
+    command.add_argument("--target", type=float, help="--objective gmacs: multiply-adds of a window in 10^9")
+    command.add_argument("--count", type=_positive, default=1, help="--positions: GBM blocks to place (default 1)")
 
 
 def _report_options(command: argparse.ArgumentParser) -> None:
@@ -397,6 +542,13 @@ def _size(text: str) -> tuple[int, int]:
     if not separator:
         raise argparse.ArgumentTypeError(f"expected HEIGHTxWIDTH in pixels, such as 512x1024, got {text!r}")
     return _positive(height), _positive(width)
+
+
+def _percent(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise RecipeError(f"expected dense, an mIoU in percent or a bundle as --reference, got {text!r}") from error
 
 
 def _positive(text: str) -> int:

@@ -1,0 +1,348 @@
+"""What a tuning run found: a recipe or none, and the evidence as sentences, tables and plots in plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from algm_deploy.bundle import Bundle
+from algm_deploy.evaluation.datasets import Dataset
+from algm_deploy.evaluation.evaluate import merge_names
+from algm_deploy.recipes import MergePlan, Recipe
+from algm_deploy.tuning.objective import (
+    KNOBS,
+    Evaluate,
+    Goal,
+    Record,
+    Tuned,
+    tune_threshold,
+    tuned_recipe,
+    worst_slice,
+)
+from algm_deploy.tuning.positions import PlanEvaluator, earliest_gbm
+from algm_deploy.tuning.search import Point, miou_of
+from algm_deploy.tuning.similarity import ALL, WINDOWS, Groups, Picture, Similarity, measure_similarity
+
+DENSE, RECIPE, CHOSEN, NEAREST = "dense", "recipe", "chosen", "nearest"
+
+
+class Table(NamedTuple):
+    """Rows of text under a header."""
+
+    caption: str
+    header: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+
+
+class Plot(NamedTuple):
+    """Series of points (x, y, label) by name."""
+
+    caption: str
+    x_label: str
+    y_label: str
+    series: Mapping[str, Sequence[tuple[float, float, str]]]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The outcome of a tuning run.
+
+    `recipe` is None where no candidate reached the goal. `tokens` is the evaluation whose token counts are worth a
+    histogram. `record` is what the manifest keeps.
+    """
+
+    title: str
+    lines: tuple[str, ...]
+    tables: tuple[Table, ...]
+    plots: tuple[Plot, ...]
+    record: Mapping[str, Any]
+    recipe: Recipe | None
+    tokens: Record | None = None
+
+
+# ---------------------------------------------------------------------------------------------------------------- rule
+
+
+def find_by_rule(
+    bundle: Bundle, pictures: Sequence[Picture], layers: Sequence[int], source: str, progress: bool = True
+) -> Finding:
+    """CLAP's threshold by the published rule; `source` names the pictures. Errors as `measure_similarity`."""
+    found = measure_similarity(bundle, pictures, layers, progress)
+    pairs = sum(groups[ALL].count for groups in found.layers.values())
+    blocks = f"block {layers[0]}" if len(layers) == 1 else f"blocks {layers[0]} to {layers[-1]}"
+    line = (
+        f"clap_threshold {found.threshold:.4f} = mean + standard deviation of the cosine similarity of {pairs} pairs "
+        f"of patches after the attention of {blocks}, dense network in fp32, {source}, {found.images} images"
+    )
+    tables = [_layer_table(found)]
+    plots = [_layer_plot(found)] if len(layers) > 1 else []
+    if "global same" in found.layers[layers[0]]:
+        tables.append(_class_table(found))
+        plots += _class_plots(found)
+    recipe = tuned_recipe(bundle.recipe, "tau", round(found.threshold, 4))
+    return Finding("Threshold by the rule", (line,), tuple(tables), tuple(plots), found.record(), recipe)
+
+
+def _layer_table(found: Similarity) -> Table:
+    rows = [
+        (str(layer), str(all_.count), f"{all_.mean:.4f}", f"{all_.std:.4f}", f"{all_.mean + all_.std:.4f}")
+        for layer, all_ in ((layer, groups[ALL]) for layer, groups in found.layers.items())
+    ]
+    return Table(
+        "cosine similarity of all pairs of patches of a window, after attention",
+        ("block", "pairs", "mean", "standard deviation", "mean + standard deviation"),
+        rows,
+    )
+
+
+def _layer_plot(found: Similarity) -> Plot:
+    means = [(float(layer), groups[ALL].mean, "") for layer, groups in found.layers.items()]
+    rule = [(float(layer), groups[ALL].mean + groups[ALL].std, "") for layer, groups in found.layers.items()]
+    series = {"mean": means, "mean + standard deviation": rule}
+    return Plot("similarity of all pairs of patches of a window by block", "block", "cosine similarity", series)
+
+
+def _class_table(found: Similarity) -> Table:
+    scopes = _scopes(found)
+    rows = [
+        (str(layer), *(f"{_mean(groups, scope, 'same')} / {_mean(groups, scope, 'other')}" for scope in scopes))
+        for layer, groups in found.layers.items()
+    ]
+    return Table(
+        "mean similarity of patches of one class / of two classes, within windows of so many patches and in the whole",
+        ("block", *scopes),
+        rows,
+    )
+
+
+def _class_plots(found: Similarity) -> list[Plot]:
+    first, groups = next(iter(found.layers.items()))
+    sides = [side for side in WINDOWS if f"{side}x{side} same" in groups]
+    by_side = {
+        f"{kind} class": [
+            (float(side), pairs.mean, "") for side in sides if (pairs := groups[f"{side}x{side} {kind}"]).count
+        ]
+        for kind in ("same", "other")
+    }
+    plots = [Plot(f"within windows, after block {first}", "patches a side", "cosine similarity", by_side)]
+    if len(found.layers) > 1:
+        by_layer = {
+            f"{scope}, {kind} class": [
+                (float(layer), pairs.mean, "")
+                for layer, groups in found.layers.items()
+                if (pairs := groups[f"{scope} {kind}"]).count
+            ]
+            for scope in ("2x2", "global")
+            for kind in ("same", "other")
+        }
+        plots.append(Plot("by block, within windows of 2x2 and in the whole", "block", "cosine similarity", by_layer))
+    return [plot._replace(series={name: points for name, points in plot.series.items() if points}) for plot in plots]
+
+
+def _scopes(found: Similarity) -> list[str]:
+    names = next(iter(found.layers.values()))
+    windows = [name.removesuffix(" same") for name in names if name.endswith(" same")]
+    return sorted(windows, key=lambda scope: (scope == "global", scope))
+
+
+def _mean(groups: Groups, scope: str, kind: str) -> str:
+    pairs = groups[f"{scope} {kind}"]
+    return f"{pairs.mean:.3f}" if pairs.count else "-"
+
+
+# ----------------------------------------------------------------------------------------------------------- threshold
+
+
+def find_threshold(
+    recipe: Recipe,
+    knob: str,
+    goal: Goal,
+    candidates: Sequence[float],
+    evaluate: Evaluate,
+    tuning: Dataset,
+    held_out: Dataset,
+) -> Finding:
+    """A threshold chosen on `tuning`, reported on `held_out`. Errors as `tune_threshold`."""
+    tuned = tune_threshold(recipe.merging, knob, goal, candidates, evaluate, tuning)
+    name = KNOBS[knob]
+    shown = tuned.chosen or tuned.nearest
+    plan = recipe.merging
+    current = plan.clap_threshold if knob == "tau" else plan.gbm_threshold
+    held = {
+        DENSE: _dense(evaluate(held_out, None)),
+        f"{RECIPE} ({current:g})": evaluate(held_out, {}),
+        f"{_state(tuned)} ({shown.value:g})": evaluate(held_out, {name: shown.value}),
+    }
+    chosen = tuned_recipe(recipe, knob, shown.value) if tuned.chosen else None
+    return _finding(f"Threshold {name}", name, tuned, _dense(evaluate(tuning, None)), held, plan, chosen)
+
+
+def find_positions(
+    evaluate_plan: PlanEvaluator, recipe: Recipe, count: int, goal: Goal, tuning: Dataset, held_out: Dataset
+) -> Finding:
+    """The earliest block for GBM, then the earliest one for a second, ...: `count` in all. Errors as `earliest_gbm`."""
+    layers: tuple[int, ...] = ()
+    while True:
+        tuned = earliest_gbm(evaluate_plan, recipe.merging, recipe.network.depth, goal, tuning, layers)
+        layers = (*layers, int((tuned.chosen or tuned.nearest).value))
+        if tuned.chosen is None or len(layers) == count:
+            break
+    plan = replace(recipe.merging, gbm_layers=layers)
+    dense = replace(plan, clap_layers=(), gbm_layers=())
+    held = {
+        DENSE: evaluate_plan(dense, held_out),
+        f"{RECIPE} ({_layers(recipe.merging.gbm_layers)})": evaluate_plan(recipe.merging, held_out),
+        f"{_state(tuned)} ({_layers(layers)})": evaluate_plan(plan, held_out),
+    }
+    chosen = replace(recipe, merging=plan) if tuned.chosen else None
+    name = f"GBM block behind {_layers(layers[:-1])}" if layers[:-1] else "GBM block"
+    return _finding(f"GBM in block {_layers(layers)}", name, tuned, evaluate_plan(dense, tuning), held, plan, chosen)
+
+
+def _finding(
+    title: str,
+    knob: str,
+    tuned: Tuned,
+    dense: Record,
+    held: Mapping[str, Record],
+    plan: MergePlan,
+    recipe: Recipe | None,
+) -> Finding:
+    shown = tuned.chosen or tuned.nearest
+    lines = (_verdict(knob, tuned), _where("tuned on", dense), *_held_out_lines(tuned, held))
+    tables = (_point_table(knob, tuned, dense, plan), _held_out_table(held))
+    record = {
+        **tuned.record(),
+        "tuned_on": _facts(dense),
+        "held_out": {name: {**_facts(one), "slices": _slices(one)} for name, one in held.items()},
+    }
+    return Finding(title, lines, tables, tuple(_plots(knob, tuned, dense)), record, recipe, shown.record)
+
+
+def _verdict(knob: str, tuned: Tuned) -> str:
+    if tuned.chosen is None:
+        return f"no {knob} qualifies to {tuned.goal}; nearest: {tuned.nearest.value:g} with {_figures(tuned.nearest)}"
+    line = f"{knob} {tuned.chosen.value:g} to {tuned.goal}: {_figures(tuned.chosen)}"
+    if tuned.goal.aim == "reference":
+        lone = [p for p in tuned.points if p.value < tuned.chosen.value and tuned.goal.meets(p)]
+        if lone:
+            values = ", ".join(f"{point.value:g}" for point in lone)
+            line += f"; {values} would qualify alone, but a larger value between does not"
+    return line
+
+
+def _where(verb: str, record: Record) -> str:
+    return f"{verb} {record['dataset']} {record['split']}, {record['images']} images: dense {miou_of(record):.2f} %"
+
+
+def _held_out_lines(tuned: Tuned, held: Mapping[str, Record]) -> list[str]:
+    dense, *_, chosen = held.values()
+    name, change = worst_slice(dense, chosen)
+    whole = miou_of(chosen) - miou_of(dense)
+    return [
+        f"{_where('held out', dense)}, {_state(tuned)} {miou_of(chosen):.2f} % ({whole:+.2f} points); the weakest slice: "
+        f"{name} ({change:+.2f} points)"
+    ]
+
+
+def _figures(point: Point) -> str:
+    return f"mIoU {point.miou_percent:.2f} %" + ("" if point.gmacs is None else f", {point.gmacs:.2f} GMACs per window")
+
+
+def _state(tuned: Tuned) -> str:
+    return CHOSEN if tuned.chosen else NEAREST
+
+
+def _layers(layers: Sequence[int]) -> str:
+    return " and ".join(map(str, layers)) or "none"
+
+
+def _point_table(knob: str, tuned: Tuned, dense: Record, plan: MergePlan) -> Table:
+    merges = merge_names(plan)
+    marked = tuned.chosen or tuned.nearest
+    rows = [
+        _point_row(f"{p.value:g}", p.record, dense, merges, _state(tuned) if p is marked else "") for p in tuned.points
+    ]
+    rows.append(_point_row(DENSE, dense, dense, (), ""))
+    tokens = [f"tokens after {merge.replace('_', ' ').upper()}" for merge in merges]
+    padded = [(*row[:4], *(row[4:-1] or ("-",) * len(tokens)), row[-1]) for row in rows]
+    caption = f"{dense['dataset']} {dense['split']}, {dense['images']} images: every measured candidate"
+    return Table(caption, (knob, "mIoU %", "to dense", "GMACs per window", *tokens, ""), padded)
+
+
+def _point_row(name: str, record: Record, dense: Record, merges: Sequence[str], mark: str) -> tuple[str, ...]:
+    gmacs = record["gmacs_per_window_mean"]
+    return (
+        name,
+        f"{miou_of(record):.2f}",
+        f"{miou_of(record) - miou_of(dense):+.2f}",
+        "-" if gmacs is None else f"{gmacs:.2f}",
+        *(f"{record[f'tokens_after_{merge}_mean']:.0f}" for merge in merges),
+        mark,
+    )
+
+
+def _held_out_table(held: Mapping[str, Record]) -> Table:
+    dense = next(iter(held.values()))
+    parts: dict[str, Callable[[Record], Record]] = {"all": lambda record: record}
+    if len(dense["slices"]) > 1:
+        parts |= {name: lambda record, name=name: record["slices"][name] for name in dense["slices"]}
+    rows = [
+        (
+            name,
+            str(part(dense)["images"]),
+            *(
+                _with_change(part(one)["miou_percent"], part(dense)["miou_percent"], one is dense)
+                for one in held.values()
+            ),
+        )
+        for name, part in parts.items()
+    ]
+    caption = f"{dense['dataset']} {dense['split']}, held out: mIoU % and the difference to dense in points"
+    return Table(caption, ("slice", "images", *held), rows)
+
+
+def _with_change(value: float | None, base: float | None, is_base: bool) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.2f}" if is_base or base is None else f"{value:.2f} ({value - base:+.2f})"
+
+
+def _plots(knob: str, tuned: Tuned, dense: Record) -> list[Plot]:
+    marked = tuned.chosen or tuned.nearest
+    plain = [point for point in tuned.points if point is not marked]
+    where = f"{dense['dataset']} {dense['split']}, {dense['images']} images"
+    plots = [
+        Plot(
+            f"accuracy by {knob}, {where}",
+            knob,
+            "mIoU %",
+            {
+                "measured": [(p.value, p.miou_percent, "") for p in tuned.points],
+                _state(tuned): [(marked.value, marked.miou_percent, f"{marked.value:g}")],
+            },
+        )
+    ]
+    if dense["gmacs_per_window_mean"] is not None and marked.gmacs is not None:
+        series = {
+            "measured": [(p.gmacs, p.miou_percent, f"{p.value:g}") for p in plain if p.gmacs is not None],
+            _state(tuned): [(marked.gmacs, marked.miou_percent, f"{marked.value:g}")],
+            DENSE: [(dense["gmacs_per_window_mean"], miou_of(dense), DENSE)],
+        }
+        plots.insert(0, Plot(f"accuracy against arithmetic, {where}", "GMACs per window", "mIoU %", series))
+    return [plot._replace(series={name: points for name, points in plot.series.items() if points}) for plot in plots]
+
+
+def _dense(record: Record) -> Record:
+    """The record of a run in which nothing could merge, at the arithmetic of a network that does not look for it."""
+    return {**record, "gmacs_per_window_mean": record["gmacs_per_window_dense"]}
+
+
+def _facts(record: Record) -> dict[str, Any]:
+    keys = ("dataset", "split", "images", "miou_percent", "gmacs_per_window_mean")
+    return {key: record[key] for key in keys}
+
+
+def _slices(record: Record) -> dict[str, float | None]:
+    return {name: part["miou_percent"] for name, part in record["slices"].items()}

@@ -1,0 +1,159 @@
+"""Choosing a threshold for an aim: ALGM* (CVPR 2024) and its relatives, on one part of the data, reported on another.
+
+Thresholds are inputs of the network, so one bundle on one runtime gives every point. ALGM* is the smallest CLAP
+threshold whose mIoU stays at or above that of a reference, usually the same network without merging.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+from algm_deploy.errors import DatasetError, PlanError
+from algm_deploy.evaluation.datasets import Dataset, Sample
+from algm_deploy.recipes import MergePlan, Recipe
+from algm_deploy.signature import CLAP_THRESHOLD, GBM_THRESHOLD
+from algm_deploy.tuning.search import Curve, Point, best, first_that_keeps, miou_of, steps
+
+Record = Mapping[str, Any]
+Aim = Literal["reference", "best", "gmacs"]
+AIMS: tuple[Aim, ...] = get_args(Aim)
+KNOBS = {"tau": CLAP_THRESHOLD, "gbm": GBM_THRESHOLD}
+NOTHING_IS_THAT_SIMILAR = 1.01
+
+
+Evaluate = Callable[[Dataset, Mapping[str, float] | None], Record]
+"""Evaluates the bundle that is tuned, at thresholds by input name (what is left out is the bundle's), None: dense."""
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What to look for.
+
+    reference  the candidate that merges most while its mIoU stays at or above `limit`, in percent
+    best       the candidate of the best mIoU; `limit` is not used
+    gmacs      the candidate that merges least while a window costs at most `limit` multiply-adds in 10^9
+    """
+
+    aim: Aim
+    limit: float = 0.0
+
+    def meets(self, point: Point) -> bool:
+        """Whether a point reaches the limit."""
+        if self.aim == "gmacs":
+            return _gmacs(point) <= self.limit
+        return self.aim == "best" or point.miou_percent >= self.limit
+
+    def nearness(self, point: Point) -> float:
+        """Larger for points nearer to the limit, among those that miss it."""
+        return -_gmacs(point) if self.aim == "gmacs" else point.miou_percent
+
+    def __str__(self) -> str:
+        return {
+            "reference": f"merge most while mIoU stays at or above {self.limit:.2f} %",
+            "best": "best mIoU",
+            "gmacs": f"merge least at no more than {self.limit:g} GMACs per window",
+        }[self.aim]
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The outcome of a search; `chosen` is None where no candidate reaches the goal, `nearest` misses it least."""
+
+    knob: str
+    goal: Goal
+    points: tuple[Point, ...]
+    chosen: Point | None
+    nearest: Point
+
+    def record(self) -> dict[str, Any]:
+        """JSON-able record: the goal, what was chosen, and each measured point in short."""
+        return {
+            "knob": self.knob,
+            "goal": str(self.goal),
+            "chosen": None if self.chosen is None else self.chosen.value,
+            "nearest": self.nearest.value,
+            "points": [
+                {"value": p.value, "miou_percent": p.miou_percent, "gmacs_per_window_mean": p.gmacs}
+                for p in self.points
+            ],
+        }
+
+
+def search(goal: Goal, knob: str, candidates: Sequence[float], measure: Callable[[float], Record]) -> Tuned:
+    """Looks for the goal among ascending candidates, the first of which merges most.
+
+    Raises:
+        PlanError: a goal in multiply-adds for a network they are not known for.
+    """
+    # Multiply-adds rise with the candidates: seen from the end, those within the limit are the ones that stay good.
+    curve = Curve(candidates[::-1] if goal.aim == "gmacs" else candidates, measure)
+    chosen = best(curve) if goal.aim == "best" else first_that_keeps(curve, goal.meets)
+    return Tuned(knob, goal, tuple(curve.points), chosen, chosen or max(curve.points, key=goal.nearness))
+
+
+def tune_threshold(
+    plan: MergePlan, knob: str, goal: Goal, candidates: Sequence[float], evaluate: Evaluate, dataset: Dataset
+) -> Tuned:
+    """Searches `tau`, CLAP's threshold, or `gbm`, GBM's multiplier or threshold; the other one stays as it is.
+
+    Raises:
+        PlanError: the plan does not have that threshold.
+    """
+    if not (plan.clap_layers if knob == "tau" else plan.gbm_layers):
+        raise PlanError(f"expected a plan that reads {KNOBS[knob]}, got one without such a merge: export with merging")
+    return search(goal, knob, candidates, lambda value: evaluate(dataset, {KNOBS[knob]: value}))
+
+
+def default_candidates(plan: MergePlan, knob: str) -> list[float]:
+    """Similarities from 0.5 up to one that nothing reaches; multipliers of the deviation for an adaptive GBM."""
+    if knob == "gbm" and plan.gbm_mode == "adaptive":
+        return steps(-4, 8, 0.25)
+    return [*steps(0.5, 1, 0.005), NOTHING_IS_THAT_SIMILAR]
+
+
+def tuned_recipe(recipe: Recipe, knob: str, value: float) -> Recipe:
+    """The recipe with another threshold."""
+    plan = recipe.merging
+    tuned = replace(plan, clap_threshold=value) if knob == "tau" else replace(plan, gbm_threshold=value)
+    return replace(recipe, merging=tuned)
+
+
+def halves(dataset: Dataset) -> tuple[Dataset, Dataset]:
+    """The first and the second half of every slice, in the order of names: neighbouring frames stay together.
+
+    Raises:
+        DatasetError: a single photo cannot be both.
+    """
+    slices: dict[str, list[Sample]] = {}
+    for sample in dataset.samples:
+        slices.setdefault(sample.slice, []).append(sample)
+    first = {sample.name for group in slices.values() for sample in group[: (len(group) + 1) // 2]}
+    parts = [tuple(s for s in dataset.samples if (s.name in first) == early) for early in (True, False)]
+    if not all(parts):
+        raise DatasetError(f"{dataset.name} {dataset.split}: expected photos to tune on and others to report on")
+    tuning, held_out = (
+        replace(dataset, split=f"{dataset.split}-{which}-half", samples=samples)
+        for which, samples in zip(("first", "second"), parts, strict=True)
+    )
+    return tuning, held_out
+
+
+def worst_slice(dense: Record, merged: Record) -> tuple[str, float]:
+    """The slice that loses most by merging, and its mIoU difference in points (negative: a loss)."""
+    changes = {
+        name: part["miou_percent"] - dense["slices"][name]["miou_percent"]
+        for name, part in merged["slices"].items()
+        if part["miou_percent"] is not None and dense["slices"][name]["miou_percent"] is not None
+    }
+    if not changes:
+        return "all", miou_of(merged) - miou_of(dense)
+    name = min(changes, key=lambda name: changes[name])
+    return name, changes[name]
+
+
+def _gmacs(point: Point) -> float:
+    if point.gmacs is None:
+        raise PlanError("multiply-adds are not counted for this network: tune for mIoU instead")
+    return point.gmacs

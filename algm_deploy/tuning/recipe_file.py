@@ -1,0 +1,46 @@
+"""Writes a recipe as TOML; reading is `algm_deploy.recipes`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from algm_deploy.bundle import write_atomically
+from algm_deploy.recipes import Recipe, to_table
+
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def write_recipe(recipe: Recipe, comments: Sequence[str], path: Path) -> Path:
+    """Writes a recipe that is complete in itself, `comments` on top; its name becomes that of the file.
+
+    Raises:
+        BundleError: the file cannot be written.
+    """
+    with write_atomically(path) as written:
+        written.write_text(recipe_toml(recipe, comments), encoding="utf-8")
+    return path
+
+
+def recipe_toml(recipe: Recipe, comments: Sequence[str] = ()) -> str:
+    """A recipe as TOML text, without its name."""
+    table = {key: value for key, value in to_table(recipe).items() if key != "name"}
+    lines = [f"# {line}".rstrip() for comment in comments for line in comment.splitlines()]
+    lines += _entries({key: value for key, value in table.items() if not isinstance(value, Mapping)})
+    for name, section in table.items():
+        if isinstance(section, Mapping) and section:
+            lines += ["", f"[{name}]", *_entries(section)]
+    return "\n".join(lines) + "\n"
+
+
+def _entries(table: Mapping[str, Any]) -> Iterator[str]:
+    for key, value in table.items():
+        yield f"{key if _BARE_KEY.fullmatch(key) else _value(key)} = {_value(value)}"
+
+
+def _value(value: Any) -> str:
+    """JSON of texts, numbers and lists is TOML as well, but for the one control character that JSON leaves as it is."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
