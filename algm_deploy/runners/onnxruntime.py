@@ -24,6 +24,7 @@ from algm_deploy.lowering.bundling import ONNX
 from algm_deploy.lowering.onnxruntime import CUSTOM_OPERATORS, Provider, graph_file, write_onnxruntime_onnx
 from algm_deploy.native import REBUILD, find_library, require_library
 from algm_deploy.runners.contract import Array, Runner
+from algm_deploy.signature import Signature
 
 FACT = "onnxruntime"  # in the manifest: rewrites of each provider's graph
 LIBRARY = "ort_custom_op"
@@ -54,7 +55,8 @@ class OnnxRuntimeRunner(Runner):
         bundle.update({FACT: {**bundle.manifest.get(FACT, {}), cls.provider: dict(counts)}})
         rewrites = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
         lines = [f"{graph_file(cls.provider)}: {rewrites}"]
-        if not custom:
+        wanted = CUSTOM_OPERATORS[cls.provider] - ({"label_map"} if bundle.recipe.output == "scores" else set())
+        if wanted and not custom:
             lines.append(
                 f"merging runs in standard operators: `{REBUILD} {LIBRARY}`, then build again, makes it faster"
             )
@@ -71,7 +73,7 @@ class OnnxRuntimeRunner(Runner):
         """Custom operators in that graph, by name."""
         if self.graph == ONNX:
             return ()
-        return tuple(sorted(CUSTOM_OPERATORS & set(self.bundle.fact(FACT)[self.provider])))
+        return tuple(sorted(CUSTOM_OPERATORS[self.provider] & set(self.bundle.fact(FACT)[self.provider])))
 
     def placement(self, feeds: Mapping[str, Array]) -> Placement:
         """Runs once more, in a session of its own that records which provider executes each node."""
@@ -102,21 +104,28 @@ class OnnxRuntimeRunner(Runner):
         return {}
 
     def _checked_session(self, options: ort.SessionOptions) -> ort.InferenceSession:
-        providers = [(self.provider_name, self._provider_options())]
-        session = ort.InferenceSession(self.bundle.file(self.graph), options, providers=providers)
-        active = session.get_providers()
-        if active[0] != self.provider_name:
-            raise RuntimeUnavailableError(
-                f"asked ONNX Runtime for {self.provider_name}, got {', '.join(active)}: its libraries could not be "
-                "loaded (run `python -c 'import onnxruntime; onnxruntime.print_debug_info()'` to see which)"
-            )
-        return session
+        path = self.bundle.file(self.graph)
+        return checked_session(path, options, self.provider_name, self._provider_options())
 
     def _open(self) -> None:
         self._session = self._checked_session(self._session_options())
 
     def _close(self) -> None:
         self._session = None
+
+
+def checked_session(
+    path: Path, options: ort.SessionOptions, provider: str, provider_options: dict[str, str]
+) -> ort.InferenceSession:
+    """A session on this provider; RuntimeUnavailableError where ONNX Runtime fell back to another."""
+    session = ort.InferenceSession(path, options, providers=[(provider, provider_options)])
+    active = session.get_providers()
+    if active[0] != provider:
+        raise RuntimeUnavailableError(
+            f"asked ONNX Runtime for {provider}, got {', '.join(active)}: its libraries could not be loaded "
+            "(`python -c 'import onnxruntime; onnxruntime.print_debug_info()'` shows which)"
+        )
+    return session
 
 
 class OnnxRuntimeCpuRunner(OnnxRuntimeRunner):
@@ -151,34 +160,18 @@ class OnnxRuntimeCudaRunner(OnnxRuntimeRunner):
     provider_name = "CUDAExecutionProvider"
 
     def __init__(self, bundle: Bundle) -> None:
-        if "CUDAExecutionProvider" not in ort.get_available_providers():
-            raise RuntimeUnavailableError(
-                f"the installed package onnxruntime {ort.__version__} has no CUDA provider: uninstall it, then "
-                "`pip install onnxruntime-gpu`"
-            )
-        if not torch.cuda.is_available():
-            raise RuntimeUnavailableError("expected a CUDA device for onnxruntime-cuda, PyTorch finds none")
+        check_cuda()
         super().__init__(bundle)
-        self.device = torch.device("cuda", torch.cuda.current_device())
-        self._lock = threading.Lock()  # one stream, one run at a time
-        self._stream: torch.cuda.Stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        self._scalars: dict[float, torch.Tensor] = {}
+        self._device_session: CudaSession | None = None
 
     def _provider_options(self) -> dict[str, str]:
-        return {
-            "device_id": str(self.device.index),
-            "user_compute_stream": str(self._stream.cuda_stream),
-            "use_tf32": "0",
-            # The other mode keeps sums over a row in 16 bits.
-            "enable_skip_layer_norm_strict_mode": "1",
-            # The exhaustive search repeats itself for every new batch size, for the one convolution there is.
-            "cudnn_conv_algo_search": "HEURISTIC",
-        }
+        return CUDA_OPTIONS | {"device_id": str(torch.cuda.current_device())}
 
     def _open(self) -> None:
-        if hasattr(ort, "preload_dlls"):  # since 1.21: finds the CUDA libraries that came with PyTorch
-            ort.preload_dlls()
-        super()._open()
+        self._device_session = CudaSession(self.bundle.file(self.graph), self._session_options(), self.signature)
+
+    def _close(self) -> None:
+        self._device_session = None
 
     def infer_device(
         self, feeds: Mapping[str, torch.Tensor | float], outputs: Sequence[str] | None = None
@@ -186,56 +179,122 @@ class OnnxRuntimeCudaRunner(OnnxRuntimeRunner):
         """`infer` in device memory, ordered after and before other work of the caller's current stream.
 
         Args:
-            feeds: `image` on this runner's device, in the signature's dtype (any float type where that is float32), not
+            feeds: `image` on the runner's device, in the signature's dtype (any float type where that is float32), not
                 necessarily contiguous; thresholds as numbers.
             outputs: as for `infer`.
 
         Raises:
             BundleError: as for `infer`, and for an image that is somewhere else.
         """
-        image = feeds["image"]
-        if not isinstance(image, torch.Tensor) or image.device != self.device:
-            raise BundleError(f"expected an image in the memory of {self.device}: use infer for arrays on the host")
+        session = self._device_session
+        if session is None:
+            raise RuntimeUnavailableError(f"the {self.runtime} runner is closed: use it inside a `with` block")
+        image = feeds.get("image")
+        if not isinstance(image, torch.Tensor) or image.device != session.device:
+            raise BundleError(f"expected an image in the memory of {session.device}: use infer for arrays on the host")
         if image.is_floating_point() and self.signature.image.dtype == "float32":
             image = image.float()
+        # Shape and dtype are checked on a host array without memory behind its elements.
+        self._check_image(np.broadcast_to(np.zeros((), numpy_dtype(image)), tuple(image.shape)))
         wanted = tuple(outputs) if outputs is not None else tuple(t.name for t in self.signature.outputs[:2])
         self._check_outputs(wanted)
-        # Shape and dtype are checked on a host array without memory behind its elements.
-        probe = np.broadcast_to(np.zeros((), str(image.dtype).removeprefix("torch.")), tuple(image.shape))
-        self._check_image(probe)
         numbers = {n: float(self._threshold(n, feeds.get(n, d))) for n, d in self.signature.defaults.items()}
-        return self._run(image.contiguous(), numbers, wanted)
+        return session.run(image, numbers, wanted)
 
-    def _run(self, image: torch.Tensor, numbers: dict[str, float], outputs: Sequence[str]) -> dict[str, torch.Tensor]:
-        assert self._session is not None
-        caller = torch.cuda.current_stream(self.device)
-        shapes = {t.name: (len(image), *t.shape[1:]) for t in self.signature.outputs}
-        dtypes = {t.name: t.dtype for t in self.signature.outputs}
-        results = {n: torch.empty(shapes[n], dtype=getattr(torch, dtypes[n]), device=self.device) for n in outputs}
+    def _infer(self, feeds: dict[str, Array], outputs: Sequence[str]) -> dict[str, Array]:
+        assert self._device_session is not None
+        image = torch.from_numpy(feeds["image"]).to(self._device_session.device)
+        numbers = {name: float(value) for name, value in feeds.items() if name != "image"}
+        results = self._device_session.run(image, numbers, outputs)
+        return {name: tensor.cpu().numpy() for name, tensor in results.items()}
+
+
+# --- CUDA ------------------------------------------------------------------------------------------------------------
+
+CUDA_OPTIONS = {
+    "use_tf32": "0",
+    # The other mode keeps sums over a row in 16 bits.
+    "enable_skip_layer_norm_strict_mode": "1",
+    # The exhaustive search repeats itself for every new batch size, for the one convolution there is.
+    "cudnn_conv_algo_search": "HEURISTIC",
+}
+
+
+def check_cuda() -> None:
+    """Raises RuntimeUnavailableError unless ONNX Runtime has the CUDA provider and a device is there."""
+    if "CUDAExecutionProvider" not in ort.get_available_providers():
+        raise RuntimeUnavailableError(
+            f"the installed package onnxruntime {ort.__version__} has no CUDA provider: uninstall it, then "
+            "`pip install onnxruntime-gpu`"
+        )
+    if not torch.cuda.is_available():
+        raise RuntimeUnavailableError("expected a CUDA device for onnxruntime-cuda, PyTorch finds none")
+
+
+def numpy_dtype(tensor: torch.Tensor) -> np.dtype[Any]:
+    """NumPy's dtype of the same name."""
+    return np.dtype(str(tensor.dtype).removeprefix("torch."))
+
+
+class CudaSession:
+    """A graph on the current CUDA device, on a stream of its own, with PyTorch tensors in and out by address.
+
+    Args:
+        path: graph whose outputs all have the static shapes of `signature`, batch apart.
+        options: session options.
+        signature: names, dtypes and shapes of the outputs.
+
+    Raises:
+        RuntimeUnavailableError: ONNX Runtime could not use the device.
+    """
+
+    def __init__(self, path: Path, options: ort.SessionOptions, signature: Signature) -> None:
+        check_cuda()
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self._outputs = {t.name: t for t in signature.outputs}
+        self._lock = threading.Lock()  # one stream, one run at a time
+        self._stream: torch.cuda.Stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._scalars: dict[float, torch.Tensor] = {}
+        if hasattr(ort, "preload_dlls"):  # since 1.21: finds the CUDA libraries that came with PyTorch
+            ort.preload_dlls()
+        chosen = {"device_id": str(self.device.index), "user_compute_stream": str(self._stream.cuda_stream)}
+        self._session = checked_session(path, options, "CUDAExecutionProvider", CUDA_OPTIONS | chosen)
+        self._inputs = {i.name for i in self._session.get_inputs()}
+        self._run_options = ort.RunOptions()
+        self._run_options.only_execute_path_to_fetches = True
+        self._run_options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+
+    def run(
+        self, image: torch.Tensor, thresholds: Mapping[str, float], outputs: Sequence[str]
+    ) -> dict[str, torch.Tensor]:
+        """One run between the past and the future work of the caller's current stream; the host may return before it.
+
+        Inputs that the graph does not have are left out.
+        """
+        tensors = {"image": image.contiguous(), **{n: self._scalar(v) for n, v in thresholds.items()}}
         binding = self._session.io_binding()
-        index = self.device.index
-        used = {i.name for i in self._session.get_inputs()}
-        for name, tensor in {"image": image, **{n: self._scalar(v) for n, v in numbers.items()}}.items():
-            if name in used:
-                dtype = np.dtype(str(tensor.dtype).removeprefix("torch."))
-                binding.bind_input(name, "cuda", index, dtype, tuple(tensor.shape), tensor.data_ptr())
+        for name in self._inputs & set(tensors):
+            tensor = tensors[name]
+            binding.bind_input(
+                name, "cuda", self.device.index, numpy_dtype(tensor).type, tuple(tensor.shape), tensor.data_ptr()
+            )
+        results = {name: self._empty(name, len(image)) for name in outputs}
         for name, tensor in results.items():
-            binding.bind_output(name, "cuda", index, np.dtype(dtypes[name]), shapes[name], tensor.data_ptr())
-        options = ort.RunOptions()
-        options.only_execute_path_to_fetches = True
-        options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+            binding.bind_output(
+                name, "cuda", self.device.index, numpy_dtype(tensor).type, tuple(tensor.shape), tensor.data_ptr()
+            )
+        caller = torch.cuda.current_stream(self.device)
         with self._lock:
             self._stream.wait_stream(caller)
-            self._session.run_with_iobinding(binding, options)
+            self._session.run_with_iobinding(binding, self._run_options)
             caller.wait_stream(self._stream)
         return results
+
+    def _empty(self, name: str, images: int) -> torch.Tensor:
+        output = self._outputs[name]
+        return torch.empty(images, *output.shape[1:], dtype=getattr(torch, output.dtype), device=self.device)
 
     def _scalar(self, value: float) -> torch.Tensor:
         if value not in self._scalars:
             self._scalars[value] = torch.tensor(value, dtype=torch.float32, device=self.device)
         return self._scalars[value]
-
-    def _infer(self, feeds: dict[str, Array], outputs: Sequence[str]) -> dict[str, Array]:
-        image = torch.from_numpy(feeds["image"]).to(self.device)
-        results = self._run(image, {n: float(v) for n, v in feeds.items() if n != "image"}, outputs)
-        return {name: tensor.cpu().numpy() for name, tensor in results.items()}

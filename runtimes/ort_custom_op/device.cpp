@@ -50,7 +50,7 @@ Scratch deviceScratch(size_t bytes, void* stream) {
 struct PinnedCount {
     int64_t* value{};
 
-    PinnedCount() { checkCuda(cudaMallocHost(&value, sizeof *value), "taking page-locked memory"); }
+    PinnedCount() { checkCuda(cudaMallocHost(reinterpret_cast<void**>(&value), sizeof *value), "taking page-locked memory"); }
     ~PinnedCount() { cudaFreeHost(value); }
 };
 

@@ -65,6 +65,12 @@ def test_operators_of_the_cuda_graph(tiny_bundle: Bundle) -> None:
     assert not model.functions, "a function body would hide the custom operator"
 
 
+def test_the_cpu_keeps_the_bodies_of_merges(tiny_bundle: Bundle) -> None:
+    model, counts = rewritten(tiny_bundle, "cpu", custom=True)
+    assert counts == {"attention": BLOCKS, "bias_gelu": BLOCKS}
+    assert sorted(name for _, name, _ in model.functions) == ["clap", "gbm", "unmerge"]
+
+
 def test_bodies_stay_without_the_library(tiny_bundle: Bundle) -> None:
     model, _ = rewritten(tiny_bundle, "cuda")
     assert sorted(name for _, name, _ in model.functions) == ["clap", "gbm", "unmerge"]

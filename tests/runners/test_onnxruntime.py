@@ -11,6 +11,7 @@ import pytest
 
 from algm_deploy.bundle import Bundle
 from algm_deploy.demo.scenes import scene
+from algm_deploy.deployment import export
 from algm_deploy.errors import BuildError, BundleError, RuntimeUnavailableError
 from algm_deploy.runners import onnxruntime as module
 from algm_deploy.runners.contract import runner, runner_type
@@ -71,7 +72,21 @@ def test_a_graph_older_than_the_portable_one_is_refused(bundle: Bundle) -> None:
         runner(Bundle.open(bundle.path), CPU).__enter__()
 
 
-def test_custom_operators_without_their_library_are_refused(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def exported_labels(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With an output that the library has an operator for on the CPU."""
+    folder = tmp_path_factory.mktemp("labels") / "bundle"
+    return export(tiny_checkpoint, folder, None, {"output": "labels"}).bundle.path
+
+
+@pytest.fixture
+def labelling(exported_labels: Path, tmp_path: Path) -> Bundle:
+    shutil.copytree(exported_labels, tmp_path / "labels")
+    return Bundle.open(tmp_path / "labels")
+
+
+def test_custom_operators_without_their_library_are_refused(labelling: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle = labelling
     with monkeypatch.context() as patch:
         patch.setattr(module, "find_library", lambda _: Path("library.so"))
         assert len(runner_type(CPU).build(bundle)) == 1
@@ -80,10 +95,10 @@ def test_custom_operators_without_their_library_are_refused(bundle: Bundle, monk
         runner(bundle, CPU).__enter__()
 
 
-def test_without_the_library_the_report_says_so(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library_the_report_says_so(labelling: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "find_library", lambda _: None)
-    assert "standard operators" in runner_type(CPU).build(bundle)[1]
-    assert runner(bundle, CPU).custom_operators == ()
+    assert "standard operators" in runner_type(CPU).build(labelling)[1]
+    assert runner(labelling, CPU).custom_operators == ()
 
 
 @pytest.mark.skipif("CUDAExecutionProvider" in ort.get_available_providers(), reason="this is the CUDA package")
