@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from algm_deploy.errors import BundleError, DatasetError, ImageError, RecipeError
+from algm_deploy.errors import BundleError, DatasetError, ImageError
 from algm_deploy.evaluation.datasets import IGNORE, Dataset, Sample
 from algm_deploy.evaluation.flops import multiply_adds
 from algm_deploy.evaluation.metrics import Agreement, Confusion, agreement, confusion_matrix, quality
@@ -304,12 +304,9 @@ def _tokens(results: Iterable[ImageResult], plan: MergePlan) -> NDArray[np.int64
 
 
 def _arithmetic(results: Iterable[ImageResult], network: Network, plan: MergePlan) -> dict[str, Any]:
-    """Mean arithmetic over the windows, each with its own token counts; None for networks without a count."""
-    try:
-        dense = multiply_adds(network, DENSE)
-        counts = [multiply_adds(network, plan, row).gmacs for row in _tokens(results, plan).tolist()]
-    except RecipeError:
-        return {"gmacs_per_window_mean": None, "gflops_per_window_mean": None, "gmacs_per_window_dense": None}
+    """Mean arithmetic over the windows, each with its own token counts."""
+    dense = multiply_adds(network, DENSE)
+    counts = [multiply_adds(network, plan, row).gmacs for row in _tokens(results, plan).tolist()]
     mean = _number(float(np.mean(counts))) if counts else None
     return {
         "gmacs_per_window_mean": mean,

@@ -1,23 +1,22 @@
-"""Multiply-adds of a Segmenter on one window, from its shape and the tokens that were left after each merge.
+"""Multiply-adds of a network on one window, from its shape and the tokens that were left after each merge.
 
 The convention is that of the published figures (fvcore): one multiply-add of a matrix product or convolution counts 1,
 LayerNorm 5 per element, bilinear upsampling 4 per output element; softmax, GELU, biases, additions and the cosine
-similarities of CLAP's windows count nothing. The published tables call these multiply-adds "GFLOPs"; in floating-point
-operations a multiply-add is two.
+similarities of CLAP's windows count nothing. Batch norms are part of their convolutions here and count nothing either.
+The published tables call these multiply-adds "GFLOPs"; in floating-point operations a multiply-add is two.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from algm_deploy.errors import PlanError, RecipeError
+from algm_deploy.errors import PlanError
 from algm_deploy.recipes import MergePlan, Network
 
 _NORM = 5
 _BILINEAR = 4
 _MLP_RATIO = 4
-_PREFIX = 1
 
 
 @dataclass(frozen=True)
@@ -50,23 +49,18 @@ def multiply_adds(network: Network, plan: MergePlan, tokens_after_merge: Sequenc
     """Counts one window; `tokens_after_merge` holds the patch tokens (cls excluded) left after each of `plan.layers`.
 
     Raises:
-        RecipeError: the network is not a Segmenter.
         PlanError: not one count per merging layer, or counts that grow.
     """
-    if network.family != "segmenter" or network.decoder not in ("mask_transformer", "linear"):
-        raise RecipeError(
-            f"multiply-adds are known for segmenter networks, got {network.family} with {network.decoder}"
-        )
     patches = network.grid[0] * network.grid[1]
     counts = _counts(plan, patches, tokens_after_merge)
-    encoder, merging, tokens = _encoder(network, plan, counts, patches)
-    decoder = _mask_transformer(network, tokens) if network.decoder == "mask_transformer" else _linear(network, tokens)
+    encoder, merging, leaving = _encoder(network, plan, counts, patches)
+    levels = [leaving[layer] for layer in network.stages or (network.depth,)]
     height, width = network.image_size
     return MultiplyAdds(
         patch_embedding=patches * network.embed_dim * 3 * network.patch_size**2,
         encoder=encoder,
         merging=merging,
-        decoder=decoder,
+        decoder=_DECODERS[network.decoder](network, levels),
         upsampling=_BILINEAR * network.classes * height * width,
     )
 
@@ -82,17 +76,21 @@ def _counts(plan: MergePlan, patches: int, tokens_after_merge: Sequence[int]) ->
     return dict(zip(plan.layers, tokens_after_merge, strict=True))
 
 
-def _encoder(network: Network, plan: MergePlan, counts: dict[int, int], tokens: int) -> tuple[int, int, int]:
-    """Encoder and merging multiply-adds, and the tokens that leave. Merging sits between attention and MLP."""
+def _encoder(network: Network, plan: MergePlan, counts: dict[int, int], tokens: int) -> tuple[int, int, dict[int, int]]:
+    """Encoder and merging multiply-adds, and the patch tokens that leave each block.
+
+    Merging sits between attention and MLP. The outputs are normalised, in the encoder or by the decoder.
+    """
     encoder = merging = 0
+    leaving = {}
     for layer in range(1, network.depth + 1):
-        encoder += _attention(tokens + _PREFIX, network.embed_dim)
+        encoder += _attention(tokens + network.prefix, network.embed_dim)
         if layer in plan.gbm_layers:
-            sequence = tokens + _PREFIX
+            sequence = tokens + network.prefix
             merging += (sequence - sequence // 2) * (sequence // 2) * network.embed_dim
-        tokens = counts.get(layer, tokens)
-        encoder += _mlp(tokens + _PREFIX, network.embed_dim)
-    return encoder + _NORM * (tokens + _PREFIX) * network.embed_dim, merging, tokens
+        leaving[layer] = tokens = counts.get(layer, tokens)
+        encoder += _mlp(tokens + network.prefix, network.embed_dim)
+    return encoder, merging, leaving
 
 
 def _attention(tokens: int, dim: int) -> int:
@@ -104,13 +102,66 @@ def _mlp(tokens: int, dim: int) -> int:
     return _NORM * tokens * dim + 2 * _MLP_RATIO * tokens * dim * dim
 
 
-def _mask_transformer(network: Network, tokens: int) -> int:
+def _normalised(network: Network, levels: Sequence[int]) -> int:
+    """LayerNorm of the encoder's outputs."""
+    return sum(_NORM * (tokens + network.prefix) * network.embed_dim for tokens in levels)
+
+
+def _mask_transformer(network: Network, levels: Sequence[int]) -> int:
+    (tokens,) = levels
     dim, classes = network.embed_dim, network.classes
     rows = tokens + classes
     blocks = network.decoder_depth * (_attention(rows, dim) + _mlp(rows, dim))
     projections = tokens * dim * dim + rows * dim * dim
-    return projections + blocks + _NORM * rows * dim + tokens * classes * dim + _NORM * tokens * classes
+    scores = tokens * classes * dim + _NORM * tokens * classes
+    return _normalised(network, levels) + projections + blocks + _NORM * rows * dim + scores
 
 
-def _linear(network: Network, tokens: int) -> int:
-    return tokens * network.embed_dim * network.classes
+def _linear(network: Network, levels: Sequence[int]) -> int:
+    return _normalised(network, levels) + levels[0] * network.embed_dim * network.classes
+
+
+def _up_head(network: Network, levels: Sequence[int]) -> int:
+    """SETR's convolutions on every patch, the grid doubled in front of each but the first."""
+    convs, kernel = (4, 9) if network.decoder == "pup" else (1, 1)
+    cells, width = network.grid[0] * network.grid[1], network.decoder_dim
+    total = _normalised(network, levels) + cells * kernel * network.embed_dim * width
+    for _ in range(convs - 1):
+        cells *= 4
+        total += _BILINEAR * cells * width + cells * kernel * width * width
+    total += cells * width * network.classes
+    return total + (_BILINEAR * 16 * cells * network.classes if network.decoder == "naive_mmseg" else 0)
+
+
+def _mla(network: Network, levels: Sequence[int]) -> int:
+    cells, width, half = network.grid[0] * network.grid[1], network.decoder_dim, network.decoder_dim // 2
+    level = cells * (network.embed_dim * width + 9 * (width * width + width * half + half * half))
+    joined = len(levels) * half
+    if network.decoder == "mla_mmseg":
+        scores = cells * joined * network.classes + _BILINEAR * 16 * cells * network.classes
+    else:
+        scores = _BILINEAR * 16 * cells * joined + 16 * cells * 9 * joined * network.classes
+    return _normalised(network, levels) + len(levels) * level + scores
+
+
+def _atm(network: Network, levels: Sequence[int]) -> int:
+    """SegViT: class queries attend to the tokens of each level; then one product of masks and classes at full size."""
+    dim, classes = network.decoder_dim, network.classes
+    total = classes * dim * (classes + 1) + classes * classes * network.image_size[0] * network.image_size[1]
+    for tokens in levels:
+        cross = 2 * (classes + tokens) * dim * dim + 2 * classes * tokens * dim + _NORM * classes * dim
+        layers = network.decoder_depth * (_attention(classes, dim) + cross + _mlp(classes, dim))
+        total += tokens * network.embed_dim * dim + _NORM * tokens * dim + layers
+    return total
+
+
+_DECODERS: dict[str, Callable[[Network, Sequence[int]], int]] = {
+    "mask_transformer": _mask_transformer,
+    "linear": _linear,
+    "naive": _up_head,
+    "naive_mmseg": _up_head,
+    "pup": _up_head,
+    "mla": _mla,
+    "mla_mmseg": _mla,
+    "atm": _atm,
+}

@@ -24,6 +24,8 @@ _NETWORKS = {
     "naive": "SETR-Naive",
     "mla": "SETR-MLA",
     "pup": "SETR-PUP",
+    "naive_mmseg": "SETR-Naive of mmsegmentation",
+    "mla_mmseg": "SETR-MLA of mmsegmentation",
     "atm": "SegViT",
 }
 
