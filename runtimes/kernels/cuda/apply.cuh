@@ -15,6 +15,12 @@ struct ApplyShape {
 
 constexpr int kMemberList = 64;  // members of a merge that a warp looks at before it adds them up
 constexpr int kApplyWarps = 8;
+// A multiprocessor of sm_75 holds 1024 threads, later ones 1536 or more.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+constexpr int kMostBlocks = 4;
+#else
+constexpr int kMostBlocks = 6;
+#endif
 constexpr int64_t kManyRows = 8192;  // about two waves of warps on a large GPU
 
 // sum / weight correctly rounded, from the correctly rounded inverse: one product and one correction (Markstein 1990).
@@ -28,7 +34,7 @@ __device__ inline float divide(float sum, float weight, float inverse) {
 // must hold, a matter of loads in flight against registers. `members.visit(image, merge, list, add)` writes the rows of
 // a merge to `list` and calls add(count) whenever it has some; all lanes of a warp visit together.
 template <class T, int V, class Members>
-__global__ void __launch_bounds__(kApplyWarps *kWarp, Members::kBlocks)
+__global__ void __launch_bounds__(kApplyWarps *kWarp, Members::kBlocks < kMostBlocks ? Members::kBlocks : kMostBlocks)
     apply_kernel(ApplyShape shape, Members members, int bound, int spans, int span, const T *tokens, const float *size,
                  T *out_tokens, float *out_size) {
     __shared__ int lists[kApplyWarps][kMemberList];

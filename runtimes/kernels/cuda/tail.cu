@@ -43,17 +43,17 @@ int launch_unmerge(const algm_unmerge_params &p, const void *values, const int64
     return launched();
 }
 
-constexpr int kRegion = 8;            // a warp labels regions of 8 x 8 pixels of one cell,
-constexpr int kPixels = 2;            // two neighbours of a column a lane
-constexpr int kGroup = 4;             // classes whose maximum is formed before it is compared with the best so far
-constexpr int kMaxWarps = 4;          // warps of a block
-constexpr int64_t kManyCells = 4096;  // enough for a large GPU with one warp a cell
+constexpr int kSide = 16;     // a warp labels a square of 16 x 16 pixels of one cell,
+constexpr int kRegion = 8;    // in four regions of 8 x 8,
+constexpr int kPixels = 2;    // two neighbours of a column a lane
+constexpr int kGroup = 4;     // classes whose maximum is formed before it is compared with the best so far
+constexpr int kMaxWarps = 4;  // warps of a block
 constexpr int64_t kSharedBytes = 48 * 1024;
 
 struct Shape {
     Axis down, across;
-    int rows, classes, prefix, side, parts_y, parts_x, warps_per_block;
-    int64_t warps;  // images x cells x parts of a cell, squares of `side` pixels
+    int rows, classes, prefix, parts_y, parts_x, warps_per_block;
+    int64_t warps;  // images x cells x parts of a cell
 
     // Every warp holds the planes of all classes and one of a class that never wins, then two lists of classes.
     __host__ __device__ int planes() const { return classes + 1; }
@@ -218,10 +218,10 @@ __global__ void __launch_bounds__(kMaxWarps *kWarp)
     };
     const int cx = next_digit(shape.across.cells + 1) - 1, part_x = next_digit(shape.parts_x);
     const int cy = next_digit(shape.down.cells + 1) - 1, part_y = next_digit(shape.parts_y);
-    const int x0 = shape.across.first_pixel(cx) + part_x * shape.side;
-    const int y0 = shape.down.first_pixel(cy) + part_y * shape.side;
-    const int x_end = min(x0 + shape.side, shape.across.first_pixel(cx + 1));
-    const int y_end = min(y0 + shape.side, shape.down.first_pixel(cy + 1));
+    const int x0 = shape.across.first_pixel(cx) + part_x * kSide;
+    const int y0 = shape.down.first_pixel(cy) + part_y * kSide;
+    const int x_end = min(x0 + kSide, shape.across.first_pixel(cx + 1));
+    const int y_end = min(y0 + kSide, shape.down.first_pixel(cy + 1));
     if (x0 >= x_end || y0 >= y_end) return;
 
     const int64_t image = index;
@@ -254,10 +254,10 @@ __global__ void __launch_bounds__(kMaxWarps *kWarp)
 }
 
 // Squares needed to cover the longest cell of an axis. Rounding can lengthen a cell by one pixel where the ratio is
-// odd, which no multiple of the side is.
-int parts_of(const Axis &axis, int side) {
+// odd, which no multiple of 16 is.
+int parts_of(const Axis &axis) {
     const int ratio = axis.pixels / axis.cells;
-    return static_cast<int>(ceil_div(axis.pixels % axis.cells == 0 ? ratio + ratio % 2 : ratio + 2, side));
+    return static_cast<int>(ceil_div(axis.pixels % axis.cells == 0 ? ratio + ratio % 2 : ratio + 2, kSide));
 }
 
 template <class T, class Label>
@@ -269,12 +269,9 @@ int launch_labels(const algm_label_map_params &p, const void *scores, const int6
     const int64_t fitting = kSharedBytes / shape.bytes_per_warp();
     if (fitting == 0) return ALGM_UNSUPPORTED;
     shape.warps_per_block = static_cast<int>(fitting < kMaxWarps ? fitting : kMaxWarps);
-    const int64_t cells = p.batch * (p.grid_h + 1) * (p.grid_w + 1);
-    // Four regions share what is known of their cell; where there are few cells, each gets a warp of its own.
-    shape.side = cells < kManyCells ? kRegion : 2 * kRegion;
-    shape.parts_y = parts_of(shape.down, shape.side);
-    shape.parts_x = parts_of(shape.across, shape.side);
-    shape.warps = cells * shape.parts_y * shape.parts_x;
+    shape.parts_y = parts_of(shape.down);
+    shape.parts_x = parts_of(shape.across);
+    shape.warps = p.batch * (p.grid_h + 1) * (p.grid_w + 1) * shape.parts_y * shape.parts_x;
     const int64_t blocks = ceil_div(shape.warps, shape.warps_per_block);
     if (blocks > INT32_MAX) return ALGM_UNSUPPORTED;
     const size_t shared = shape.warps_per_block * shape.bytes_per_warp();
