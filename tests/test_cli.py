@@ -1,0 +1,317 @@
+"""Every command: what it prints, what it leaves behind, and its exit code. Errors are one sentence."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from algm_deploy import __version__
+from algm_deploy.bundle import Bundle
+from algm_deploy.cli import main
+from algm_deploy.demo.scenes import scene
+from algm_deploy.errors import NotExecutedError
+from algm_deploy.runners import contract
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a command; returns its exit code, what it printed, and its errors."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as stopped:  # argparse, on usage errors
+            code = int(stopped.code or 0)
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return call
+
+
+@pytest.fixture
+def bundle(tiny_bundle: Bundle, tmp_path: Path) -> Path:
+    """A copy of the tiny bundle whose manifest may change."""
+    return Path(shutil.copytree(tiny_bundle.path, tmp_path / "bundle"))
+
+
+@pytest.fixture
+def photo(tmp_path: Path) -> Path:
+    """A drawn scene as a file."""
+    path = tmp_path / "street.png"
+    Image.fromarray(scene(5)[0][:160]).save(path)
+    return path
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Three labelled scenes in CamVid's layout."""
+    for kind in ("images", "annotations"):
+        (tmp_path / "camvid" / kind / "test").mkdir(parents=True)
+    for index in range(3):
+        pixels, labels = scene(index)
+        name = f"{'ab'[index % 2]}_{index}.png"
+        Image.fromarray(pixels).save(tmp_path / "camvid" / "images" / "test" / name)
+        Image.fromarray(labels).save(tmp_path / "camvid" / "annotations" / "test" / name)
+    return tmp_path / "camvid"
+
+
+# --- commands --------------------------------------------------------------------------------------------------------
+
+
+def test_list(run: Run) -> None:
+    code, out, err = run("list")
+    assert (code, err) == (0, "")
+    assert "segmenter_vit_s16_camvid" in out
+    assert "0.9319" in out
+
+
+def test_verify(run: Run, bundle: Path) -> None:
+    code, out, _ = run("verify", bundle, "--count", 2)
+    assert code == 0
+    for name in ("network", "operators", "graph", "numbers", "decisions", "labels"):
+        assert name in out
+    assert "2 synthetic scenes (give --images for your own); batches of 1, 2, 3, 8; passed" in out
+    assert Bundle.open(bundle).fact("parity")["onnxruntime-cpu"]["passed"]
+
+
+def test_verify_fails_with_the_reason(run: Run, bundle: Path, photo: Path) -> None:
+    opened = Bundle.open(bundle)
+    signature = opened.fact("signature")
+    opened.update({"signature": {**signature, "defaults": {**signature["defaults"], "clap_threshold": 0.1}}})
+    code, out, err = run("verify", bundle, "--runtime", "torch", "--images", photo)
+    assert (code, err) == (1, "")
+    assert "1 photos; batches of 1; FAILED" in out
+    assert "CLAP: merged a window" in out
+    assert not Bundle.open(bundle).fact("parity")["torch"]["passed"]
+
+
+def test_predict(run: Run, bundle: Path, photo: Path, tmp_path: Path) -> None:
+    code, out, _ = run("predict", bundle, photo, "-o", tmp_path / "pictures")
+    assert code == 0
+    written = sorted(path.name for path in (tmp_path / "pictures").iterdir())
+    assert written == ["street.labels.png", "street.overlay.png", "street.tokens.png"]
+    assert all(name in out for name in written)
+    assert np.asarray(Image.open(tmp_path / "pictures" / "street.labels.png")).shape == (160, 256)
+
+
+def test_evaluate_with_and_without_merging(run: Run, bundle: Path, data: Path) -> None:
+    code, out, _ = run("evaluate", bundle, "--data", data, "--runtime", "torch")
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines()[2:]] == ["all", "a", "b"]
+    assert "64" not in out.splitlines()[2].split()
+    code, out, _ = run("evaluate", bundle, "--data", data, "--runtime", "torch", "--dense", "--limit", 2)
+    assert code == 0
+    assert out.splitlines()[2].split()[-2:] == ["64", "64"]
+
+
+def test_tau_changes_the_token_count(run: Run, bundle: Path, data: Path) -> None:
+    tokens = []
+    for tau in (-1, 0.5, 1.5):
+        code, out, _ = run("evaluate", bundle, "--data", data, "--limit", 1, "--tau", tau)
+        assert code == 0
+        tokens.append(float(out.splitlines()[2].split()[-2]))
+    assert tokens[0] == 16
+    assert tokens[0] < tokens[1] < tokens[2] == 64
+
+
+def test_deploy_from_checkpoint_to_miou(run: Run, tiny_checkpoint: Path, data: Path, tmp_path: Path) -> None:
+    target = tmp_path / "deployed"
+    options = ("--tau", 0.8, "--max-batch", 2, "--count", 2, "--data", data, "--image-size", "128x128")
+    code, out, _ = run("deploy", tiny_checkpoint, "-o", target, *options)
+    assert code == 0, out
+    assert "note: merging.clap_threshold: command line says 0.8, variant.yml says 0.9; command line wins" in out
+    assert "batches of 1, 2; passed" in out
+    assert "mIoU %" in out
+    assert f"deployed: {target}" in out
+    assert f"next: algm-deploy predict {target} PHOTO" in out
+    deployed = Bundle.open(target)
+    assert deployed.recipe.merging.clap_threshold == 0.8
+    assert {"parity", "evaluation"} <= deployed.manifest.keys()
+    deployed.verify()
+
+
+def test_export_for_whole_frames(run: Run, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    code, out, _ = run("export", tiny_checkpoint, "-o", tmp_path / "wide", "--image-size", "64x96", "--labels")
+    assert code == 0
+    assert "network.image_size: command line says (64, 96), variant.yml says (128, 128)" in out
+    assert f"next: algm-deploy verify {tmp_path / 'wide'}" in out
+    assert Bundle.open(tmp_path / "wide").recipe.network.image_size == (64, 96)
+
+
+def test_version(run: Run) -> None:
+    assert run("--version")[:2] == (0, f"{__version__}\n")
+
+
+def test_console_entry(root_dir: Path) -> None:
+    """The command in a process of its own: as installed, or where it is only importable, as its entry point says."""
+    installed = Path(sys.executable).with_name("algm-deploy")
+    importable = [sys.executable, "-c", "import sys; from algm_deploy.cli import main; sys.exit(main())"]
+    entry = [installed] if installed.is_file() else importable
+
+    def process(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*entry, *arguments], capture_output=True, text=True, check=False, cwd=root_dir)
+
+    done = process("list")
+    assert done.returncode == 0, done.stderr
+    assert "segmenter_vit_s16_ade20k" in done.stdout
+    done = process("verify", "nowhere")
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+
+
+# --- exit codes and errors -------------------------------------------------------------------------------------------
+
+
+def sentence(outcome: tuple[int, str, str], command: str, *parts: str, code: int = 2) -> None:
+    """The command failed with one line on stderr that says what was expected."""
+    assert outcome[0] == code, outcome
+    assert outcome[2].startswith(f"algm-deploy {command}: ")
+    assert outcome[2].count("\n") == 1
+    assert "Traceback" not in outcome[2]
+    for part in parts:
+        assert part in outcome[2]
+
+
+@pytest.mark.parametrize("command", ["verify", "evaluate", "predict"])
+def test_bundle_that_is_not_there(run: Run, command: str, tmp_path: Path, photo: Path) -> None:
+    rest = {"verify": (), "evaluate": ("--data", tmp_path), "predict": (photo,)}[command]
+    sentence(run(command, tmp_path / "nowhere", *rest), command, "expected a bundle", "found nothing")
+
+
+def test_folder_that_is_no_bundle(run: Run, tmp_path: Path) -> None:
+    sentence(run("verify", tmp_path), "verify", "expected a bundle with manifest.json")
+
+
+def test_bundle_that_was_changed(run: Run, bundle: Path) -> None:
+    data = bytearray((bundle / "model.onnx.data").read_bytes())
+    data[100] ^= 1
+    (bundle / "model.onnx.data").write_bytes(bytes(data))
+    sentence(run("verify", bundle), "verify", "expected the content that the manifest lists")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--recipe", "segmenter_vit_s16_camvit"), "did you mean segmenter_vit_s16_camvid?"),
+        (("--recipe", "nowhere.toml"), "expected a recipe in TOML"),
+        (("--set", "merging.order"), "expected --set KEY=VALUE"),
+        (("--set", "merging.ordre=raster"), "did you mean merging.order?"),
+        (("--set", "merging.order=zigzag"), "expected published or raster as merging.order, got 'zigzag'"),
+        (("--set", "merging.gbm_layers=[9]"), "expected merging layers up to 4"),
+        (("--set", "network.depth=9"), "missing encoder.blocks.4"),
+        (("--tau", "7"), "expected merging.clap_threshold between -2 and 2"),
+        (("--image-size", "100x128"), "in multiples of the patch size 16"),
+        (("--recipe", "segmenter_vit_s16_ade20k"), "expected"),
+    ],
+)
+def test_export_of_bad_settings(
+    run: Run, tiny_checkpoint: Path, tmp_path: Path, options: tuple[str, ...], message: str
+) -> None:
+    sentence(run("export", tiny_checkpoint, "-o", tmp_path / "bundle", *options), "export", message)
+    assert list(tmp_path.glob("[!.]*")) == list(tmp_path.glob(".*partial*")) == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("verify", "bundle", "--runtime", "abacus"),
+        ("verify", "bundle", "--count", "0"),
+        ("export", "c", "-o", "b", "--image-size", "512"),
+        ("export", "c", "-o", "b", "--image-size", "512x-1"),
+        ("export", "c", "-o", "b", "--max-batch", "many"),
+        ("export", "c"),
+        ("fly",),
+        (),
+    ],
+)
+def test_usage(run: Run, arguments: tuple[str, ...]) -> None:
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("usage: algm-deploy")
+    assert "error: " in err.splitlines()[-1]
+
+
+def test_checkpoint_that_is_none(run: Run, tmp_path: Path) -> None:
+    sentence(run("export", tmp_path / "nowhere", "-o", tmp_path / "b"), "export", "expected a checkpoint")
+    (tmp_path / "checkpoint.pth").write_bytes(b"no checkpoint")
+    sentence(run("export", tmp_path, "-o", tmp_path / "b"), "export", "checkpoint.pth: expected a checkpoint")
+    assert not (tmp_path / "b").exists()
+
+
+def test_folder_with_files_of_the_user_is_not_replaced(run: Run, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.txt").write_text("years of work")
+    for command in ("export", "deploy"):
+        outcome = run(command, tiny_checkpoint, "-o", tmp_path / "thesis")
+        sentence(outcome, command, "expected a bundle or a free name", "choose another name")
+    assert [path.name for path in (tmp_path / "thesis").iterdir()] == ["chapter.txt"]
+
+
+def test_photo_that_is_no_photo(run: Run, bundle: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.jpg").write_text("not a picture")
+    for command, arguments in (("predict", ()), ("verify", ("--images",))):
+        sentence(run(command, bundle, *arguments, tmp_path / "text.jpg"), command, "text.jpg: expected a picture")
+    sentence(run("predict", bundle, tmp_path / "nowhere.jpg"), "predict", "found nothing")
+    (tmp_path / "empty").mkdir()
+    sentence(run("verify", bundle, "--images", tmp_path / "empty"), "verify", "expected pictures", "found none")
+
+
+def test_large_photo_for_a_bundle_with_labels(run: Run, labels_bundle: Bundle, photo: Path, tmp_path: Path) -> None:
+    outcome = run("predict", labels_bundle.path, photo, "-o", tmp_path / "pictures")
+    sentence(outcome, "predict", "street.png", "one window of 128x128 pixels", "export the bundle with --scores")
+    assert list(tmp_path.glob("pictures/*")) == []
+
+
+def test_data_set_in_another_layout(run: Run, bundle: Path, data: Path, tmp_path: Path) -> None:
+    sentence(run("evaluate", bundle, "--data", tmp_path / "nowhere"), "evaluate", "camvid test is not in")
+    sentence(run("evaluate", bundle, "--data", data, "--split", "dev"), "evaluate", "has the splits test, val, train")
+    sentence(run("evaluate", bundle, "--data", data, "--dataset", "camvit"), "evaluate", "did you mean camvid?")
+    (data / "annotations" / "test" / "a_0.png").unlink()
+    sentence(run("evaluate", bundle, "--data", data), "evaluate", "1 of 3 labels missing")
+
+
+def test_two_equal_photos(run: Run, bundle: Path, photo: Path) -> None:
+    # Two windows fit a photo, and photos take turns: the first and the third are cut alike.
+    outcome = run("verify", bundle, "--images", photo, photo, photo, "--runtime", "torch")
+    sentence(outcome, "verify", "got two equal ones")
+
+
+def test_merging_option_of_a_bundle_that_reads_none(run: Run, bundle: Path, photo: Path) -> None:
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    manifest["signature"]["defaults"] = {"gbm_threshold": 1.0}
+    (bundle / "manifest.json").write_text(json.dumps(manifest))
+    sentence(run("predict", bundle, photo, "--tau", 0.5), "predict", "reads no clap_threshold")
+
+
+def test_gate_that_failed(run: Run, bundle: Path, data: Path) -> None:
+    for path in (data / "images" / "test").iterdir():
+        path.write_text("not a picture")
+    sentence(run("evaluate", bundle, "--data", data), "evaluate", "none of 3 images could be evaluated", code=1)
+
+
+def test_executable_that_cannot_run_here(run: Run, bundle: Path, photo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Elsewhere(contract.runner_type("torch")):  # type: ignore[misc]
+        def _open(self) -> None:
+            raise NotExecutedError("the engine is built and not executed: no such device here")
+
+    monkeypatch.setattr(contract, "runner_type", lambda name: Elsewhere)
+    for command, rest in (("predict", (photo,)), ("verify", ())):
+        sentence(run(command, bundle, *rest), command, "built and not executed", code=3)
+
+
+def test_interruption(run: Run, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("algm_deploy.deployment.verify", interrupted)
+    sentence(run("verify", bundle), "verify", "interrupted", code=130)
