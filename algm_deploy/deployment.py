@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from algm_deploy.bundle import Bundle
 from algm_deploy.demo.scenes import scene
+from algm_deploy.environment import environment
 from algm_deploy.errors import BundleError, DatasetError, GateError
 from algm_deploy.evaluation.datasets import SPECS, Dataset
 from algm_deploy.evaluation.evaluate import Evaluation, evaluate
@@ -136,7 +137,7 @@ def verify_bundle(
     """Runs the parity chain and keeps its record in the manifest."""
     report = verify(bundle, runtime, parity_windows(bundle.recipe, paths, count), progress)
     source = "photos" if paths else "synthetic scenes"
-    _keep(bundle, "parity", runtime, {**report.record(), "pictures": source})
+    _keep(bundle, "parity", runtime, {**report.record(), "pictures": source, "device": device_of(runtime)})
     return report
 
 
@@ -181,9 +182,18 @@ def evaluate_bundle(
         )
     if not result.results:
         raise GateError(f"{dataset.name}: none of {len(dataset.samples)} images could be evaluated")
-    tag = " ".join([runtime, dataset.name, dataset.split, *(f"{n} {v}" for n, v in thresholds.items())])
-    _keep(bundle, "evaluation", tag, {**result.record(), "thresholds": thresholds})
+    images = f"{len(dataset.samples)} images"
+    tag = " ".join([runtime, dataset.name, dataset.split, images, *(f"{n} {v}" for n, v in thresholds.items())])
+    _keep(bundle, "evaluation", tag, {**result.record(), "thresholds": thresholds, "device": device_of(runtime)})
     return result
+
+
+def device_of(runtime: str) -> str:
+    """The device a runtime executes on here, for records."""
+    here = environment(devices=True)
+    if runtime == "onnxruntime-cpu" or not here.devices:
+        return f"{here.cpu}, {here.cpu_count} cores"
+    return here.devices[0].name
 
 
 def _keep(bundle: Bundle, section: str, key: str, record: Mapping[str, Any]) -> None:

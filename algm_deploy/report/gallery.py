@@ -21,7 +21,7 @@ from algm_deploy.evaluation.preprocessing import read_photo
 from algm_deploy.evaluation.sliding import Labels, Prediction
 from algm_deploy.report.colors import classes_of
 from algm_deploy.report.figures import Panel, Rgb
-from algm_deploy.report.pictures import SimilarityOf, _token_panels, window_similarity_of
+from algm_deploy.report.pictures import SimilarityOf, token_panels, window_similarity_of
 
 _WIDTH = 720  # pixels of a picture in a page
 _WRONG, _UNLABELLED = (213, 94, 0), (255, 255, 255)
@@ -106,7 +106,7 @@ def _steps(
 ) -> list[Panel]:
     """The photo and, where the network merges, its window similarity and the tokens behind each merge."""
     if predictor.signature.merges:
-        return _token_panels(predictor, pixels, prediction, similarity_of)[0]
+        return token_panels(predictor, pixels, prediction, similarity_of)[0]
     return [Panel("Photo", f"{pixels.shape[1]} x {pixels.shape[0]} pixels", pixels)]
 
 

@@ -90,7 +90,7 @@ class PictureWriter:
             OVERLAY: overlay(pixels, prediction.labels, self.classes),
         }
         if self.predictor.signature.merges:
-            panels, columns = _token_panels(self.predictor, pixels, prediction, self.similarity_of)
+            panels, columns = token_panels(self.predictor, pixels, prediction, self.similarity_of)
             caption = _caption(len(prediction.anchors) > 1, self.similarity_of is not None)
             heading = f"{photo.name}: the tokens of {self.predictor.bundle.recipe.name}"
             pictures[TOKENS] = sheet(heading, panels, caption, columns)
@@ -161,7 +161,7 @@ def overlay(photo: Rgb, labels: Labels, classes: Classes) -> Image.Image:
     return Image.fromarray(np.concatenate([mixed, legend(entries, wide)]))
 
 
-def _token_panels(
+def token_panels(
     predictor: Predictor, photo: Rgb, prediction: Prediction, similarity_of: SimilarityOf | None
 ) -> tuple[list[Panel], int]:
     """The photo, CLAP's window similarity and the tokens behind each merge, and how many go side by side."""
