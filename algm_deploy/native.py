@@ -129,10 +129,7 @@ def missing_for(name: str) -> list[str]:
     header = LIBRARIES[name].header
     lacks = []
     if find_nvcc() is None:
-        lacks.append(
-            "CUDA's compiler nvcc (install NVIDIA's cuda-toolkit package or `pip install nvidia-cuda-nvcc`, "
-            "or set CUDA_HOME)"
-        )
+        lacks.append("CUDA's compiler nvcc (apt-get install cuda-toolkit from NVIDIA's repository, or set CUDA_HOME)")
     lacks += [
         f"{tool} (apt-get install {tool}, or pip install {tool})"
         for tool in ("cmake", "ninja")

@@ -153,6 +153,8 @@ class TensorRTRunner(Runner):
             raise self._unusable(reason)
         logger, log = self._stack.enter_context(listening(trt))
         runtime = trt.Runtime(logger)
+        if facts.version_compatible:
+            runtime.engine_host_code_allowed = True  # such an engine carries a lean runtime of its own release
         engine = runtime.deserialize_cuda_engine(self._engine_file().read_bytes())
         if engine is None:
             raise self._unusable(f"TensorRT cannot load it ({'; '.join(log.errors[:2]) or 'it gives no reason'})")

@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import onnx
+import torch
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from tqdm import tqdm
 
 from algm_deploy.bundle import Bundle, sha256_of
-from algm_deploy.errors import BuildError
+from algm_deploy.errors import BuildError, RuntimeUnavailableError
 from algm_deploy.lowering.tensorrt import TENSORRT_ONNX, write_tensorrt_onnx
 from algm_deploy.native import REBUILD
 from algm_deploy.ops.schema import DOMAIN
@@ -146,7 +147,7 @@ def build_engine(
         progress: show a progress bar.
 
     Raises:
-        RuntimeUnavailableError: the bindings are not installed.
+        RuntimeUnavailableError: the bindings are not installed, or TensorRT finds no GPU.
         BuildError, ExportError: as `engine_from_onnx` and `tensorrt_from_base`.
     """
     largest = bundle.recipe.max_batch
@@ -177,12 +178,13 @@ def engine_from_onnx(
         progress: show a progress bar.
 
     Raises:
-        RuntimeUnavailableError: the bindings are not installed.
+        RuntimeUnavailableError: the bindings are not installed, or TensorRT finds no GPU.
         BuildError: the plugin library, the model, the options or the builder failed; the message names the node.
     """
     options = options or EngineOptions()
     check_options(options, runtime)
     trt = load_bindings(runtime)
+    require_builder(runtime)
     expected = _plugin_nodes(model)
     with listening(trt) as (logger, log):
         plugins = load_plugins(trt, runtime) if expected else None
@@ -213,6 +215,15 @@ def engine_from_onnx(
     )
     lines = tuple(line.replace(f"{model.parent}/", "") for line in log.lines)
     return BuiltEngine(engine, facts, parsed, layers, reason, tuple(log.engine_layers), lines, seconds)
+
+
+def require_builder(runtime: str) -> None:
+    """RuntimeUnavailableError where this machine cannot build for the runtime."""
+    if runtime == "tensorrt" and not torch.cuda.is_available():
+        raise RuntimeUnavailableError(
+            "TensorRT measures kernels while it builds and needs the GPU that will run the engine, torch finds no CUDA "
+            "device here: run this command on that machine, or build for tensorrt-rtx"
+        )
 
 
 def check_options(options: EngineOptions, runtime: str) -> None:
@@ -357,8 +368,6 @@ def _check_precision(parsed: dict[str, Any], precision: Precision) -> None:
 def _targets(options: EngineOptions, runtime: str) -> tuple[str, ...]:
     if runtime == "tensorrt-rtx":
         return options.compute_capabilities or RTX_TARGETS
-    import torch
-
     major, minor = torch.cuda.get_device_capability()
     return (f"{major}.{minor}",)
 
@@ -469,6 +478,8 @@ def _save_timing_cache(config: Any, options: EngineOptions) -> None:
 
 def _inspect(trt: Any, logger: Any, engine: bytes, log: Log) -> tuple[list[Any] | None, str | None]:
     """The finished engine's layers by TensorRT's inspector, or the reason why this machine cannot load the engine."""
+    if not torch.cuda.is_available():
+        return None, "torch finds no CUDA device here that could load the engine"
     before = len(log.errors)
     runtime = trt.Runtime(logger)
     loaded = runtime.deserialize_cuda_engine(engine) if runtime else None

@@ -125,7 +125,7 @@ def test_the_record_is_json_without_paths_of_this_machine(rtx: None, models: Any
     assert any("Successfully created plugin: clap" in line for line in record["log"])
     assert (record["engine_layers"] is None) == bool(record["engine_layers_reason"])
     if not torch.cuda.is_available():
-        assert "this machine cannot load the engine" in record["engine_layers_reason"]
+        assert record["engine_layers_reason"] == "torch finds no CUDA device here that could load the engine"
 
 
 def test_without_the_alias_the_parser_ends_the_process(rtx: None, models: Any) -> None:
@@ -311,6 +311,13 @@ def test_an_old_tensorrt_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorrt", SimpleNamespace(__version__="10.4.0"))
     with pytest.raises(RuntimeUnavailableError, match=r"expected TensorRT 10\.14 or newer, found 10\.4\.0"):
         tensorrt_library.load_bindings("tensorrt")
+
+
+def test_full_tensorrt_needs_a_gpu_to_build(models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorrt", SimpleNamespace(__version__="11.4.0"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeUnavailableError, match=r"needs the GPU that will run the engine.*build for tensorrt-rtx"):
+        engine_from_onnx(models["labels", "fp32"], "tensorrt", "fp32", progress=False)
 
 
 class StandInConfig(SimpleNamespace):
