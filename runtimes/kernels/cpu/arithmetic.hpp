@@ -65,6 +65,7 @@ inline Half from_float<Half>(float value) {
 
 constexpr int kLanes = 16;
 typedef float Lanes __attribute__((vector_size(kLanes * sizeof(float))));
+typedef int32_t LaneIndices __attribute__((vector_size(kLanes * sizeof(int32_t))));
 
 // One instruction set per clone, chosen at load time; compiled without contraction they all give the same bits.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)

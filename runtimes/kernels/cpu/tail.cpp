@@ -17,12 +17,7 @@ bool is_valid_map(const int64_t *map, int64_t count, int64_t prefix, int64_t row
 // One class inside one cell: the scores of the two left corners and their steps to the right ones.
 struct Candidate {
     float top, top_step, bottom, bottom_step;
-    int64_t label;
-
-    float at(float fx, float fy) const {
-        const float upper = top + fx * top_step, lower = bottom + fx * bottom_step;
-        return upper + fy * (lower - upper);
-    }
+    int32_t label;
 };
 
 // The classes that can win somewhere in a cell: interpolated values stay between the corners, so a class whose highest
@@ -37,7 +32,7 @@ void find_candidates(const T *const (&corners)[4], int64_t classes, std::vector<
         if (!std::isfinite(c[0] + c[1] + c[2] + c[3])) continue;
         lower_bound = std::max(lower_bound, *std::min_element(c, c + 4));
         for (float corner : c) largest = std::max(largest, std::fabs(corner));
-        found.push_back({c[0], c[1] - c[0], c[2], c[3] - c[2], k});
+        found.push_back({c[0], c[1] - c[0], c[2], c[3] - c[2], static_cast<int32_t>(k)});
     }
     lower_bound -= kInterpolationMargin * largest;
     const auto loses = [&](const Candidate &one) {
@@ -47,17 +42,52 @@ void find_candidates(const T *const (&corners)[4], int64_t classes, std::vector<
     found.erase(std::remove_if(found.begin(), found.end(), loses), found.end());
 }
 
-int64_t label_at(const std::vector<Candidate> &candidates, float fx, float fy) {
-    int64_t label = 0;
-    float best = -HUGE_VALF;
-    for (const Candidate &one : candidates) {
-        const float value = one.at(fx, fy);
-        if (value > best) {
-            best = value;
-            label = one.label;
+// A block of pixels of one cell, kLanes columns wide.
+struct Block {
+    static constexpr int kRows = 16;
+
+    Lanes fx;         // weights of the right corners
+    float fy[kRows];  // weights of the lower corners
+    int rows;
+    LaneIndices label[kRows];
+};
+
+// The best class of every pixel, the lower of equals: all columns at once, candidates in ascending order.
+ALGM_VECTOR_CLONES void label_block(const Candidate *candidates, size_t count, Block &block) {
+    Lanes best[Block::kRows];
+    for (int r = 0; r < block.rows; ++r) {
+        best[r] = Lanes{} - HUGE_VALF;
+        block.label[r] = LaneIndices{};
+    }
+    for (size_t i = 0; i < count; ++i) {
+        const Candidate &one = candidates[i];
+        const Lanes upper = one.top + block.fx * one.top_step, lower = one.bottom + block.fx * one.bottom_step;
+        const Lanes step = lower - upper;
+        for (int r = 0; r < block.rows; ++r) {
+            const Lanes value = upper + block.fy[r] * step;
+            const LaneIndices above = value > best[r];
+            best[r] = above ? value : best[r];
+            block.label[r] = above ? LaneIndices{} + one.label : block.label[r];
         }
     }
-    return label;
+}
+
+// Labels the pixels of one cell, block by block.
+template <class Label>
+void label_cell(const Axis &down, const Axis &across, int32_t cy, int32_t cx, const std::vector<Candidate> &candidates,
+                Label *labels) {
+    const int32_t x_end = across.first_pixel(cx + 1), y_end = down.first_pixel(cy + 1);
+    for (int32_t y0 = down.first_pixel(cy); y0 < y_end; y0 += Block::kRows)
+        for (int32_t x0 = across.first_pixel(cx); x0 < x_end; x0 += kLanes) {
+            Block block;
+            block.rows = std::min(Block::kRows, y_end - y0);
+            for (int l = 0; l < kLanes; ++l) block.fx[l] = across.fraction(x0 + l, cx);
+            for (int r = 0; r < block.rows; ++r) block.fy[r] = down.fraction(y0 + r, cy);
+            label_block(candidates.data(), candidates.size(), block);
+            for (int r = 0; r < block.rows; ++r)
+                for (int32_t x = x0; x < std::min(x0 + kLanes, x_end); ++x)
+                    labels[int64_t{y0 + r} * across.pixels + x] = static_cast<Label>(block.label[r][x - x0]);
+        }
 }
 
 template <class T, class Label>
@@ -67,17 +97,13 @@ void label_image(const algm_label_map_params &p, const T *scores, const int64_t 
     const auto scores_of = [&](int32_t y, int32_t x) {
         return scores + (map[int64_t{down.patch(y)} * p.grid_w + across.patch(x)] - p.prefix) * p.classes;
     };
-    for (int32_t cy = -1; cy < down.cells; ++cy) {
+    for (int32_t cy = -1; cy < down.cells; ++cy)
         for (int32_t cx = -1; cx < across.cells; ++cx) {
             const T *const corners[4] = {scores_of(cy, cx), scores_of(cy, cx + 1), scores_of(cy + 1, cx),
                                          scores_of(cy + 1, cx + 1)};
             find_candidates(corners, p.classes, candidates);
-            for (int32_t y = down.first_pixel(cy); y < down.first_pixel(cy + 1); ++y)
-                for (int32_t x = across.first_pixel(cx); x < across.first_pixel(cx + 1); ++x)
-                    labels[int64_t{y} * p.width + x] =
-                        static_cast<Label>(label_at(candidates, across.fraction(x, cx), down.fraction(y, cy)));
+            label_cell(down, across, cy, cx, candidates, labels);
         }
-    }
 }
 
 template <class T, class Label>
