@@ -42,7 +42,7 @@ from algm_deploy.native import require_library
 from algm_deploy.ops.clap import window_similarity
 from algm_deploy.ops.gbm import gbm_similarity
 from algm_deploy.recipes import MergePlan, Network, Protocol, Recipe
-from algm_deploy.runners.onnxruntime import LIBRARY, CudaSession
+from algm_deploy.runners.onnxruntime import CUDA_OPTIONS, LIBRARY, CudaSession, placement
 from algm_deploy.signature import CLAP_THRESHOLD, GBM_THRESHOLD, signature_of
 from algm_deploy.timing.variants import Variant, variant_graph, variant_network
 
@@ -222,16 +222,29 @@ def timed(name: str, options: argparse.Namespace) -> dict[str, Any]:
         row["kernels_merged"] = kernels(work["onnxruntime merged"])
         result["batches"][str(batch)] = row
         print(name, batch, json.dumps({k: round(v, 3) for k, v in row["ms"].items()}), row["onnxruntime"], flush=True)
+    result["merged_nodes"] = nodes(name, options, images[:1], thresholds)
     free, total = torch.cuda.mem_get_info()
     result["device_memory_used_bytes"] = total - free
     return result
 
 
-def session(name: str, label: str, options: argparse.Namespace, device: torch.device) -> Any:
+def nodes(name: str, options: argparse.Namespace, image: torch.Tensor, thresholds: dict[str, float]) -> dict[str, Any]:
+    """Nodes of the merged graph by provider, and copies between host and device among them."""
+    feeds = {"image": image.cpu().numpy(), **{n: np.array(v, np.float32) for n, v in thresholds.items()}}
+    path = options.folder / f"{name}_merged.onnx"
+    return placement(path, settings_of(options), "CUDAExecutionProvider", CUDA_OPTIONS, feeds)._asdict()
+
+
+def settings_of(options: argparse.Namespace) -> ort.SessionOptions:
     settings = ort.SessionOptions()
     settings.log_severity_level = 3
     if not options.without_library:
         settings.register_custom_ops_library(str(require_library(LIBRARY)))
+    return settings
+
+
+def session(name: str, label: str, options: argparse.Namespace, device: torch.device) -> Any:
+    settings = settings_of(options)
     recipe = recipe_of(name, options, "per_image" if label == "mixed" else "batch_min")
     path = options.folder / f"{name}_{label}.onnx"
     if device.type == "cuda":

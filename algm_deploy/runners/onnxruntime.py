@@ -77,21 +77,9 @@ class OnnxRuntimeRunner(Runner):
 
     def placement(self, feeds: Mapping[str, Array]) -> Placement:
         """Runs once more, in a session of its own that records which provider executes each node."""
-        with tempfile.TemporaryDirectory() as folder:
-            options = self._session_options()
-            options.enable_profiling = True
-            options.profile_file_prefix = str(Path(folder) / "profile")
-            session = self._checked_session(options)
-            session.run(None, self._first_image(self._checked(feeds), session))
-            events = json.loads(Path(session.end_profiling()).read_text())
-        ran = [e["args"] for e in events if e.get("cat") == "Node" and "provider" in e.get("args", {})]
-        nodes = Counter(args["provider"] for args in ran)
-        return Placement(dict(nodes), sum(args["op_name"].startswith("Memcpy") for args in ran))
-
-    @staticmethod
-    def _first_image(feeds: dict[str, Array], session: ort.InferenceSession) -> dict[str, Array]:
-        single = session.get_inputs()[0].shape[0] == 1
-        return {**feeds, "image": feeds["image"][:1]} if single else feeds
+        path = self.bundle.file(self.graph)
+        providers = self.provider_name, self._provider_options()
+        return placement(path, self._session_options(), *providers, self._checked(feeds))
 
     def _session_options(self) -> ort.SessionOptions:
         options = ort.SessionOptions()
@@ -126,6 +114,22 @@ def checked_session(
             "(`python -c 'import onnxruntime; onnxruntime.print_debug_info()'` shows which)"
         )
     return session
+
+
+def placement(
+    path: Path, options: ort.SessionOptions, provider: str, provider_options: dict[str, str], feeds: dict[str, Array]
+) -> Placement:
+    """Where the nodes of a graph run on these feeds; a graph for single images gets the first."""
+    with tempfile.TemporaryDirectory() as folder:
+        options.enable_profiling = True
+        options.profile_file_prefix = str(Path(folder) / "profile")
+        session = checked_session(path, options, provider, provider_options)
+        single = session.get_inputs()[0].shape[0] == 1
+        session.run(None, feeds | ({"image": feeds["image"][:1]} if single else {}))
+        events = json.loads(Path(session.end_profiling()).read_text())
+    ran = [e["args"] for e in events if e.get("cat") == "Node" and "provider" in e.get("args", {})]
+    nodes = Counter(args["provider"] for args in ran)
+    return Placement(dict(nodes), sum(args["op_name"].startswith("Memcpy") for args in ran))
 
 
 class OnnxRuntimeCpuRunner(OnnxRuntimeRunner):

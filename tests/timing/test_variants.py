@@ -1,0 +1,48 @@
+"""The networks that merging is timed against."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from algm_deploy.bundle import Bundle
+from algm_deploy.demo.scenes import scene
+from algm_deploy.lowering.bundling import load_network
+from algm_deploy.merging import merge_inputs
+from algm_deploy.timing.variants import truncate, variant_network
+
+TOKENS = (40, 25)
+
+
+@pytest.fixture(scope="module")
+def image() -> torch.Tensor:
+    return torch.from_numpy(scene(1)[0][:128, :128].transpose(2, 0, 1)[None].copy())
+
+
+@torch.inference_mode()
+def test_dense_is_merging_that_merges_nothing(tiny_bundle: Bundle, image: torch.Tensor) -> None:
+    model, recipe = load_network(tiny_bundle), tiny_bundle.recipe
+    dense, named = variant_network(model, recipe, "dense", TOKENS)
+    merged, _ = variant_network(model, recipe, "merged", TOKENS)
+    assert named.merging.layers == ()
+    nothing = merge_inputs(float("inf"), float("inf"))
+    np.testing.assert_allclose(dense(image, nothing)[0], merged(image, nothing)[0], atol=1e-4)
+
+
+@torch.inference_mode()
+def test_truncated_keeps_exactly_these_tokens(tiny_bundle: Bundle, image: torch.Tensor) -> None:
+    network, _ = variant_network(load_network(tiny_bundle), tiny_bundle.recipe, "truncated", TOKENS)
+    scores, counts, maps = network(image.expand(2, -1, -1, -1), merge_inputs(0.0, 0.0))
+    assert counts.tolist() == [[40, 25], [40, 25]]
+    for kept, token_map in zip(TOKENS, maps, strict=True):
+        assert sorted(set(token_map[0].tolist())) == list(range(1, 1 + kept))
+    assert scores.shape == (2, 11, 128, 128)
+    assert torch.isfinite(scores).all()
+
+
+def test_truncating_leaves_the_network_alone(tiny_bundle: Bundle) -> None:
+    model = load_network(tiny_bundle)
+    truncated = truncate(model, {1: 41})
+    assert type(model.blocks[0].merge) is not type(truncated.blocks[0].merge)
+    assert truncated.blocks[0].mlp.fc1.weight is model.blocks[0].mlp.fc1.weight
