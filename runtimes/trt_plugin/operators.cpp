@@ -7,12 +7,12 @@ namespace {
 // Tokens, sizes, map, length and the row count of a merge. The row count is a size tensor: the kernels write it on the
 // device and TensorRT reads the other outputs' second dimension from it. Between nothing merged (`upper` rows) and
 // everything merged, half is what TensorRT should tune for.
-void mergedShapes(nvinfer1::DimsExprs const& tokens, nvinfer1::IDimensionExpr const* patches, nvinfer1::DimsExprs* out,
-    nvinfer1::IExprBuilder& builder) {
+void mergedShapes(nvinfer1::DimsExprs const &tokens, nvinfer1::IDimensionExpr const *patches, nvinfer1::DimsExprs *out,
+                  nvinfer1::IExprBuilder &builder) {
     constexpr int32_t kRows = 4;
-    auto const* upper = tokens.d[1];
-    auto const* half = builder.operation(nvinfer1::DimensionOperation::kCEIL_DIV, *upper, *builder.constant(2));
-    auto const* rows = builder.declareSizeTensor(kRows, *half, *upper);
+    auto const *upper = tokens.d[1];
+    auto const *half = builder.operation(nvinfer1::DimensionOperation::kCEIL_DIV, *upper, *builder.constant(2));
+    auto const *rows = builder.declareSizeTensor(kRows, *half, *upper);
     if (rows == nullptr) {
         fail("TensorRT refused the size tensor for the row count");
     }
@@ -26,7 +26,7 @@ void mergedShapes(nvinfer1::DimsExprs const& tokens, nvinfer1::IDimensionExpr co
     out[3].d[0] = tokens.d[0];
 }
 
-std::array<nvinfer1::Dims, 5> dimsOf(Launch const& launch, size_t count) {
+std::array<nvinfer1::Dims, 5> dimsOf(Launch const &launch, size_t count) {
     std::array<nvinfer1::Dims, 5> dims{};
     for (size_t i = 0; i < count; ++i) {
         dims[i] = launch.inputDesc[i].dims;
@@ -49,34 +49,35 @@ void Clap::checkAttributes() const {
     expectWithin(order, ALGM_ORDER_PUBLISHED, ALGM_ORDER_RASTER, "order");
 }
 
-void Clap::checkShapes(nvinfer1::Dims const* inputs) const {
+void Clap::checkShapes(nvinfer1::Dims const *inputs) const {
     expectEqual(inputs[0].d[1], prefix + int64_t{grid[0]} * grid[1], "rows of tokens (prefix + grid)");
     expectEqual(inputs[1].d[0], inputs[0].d[0], "images of size");
     expectEqual(inputs[1].d[1], inputs[0].d[1], "rows of size");
 }
 
-void Clap::shapes(nvinfer1::DimsExprs const* in, nvinfer1::DimsExprs* out, nvinfer1::IExprBuilder& builder) const {
+void Clap::shapes(nvinfer1::DimsExprs const *in, nvinfer1::DimsExprs *out, nvinfer1::IExprBuilder &builder) const {
     mergedShapes(in[0], builder.constant(int64_t{grid[0]} * grid[1]), out, builder);
 }
 
-algm_clap_params Clap::params(nvinfer1::Dims const* inputs, int32_t dtype) const {
-    auto const* d = inputs[0].d;
+algm_clap_params Clap::params(nvinfer1::Dims const *inputs, int32_t dtype) const {
+    auto const *d = inputs[0].d;
     return {d[0], d[1], d[2], grid[0], grid[1], window[0], window[1], prefix, dtype, semantics, batch, order};
 }
 
-size_t Clap::workspace(nvinfer1::Dims const* inputs, int32_t dtype) const {
+size_t Clap::workspace(nvinfer1::Dims const *inputs, int32_t dtype) const {
     auto const p = params(inputs, dtype);
     return algm_cuda_clap_workspace(&p);
 }
 
-void Clap::run(Launch const& launch) const {
+void Clap::run(Launch const &launch) const {
     auto const p = params(dimsOf(launch, kInputs.size()).data(), tokenType(launch.inputDesc[0].type));
-    check(algm_cuda_clap_decide(&p, launch.inputs[0], launch.in<float>(2), launch.out<int64_t>(2),
-              launch.out<int64_t>(3), launch.out<int64_t>(4), nullptr, launch.workspace, launch.stream),
+    check(
+        algm_cuda_clap_decide(&p, launch.inputs[0], launch.in<float>(2), launch.out<int64_t>(2), launch.out<int64_t>(3),
+                              launch.out<int64_t>(4), nullptr, launch.workspace, launch.stream),
         "deciding which windows merge");
     check(algm_cuda_clap_apply(&p, launch.inputs[0], launch.in<float>(1), launch.workspace, ALGM_ROWS_ON_DEVICE,
-              launch.outputs[0], launch.out<float>(1), launch.stream),
-        "merging windows");
+                               launch.outputs[0], launch.out<float>(1), launch.stream),
+          "merging windows");
 }
 
 // --- gbm
@@ -91,60 +92,58 @@ void Gbm::checkAttributes() const {
     }
 }
 
-void Gbm::checkShapes(nvinfer1::Dims const* inputs) const {
+void Gbm::checkShapes(nvinfer1::Dims const *inputs) const {
     expectEqual(inputs[1].d[0], inputs[0].d[0], "images of size");
     expectEqual(inputs[1].d[1], inputs[0].d[1], "rows of size");
     expectEqual(inputs[2].d[0], inputs[0].d[0], "images of map");
     expectEqual(inputs[3].d[0], inputs[0].d[0], "images of length");
 }
 
-void Gbm::shapes(nvinfer1::DimsExprs const* in, nvinfer1::DimsExprs* out, nvinfer1::IExprBuilder& builder) const {
+void Gbm::shapes(nvinfer1::DimsExprs const *in, nvinfer1::DimsExprs *out, nvinfer1::IExprBuilder &builder) const {
     mergedShapes(in[0], in[2].d[1], out, builder);
 }
 
-algm_gbm_params Gbm::params(nvinfer1::Dims const* inputs, int32_t dtype) const {
-    auto const* d = inputs[0].d;
+algm_gbm_params Gbm::params(nvinfer1::Dims const *inputs, int32_t dtype) const {
+    auto const *d = inputs[0].d;
     return {d[0], d[1], d[2], inputs[2].d[1], prefix, divisor, dtype, semantics, batch, mode};
 }
 
-size_t Gbm::workspace(nvinfer1::Dims const* inputs, int32_t dtype) const {
+size_t Gbm::workspace(nvinfer1::Dims const *inputs, int32_t dtype) const {
     auto const p = params(inputs, dtype);
     return algm_cuda_gbm_workspace(&p);
 }
 
-void Gbm::run(Launch const& launch) const {
+void Gbm::run(Launch const &launch) const {
     auto const p = params(dimsOf(launch, kInputs.size()).data(), tokenType(launch.inputDesc[0].type));
     check(algm_cuda_gbm_decide(&p, launch.inputs[0], launch.in<int64_t>(2), launch.in<int64_t>(3), launch.in<float>(4),
-              launch.out<int64_t>(2), launch.out<int64_t>(3), launch.out<int64_t>(4), nullptr, launch.workspace,
-              launch.stream),
-        "deciding which tokens merge");
+                               launch.out<int64_t>(2), launch.out<int64_t>(3), launch.out<int64_t>(4), nullptr,
+                               launch.workspace, launch.stream),
+          "deciding which tokens merge");
     check(algm_cuda_gbm_apply(&p, launch.inputs[0], launch.in<float>(1), launch.workspace, ALGM_ROWS_ON_DEVICE,
-              launch.outputs[0], launch.out<float>(1), launch.stream),
-        "merging tokens");
+                              launch.outputs[0], launch.out<float>(1), launch.stream),
+          "merging tokens");
 }
 
 // --- unmerge
 
-void Unmerge::checkAttributes() const {
-    expectWithin(prefix, 0, kMaxAttribute, "prefix");
-}
+void Unmerge::checkAttributes() const { expectWithin(prefix, 0, kMaxAttribute, "prefix"); }
 
-void Unmerge::checkShapes(nvinfer1::Dims const* inputs) const {
+void Unmerge::checkShapes(nvinfer1::Dims const *inputs) const {
     expectEqual(inputs[1].d[0], inputs[0].d[0], "images of map");
 }
 
-void Unmerge::shapes(nvinfer1::DimsExprs const* in, nvinfer1::DimsExprs* out, nvinfer1::IExprBuilder&) const {
+void Unmerge::shapes(nvinfer1::DimsExprs const *in, nvinfer1::DimsExprs *out, nvinfer1::IExprBuilder &) const {
     out[0].d[0] = in[0].d[0];
     out[0].d[1] = in[1].d[1];
     out[0].d[2] = in[0].d[2];
 }
 
-void Unmerge::run(Launch const& launch) const {
-    auto const* d = launch.inputDesc[0].dims.d;
+void Unmerge::run(Launch const &launch) const {
+    auto const *d = launch.inputDesc[0].dims.d;
     algm_unmerge_params const p{
         d[0], d[1], d[2], launch.inputDesc[1].dims.d[1], prefix, tokenType(launch.inputDesc[0].type)};
     check(algm_cuda_unmerge(&p, launch.inputs[0], launch.in<int64_t>(1), launch.outputs[0], launch.stream),
-        "giving every patch its token");
+          "giving every patch its token");
 }
 
 // --- label_map
@@ -157,23 +156,31 @@ void LabelMap::checkAttributes() const {
     }
 }
 
-void LabelMap::checkShapes(nvinfer1::Dims const* inputs) const {
+void LabelMap::checkShapes(nvinfer1::Dims const *inputs) const {
     expectEqual(inputs[1].d[0], inputs[0].d[0], "images of map");
     expectEqual(inputs[1].d[1], int64_t{grid[0]} * grid[1], "patches of map (grid)");
 }
 
-void LabelMap::shapes(nvinfer1::DimsExprs const* in, nvinfer1::DimsExprs* out, nvinfer1::IExprBuilder& builder) const {
+void LabelMap::shapes(nvinfer1::DimsExprs const *in, nvinfer1::DimsExprs *out, nvinfer1::IExprBuilder &builder) const {
     out[0].d[0] = in[0].d[0];
     out[0].d[1] = builder.constant(size[0]);
     out[0].d[2] = builder.constant(size[1]);
 }
 
-void LabelMap::run(Launch const& launch) const {
-    auto const* d = launch.inputDesc[0].dims.d;
-    algm_label_map_params const p{d[0], d[1], d[2], grid[0], grid[1], size[0], size[1], prefix,
-        tokenType(launch.inputDesc[0].type), ALGM_LABEL_INT32};
+void LabelMap::run(Launch const &launch) const {
+    auto const *d = launch.inputDesc[0].dims.d;
+    algm_label_map_params const p{d[0],
+                                  d[1],
+                                  d[2],
+                                  grid[0],
+                                  grid[1],
+                                  size[0],
+                                  size[1],
+                                  prefix,
+                                  tokenType(launch.inputDesc[0].type),
+                                  ALGM_LABEL_INT32};
     check(algm_cuda_label_map(&p, launch.inputs[0], launch.in<int64_t>(1), launch.outputs[0], launch.stream),
-        "labelling pixels");
+          "labelling pixels");
 }
 
 }  // namespace algm

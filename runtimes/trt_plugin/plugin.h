@@ -21,23 +21,23 @@
 
 namespace algm {
 
-inline constexpr char const* kNamespace = "algm_deploy";
-inline constexpr char const* kVersion = "1";
+inline constexpr char const *kNamespace = "algm_deploy";
+inline constexpr char const *kVersion = "1";
 
 enum class Type { kTokens, kFloat, kIndex, kLabels };
 
 // One input or output of an operator.
 struct Port {
-    char const* name;
+    char const *name;
     Type type;
     int32_t rank;
 };
 
 // Writes through the logger of the TensorRT that this process has loaded; to the standard error stream without one.
-void log(nvinfer1::ILogger::Severity severity, std::string const& message) noexcept;
+void log(nvinfer1::ILogger::Severity severity, std::string const &message) noexcept;
 
 // Readable name of a data type.
-char const* nameOf(nvinfer1::DataType type) noexcept;
+char const *nameOf(nvinfer1::DataType type) noexcept;
 
 // True for the types that tokens may have: fp32, fp16, bf16.
 bool isTokenType(nvinfer1::DataType type) noexcept;
@@ -46,15 +46,15 @@ bool isTokenType(nvinfer1::DataType type) noexcept;
 int32_t tokenType(nvinfer1::DataType type);
 
 // Turns a status of the kernel library into an exception that names the call.
-void check(int status, char const* call);
+void check(int status, char const *call);
 
 // Runs `body`; no exception may cross TensorRT's ABI, so each becomes a log line and a non-zero code.
 template <class Body>
-int32_t guarded(char const* plugin, Body&& body) noexcept {
+int32_t guarded(char const *plugin, Body &&body) noexcept {
     try {
         body();
         return 0;
-    } catch (std::exception const& error) {
+    } catch (std::exception const &error) {
         log(nvinfer1::ILogger::Severity::kERROR, std::string{plugin} + ": " + error.what());
     } catch (...) {
         log(nvinfer1::ILogger::Severity::kERROR, std::string{plugin} + ": unknown error");
@@ -64,7 +64,7 @@ int32_t guarded(char const* plugin, Body&& body) noexcept {
 
 // Throws std::invalid_argument with the streamed parts as its reason.
 template <class... Parts>
-[[noreturn]] void fail(Parts const&... parts) {
+[[noreturn]] void fail(Parts const &...parts) {
     std::ostringstream text;
     (text << ... << parts);
     throw std::invalid_argument(text.str());
@@ -72,23 +72,23 @@ template <class... Parts>
 
 // Visits the attributes of an operator as (name, address, type, count).
 template <class Operator, class Visit>
-void visitFields(Operator& op, Visit&& visit) {
-    op.fields([&visit](char const* name, auto& member) {
+void visitFields(Operator &op, Visit &&visit) {
+    op.fields([&visit](char const *name, auto &member) {
         using Member = std::remove_reference_t<decltype(member)>;
         using Element = std::remove_cv_t<std::remove_all_extents_t<Member>>;
         static_assert(std::is_same_v<Element, int32_t> || std::is_same_v<Element, float>);
-        constexpr auto type = std::is_same_v<Element, float> ? nvinfer1::PluginFieldType::kFLOAT32
-                                                             : nvinfer1::PluginFieldType::kINT32;
-        visit(name, static_cast<void*>(&member), type, static_cast<int32_t>(sizeof(Member) / sizeof(Element)));
+        constexpr auto type =
+            std::is_same_v<Element, float> ? nvinfer1::PluginFieldType::kFLOAT32 : nvinfer1::PluginFieldType::kINT32;
+        visit(name, static_cast<void *>(&member), type, static_cast<int32_t>(sizeof(Member) / sizeof(Element)));
     });
 }
 
 // Reads every attribute of `op` from `fields`; each must be there with its type and length.
 template <class Operator>
-void readFields(Operator& op, nvinfer1::PluginFieldCollection const& fields) {
-    visitFields(op, [&fields](char const* name, void* member, nvinfer1::PluginFieldType type, int32_t count) {
-        auto const* end = fields.fields + fields.nbFields;
-        auto const* field = fields.fields;
+void readFields(Operator &op, nvinfer1::PluginFieldCollection const &fields) {
+    visitFields(op, [&fields](char const *name, void *member, nvinfer1::PluginFieldType type, int32_t count) {
+        auto const *end = fields.fields + fields.nbFields;
+        auto const *field = fields.fields;
         while (field != end && std::string{field->name} != name) {
             ++field;
         }
@@ -97,7 +97,7 @@ void readFields(Operator& op, nvinfer1::PluginFieldCollection const& fields) {
         }
         if (field->type != type || field->length != count) {
             fail("attribute ", name, " should hold ", count, " values of field type ", static_cast<int>(type), ", got ",
-                field->length, " of type ", static_cast<int>(field->type));
+                 field->length, " of type ", static_cast<int>(field->type));
         }
         std::memcpy(member, field->data, static_cast<size_t>(count) * sizeof(int32_t));
     });
@@ -105,19 +105,19 @@ void readFields(Operator& op, nvinfer1::PluginFieldCollection const& fields) {
 
 // What an operator sees of one enqueue.
 struct Launch {
-    nvinfer1::PluginTensorDesc const* inputDesc;
-    void const* const* inputs;
-    void* const* outputs;
-    void* workspace;
+    nvinfer1::PluginTensorDesc const *inputDesc;
+    void const *const *inputs;
+    void *const *outputs;
+    void *workspace;
     cudaStream_t stream;
 
     template <class T>
-    T const* in(int32_t index) const noexcept {
-        return static_cast<T const*>(inputs[index]);
+    T const *in(int32_t index) const noexcept {
+        return static_cast<T const *>(inputs[index]);
     }
     template <class T>
-    T* out(int32_t index) const noexcept {
-        return static_cast<T*>(outputs[index]);
+    T *out(int32_t index) const noexcept {
+        return static_cast<T *>(outputs[index]);
     }
 };
 
@@ -130,19 +130,19 @@ class Plugin final : public nvinfer1::IPluginV3,
     static constexpr int32_t kOutputs = static_cast<int32_t>(Operator::kOutputs.size());
 
 public:
-    explicit Plugin(Operator const& op) : mOperator{op} {
+    explicit Plugin(Operator const &op) : mOperator{op} {
         // The fields hold addresses of members: every copy builds its own list, so that a clone never points into
         // the object it was cloned from.
         std::ostringstream text;
-        visitFields(mOperator, [&](char const* name, void* member, nvinfer1::PluginFieldType type, int32_t count) {
+        visitFields(mOperator, [&](char const *name, void *member, nvinfer1::PluginFieldType type, int32_t count) {
             mFields.emplace_back(name, member, type, count);
             text << name << '=';
             for (int32_t i = 0; i < count; ++i) {
                 text << (i ? "," : "");
                 if (type == nvinfer1::PluginFieldType::kFLOAT32) {
-                    text << static_cast<float*>(member)[i];
+                    text << static_cast<float *>(member)[i];
                 } else {
-                    text << static_cast<int32_t*>(member)[i];
+                    text << static_cast<int32_t *>(member)[i];
                 }
             }
             text << ' ';
@@ -150,44 +150,44 @@ public:
         mCollection = {static_cast<int32_t>(mFields.size()), mFields.data()};
         mDescription = text.str();
     }
-    Plugin(Plugin const&) = delete;
-    Plugin& operator=(Plugin const&) = delete;
+    Plugin(Plugin const &) = delete;
+    Plugin &operator=(Plugin const &) = delete;
 
     // --- IPluginV3
 
-    nvinfer1::IPluginCapability* getCapabilityInterface(nvinfer1::PluginCapabilityType type) noexcept override {
+    nvinfer1::IPluginCapability *getCapabilityInterface(nvinfer1::PluginCapabilityType type) noexcept override {
         switch (type) {
-        case nvinfer1::PluginCapabilityType::kCORE: return static_cast<nvinfer1::IPluginV3OneCore*>(this);
-        case nvinfer1::PluginCapabilityType::kBUILD: return static_cast<nvinfer1::IPluginV3OneBuild*>(this);
-        case nvinfer1::PluginCapabilityType::kRUNTIME: return static_cast<nvinfer1::IPluginV3OneRuntime*>(this);
+            case nvinfer1::PluginCapabilityType::kCORE: return static_cast<nvinfer1::IPluginV3OneCore *>(this);
+            case nvinfer1::PluginCapabilityType::kBUILD: return static_cast<nvinfer1::IPluginV3OneBuild *>(this);
+            case nvinfer1::PluginCapabilityType::kRUNTIME: return static_cast<nvinfer1::IPluginV3OneRuntime *>(this);
         }
         return nullptr;
     }
 
-    nvinfer1::IPluginV3* clone() noexcept override {
-        nvinfer1::IPluginV3* copy = nullptr;
+    nvinfer1::IPluginV3 *clone() noexcept override {
+        nvinfer1::IPluginV3 *copy = nullptr;
         guarded(Operator::kName, [&] { copy = new Plugin{mOperator}; });
         return copy;
     }
 
     // --- core
 
-    nvinfer1::AsciiChar const* getPluginName() const noexcept override { return Operator::kName; }
-    nvinfer1::AsciiChar const* getPluginVersion() const noexcept override { return kVersion; }
-    nvinfer1::AsciiChar const* getPluginNamespace() const noexcept override { return kNamespace; }
+    nvinfer1::AsciiChar const *getPluginName() const noexcept override { return Operator::kName; }
+    nvinfer1::AsciiChar const *getPluginVersion() const noexcept override { return kVersion; }
+    nvinfer1::AsciiChar const *getPluginNamespace() const noexcept override { return kNamespace; }
 
     // --- build
 
     int32_t getNbOutputs() const noexcept override { return kOutputs; }
 
-    int32_t getOutputDataTypes(nvinfer1::DataType* outputTypes, int32_t nbOutputs, nvinfer1::DataType const* inputTypes,
-        int32_t nbInputs) const noexcept override {
+    int32_t getOutputDataTypes(nvinfer1::DataType *outputTypes, int32_t nbOutputs, nvinfer1::DataType const *inputTypes,
+                               int32_t nbInputs) const noexcept override {
         return guarded(Operator::kName, [&] {
             checkCounts(nbInputs, nbOutputs);
             for (int32_t i = 0; i < kInputs; ++i) {
                 if (!accepts(Operator::kInputs[i].type, inputTypes[i], inputTypes[0])) {
                     fail("input ", Operator::kInputs[i].name, " has unsupported type ", nameOf(inputTypes[i]),
-                        "; expected ", expected(Operator::kInputs[i].type));
+                         "; expected ", expected(Operator::kInputs[i].type));
                 }
             }
             for (int32_t i = 0; i < kOutputs; ++i) {
@@ -196,14 +196,15 @@ public:
         });
     }
 
-    int32_t getOutputShapes(nvinfer1::DimsExprs const* inputs, int32_t nbInputs, nvinfer1::DimsExprs const*, int32_t,
-        nvinfer1::DimsExprs* outputs, int32_t nbOutputs, nvinfer1::IExprBuilder& expressions) noexcept override {
+    int32_t getOutputShapes(nvinfer1::DimsExprs const *inputs, int32_t nbInputs, nvinfer1::DimsExprs const *, int32_t,
+                            nvinfer1::DimsExprs *outputs, int32_t nbOutputs,
+                            nvinfer1::IExprBuilder &expressions) noexcept override {
         return guarded(Operator::kName, [&] {
             checkCounts(nbInputs, nbOutputs);
             for (int32_t i = 0; i < kInputs; ++i) {
                 if (inputs[i].nbDims != Operator::kInputs[i].rank) {
                     fail("input ", Operator::kInputs[i].name, " should have rank ", Operator::kInputs[i].rank, ", got ",
-                        inputs[i].nbDims);
+                         inputs[i].nbDims);
                 }
             }
             for (int32_t i = 0; i < kOutputs; ++i) {
@@ -213,18 +214,18 @@ public:
         });
     }
 
-    bool supportsFormatCombination(int32_t pos, nvinfer1::DynamicPluginTensorDesc const* inOut, int32_t nbInputs,
-        int32_t nbOutputs) noexcept override {
+    bool supportsFormatCombination(int32_t pos, nvinfer1::DynamicPluginTensorDesc const *inOut, int32_t nbInputs,
+                                   int32_t nbOutputs) noexcept override {
         if (nbInputs != kInputs || nbOutputs != kOutputs || pos < 0 || pos >= kInputs + kOutputs) {
             return false;
         }
-        Port const& port = pos < kInputs ? Operator::kInputs[pos] : Operator::kOutputs[pos - kInputs];
-        return inOut[pos].desc.format == nvinfer1::TensorFormat::kLINEAR
-            && accepts(port.type, inOut[pos].desc.type, inOut[0].desc.type);
+        Port const &port = pos < kInputs ? Operator::kInputs[pos] : Operator::kOutputs[pos - kInputs];
+        return inOut[pos].desc.format == nvinfer1::TensorFormat::kLINEAR &&
+               accepts(port.type, inOut[pos].desc.type, inOut[0].desc.type);
     }
 
-    int32_t configurePlugin(nvinfer1::DynamicPluginTensorDesc const* in, int32_t nbInputs,
-        nvinfer1::DynamicPluginTensorDesc const*, int32_t nbOutputs) noexcept override {
+    int32_t configurePlugin(nvinfer1::DynamicPluginTensorDesc const *in, int32_t nbInputs,
+                            nvinfer1::DynamicPluginTensorDesc const *, int32_t nbOutputs) noexcept override {
         return guarded(Operator::kName, [&] {
             checkCounts(nbInputs, nbOutputs);
             std::array<nvinfer1::Dims, Operator::kInputs.size()> largest;
@@ -235,8 +236,8 @@ public:
         });
     }
 
-    size_t getWorkspaceSize(nvinfer1::DynamicPluginTensorDesc const* inputs, int32_t,
-        nvinfer1::DynamicPluginTensorDesc const*, int32_t) const noexcept override {
+    size_t getWorkspaceSize(nvinfer1::DynamicPluginTensorDesc const *inputs, int32_t,
+                            nvinfer1::DynamicPluginTensorDesc const *, int32_t) const noexcept override {
         size_t bytes = 0;
         guarded(Operator::kName, [&] {
             std::array<nvinfer1::Dims, Operator::kInputs.size()> largest;
@@ -249,13 +250,13 @@ public:
     }
 
     // The attributes, because two nodes that differ in one must not share a timing.
-    char const* getTimingCacheID() noexcept override { return mDescription.c_str(); }
-    char const* getMetadataString() noexcept override { return mDescription.c_str(); }
+    char const *getTimingCacheID() noexcept override { return mDescription.c_str(); }
+    char const *getMetadataString() noexcept override { return mDescription.c_str(); }
 
     // --- runtime
 
-    int32_t onShapeChange(nvinfer1::PluginTensorDesc const* in, int32_t nbInputs, nvinfer1::PluginTensorDesc const*,
-        int32_t nbOutputs) noexcept override {
+    int32_t onShapeChange(nvinfer1::PluginTensorDesc const *in, int32_t nbInputs, nvinfer1::PluginTensorDesc const *,
+                          int32_t nbOutputs) noexcept override {
         return guarded(Operator::kName, [&] {
             checkCounts(nbInputs, nbOutputs);
             std::array<nvinfer1::Dims, Operator::kInputs.size()> dims;
@@ -266,14 +267,14 @@ public:
         });
     }
 
-    int32_t enqueue(nvinfer1::PluginTensorDesc const* inputDesc, nvinfer1::PluginTensorDesc const*,
-        void const* const* inputs, void* const* outputs, void* workspace, cudaStream_t stream) noexcept override {
-        return guarded(
-            Operator::kName, [&] { mOperator.run(Launch{inputDesc, inputs, outputs, workspace, stream}); });
+    int32_t enqueue(nvinfer1::PluginTensorDesc const *inputDesc, nvinfer1::PluginTensorDesc const *,
+                    void const *const *inputs, void *const *outputs, void *workspace,
+                    cudaStream_t stream) noexcept override {
+        return guarded(Operator::kName, [&] { mOperator.run(Launch{inputDesc, inputs, outputs, workspace, stream}); });
     }
 
-    nvinfer1::IPluginV3* attachToContext(nvinfer1::IPluginResourceContext*) noexcept override { return clone(); }
-    nvinfer1::PluginFieldCollection const* getFieldsToSerialize() noexcept override { return &mCollection; }
+    nvinfer1::IPluginV3 *attachToContext(nvinfer1::IPluginResourceContext *) noexcept override { return clone(); }
+    nvinfer1::PluginFieldCollection const *getFieldsToSerialize() noexcept override { return &mCollection; }
 
 private:
     static void checkCounts(int32_t nbInputs, int32_t nbOutputs) {
@@ -285,10 +286,10 @@ private:
     // `tokens` is the type of input 0, which all token ports share.
     static nvinfer1::DataType resolve(Type type, nvinfer1::DataType tokens) noexcept {
         switch (type) {
-        case Type::kTokens: return tokens;
-        case Type::kFloat: return nvinfer1::DataType::kFLOAT;
-        case Type::kIndex: return nvinfer1::DataType::kINT64;
-        case Type::kLabels: return nvinfer1::DataType::kINT32;
+            case Type::kTokens: return tokens;
+            case Type::kFloat: return nvinfer1::DataType::kFLOAT;
+            case Type::kIndex: return nvinfer1::DataType::kINT64;
+            case Type::kLabels: return nvinfer1::DataType::kINT32;
         }
         return tokens;
     }
@@ -297,7 +298,7 @@ private:
         return got == resolve(type, tokens) && (type != Type::kTokens || isTokenType(got));
     }
 
-    static char const* expected(Type type) noexcept {
+    static char const *expected(Type type) noexcept {
         return type == Type::kTokens ? "one of float32, float16, bfloat16"
                                      : nameOf(resolve(type, nvinfer1::DataType::kFLOAT));
     }
@@ -313,15 +314,15 @@ class Creator final : public nvinfer1::IPluginCreatorV3One {
 public:
     Creator() {
         Operator op{};
-        visitFields(op, [this](char const* name, void*, nvinfer1::PluginFieldType type, int32_t count) {
+        visitFields(op, [this](char const *name, void *, nvinfer1::PluginFieldType type, int32_t count) {
             mFields.emplace_back(name, nullptr, type, count);
         });
         mCollection = {static_cast<int32_t>(mFields.size()), mFields.data()};
     }
 
-    nvinfer1::IPluginV3* createPlugin(nvinfer1::AsciiChar const*, nvinfer1::PluginFieldCollection const* fields,
-        nvinfer1::TensorRTPhase) noexcept override {
-        nvinfer1::IPluginV3* plugin = nullptr;
+    nvinfer1::IPluginV3 *createPlugin(nvinfer1::AsciiChar const *, nvinfer1::PluginFieldCollection const *fields,
+                                      nvinfer1::TensorRTPhase) noexcept override {
+        nvinfer1::IPluginV3 *plugin = nullptr;
         guarded(Operator::kName, [&] {
             if (fields == nullptr) {
                 fail("no attributes were given");
@@ -334,10 +335,10 @@ public:
         return plugin;
     }
 
-    nvinfer1::PluginFieldCollection const* getFieldNames() noexcept override { return &mCollection; }
-    nvinfer1::AsciiChar const* getPluginName() const noexcept override { return Operator::kName; }
-    nvinfer1::AsciiChar const* getPluginVersion() const noexcept override { return kVersion; }
-    nvinfer1::AsciiChar const* getPluginNamespace() const noexcept override { return kNamespace; }
+    nvinfer1::PluginFieldCollection const *getFieldNames() noexcept override { return &mCollection; }
+    nvinfer1::AsciiChar const *getPluginName() const noexcept override { return Operator::kName; }
+    nvinfer1::AsciiChar const *getPluginVersion() const noexcept override { return kVersion; }
+    nvinfer1::AsciiChar const *getPluginNamespace() const noexcept override { return kNamespace; }
 
 private:
     std::vector<nvinfer1::PluginField> mFields;
