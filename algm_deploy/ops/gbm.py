@@ -344,7 +344,9 @@ def reference_decisions(
         stats = np.array([statistics(values) for values in best])
         if batch == "batch_min":
             stats[:] = stats.mean(0)
-        limits = [np.float32(mean + float(np.float32(threshold)) * deviation / divisor) for mean, deviation in stats.tolist()]
+        limits = [
+            np.float32(mean + float(np.float32(threshold)) * deviation / divisor) for mean, deviation in stats.tolist()
+        ]
     merged = [
         np.isfinite(values) & (values > limit if semantics == "paper" else values >= limit)
         for values, limit in zip(best, limits, strict=True)
