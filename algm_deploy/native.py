@@ -40,10 +40,14 @@ class Header:
 
 @dataclass(frozen=True)
 class Library:
-    """One library: CMake target, which is also the file's stem, and the foreign header it is compiled against."""
+    """One library: CMake target, which is also the file's stem, and the foreign header it is compiled against.
+
+    Without `cuda` it is complete on a machine that has no CUDA compiler, with what it offers the CPU.
+    """
 
     target: str
     header: Header | None = None
+    cuda: bool = True
 
     @property
     def file_name(self) -> str:
@@ -67,7 +71,7 @@ ONNXRUNTIME_HEADER = Header(
 LIBRARIES = {
     "kernels": Library("algm_kernels"),
     "trt_plugin": Library("algm_trt_plugin", TENSORRT_HEADER),
-    "ort_custom_op": Library("algm_ort_custom_op", ONNXRUNTIME_HEADER),
+    "ort_custom_op": Library("algm_ort_custom_op", ONNXRUNTIME_HEADER, cuda=False),
     # Built along with trt_plugin; see runtimes/trt_plugin/CMakeLists.txt for what it cures.
     "rtx_alias": Library("algm_rtx_alias"),
 }
@@ -128,7 +132,7 @@ def missing_for(name: str) -> list[str]:
     """What the build of library `name` lacks on this machine, each with the way to get it; empty when complete."""
     header = LIBRARIES[name].header
     lacks = []
-    if find_nvcc() is None:
+    if LIBRARIES[name].cuda and find_nvcc() is None:
         lacks.append("CUDA's compiler nvcc (apt-get install cuda-toolkit from NVIDIA's repository, or set CUDA_HOME)")
     lacks += [
         f"{tool} (apt-get install {tool}, or pip install {tool})"
@@ -172,15 +176,14 @@ def build(
     _check_names(names)
     nvcc = find_nvcc()
     lacks = {lack: None for name in names for lack in missing_for(name)}
-    if lacks or nvcc is None:
+    if lacks:
         raise BuildError(f"building {', '.join(names)} needs {'; and '.join(lacks)}")
-    chosen = tuple(architectures or supported_architectures(nvcc))
     folder = cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "build.log"
     log.write_text("")
     with tempfile.TemporaryDirectory(prefix="build-", dir=folder) as work:
-        _run(_configure_command(Path(work), names, nvcc, chosen), log, progress=False)
+        _run(_configure_command(Path(work), names, nvcc, architectures), log, progress=False)
         targets = [LIBRARIES[name].target for name in names]
         _run(["cmake", "--build", work, "--target", *targets], log, progress)
         for library in LIBRARIES.values():
@@ -195,15 +198,25 @@ def _check_names(names: Iterable[str]) -> None:
         raise BuildError(f"expected native libraries out of {', '.join(LIBRARIES)}, got {', '.join(unknown)}")
 
 
-def _configure_command(work: Path, names: Sequence[str], nvcc: Path, architectures: Sequence[int]) -> list[str]:
+def _configure_command(
+    work: Path, names: Sequence[str], nvcc: Path | None, architectures: Sequence[int] | None
+) -> list[str]:
     headers = {header for name in names if (header := LIBRARIES[name].header)}
-    real = [f"{arch}-real" for arch in sorted(architectures)]
     return [
         "cmake", "-G", "Ninja", "-S", str(content("runtimes")), "-B", str(work), "-DCMAKE_BUILD_TYPE=Release",
-        "-DALGM_CUDA=ON", f"-DCMAKE_CUDA_COMPILER={nvcc}",
-        f"-DCMAKE_CUDA_ARCHITECTURES={';'.join([*real, f'{max(architectures)}-virtual'])}",
+        *(_cuda_settings(nvcc, architectures) if nvcc else ["-DALGM_CUDA=OFF"]),
         *(f"-D{header.variable.replace('ROOT', 'INCLUDE_DIR')}={find_header(header)}" for header in headers),
     ]  # fmt: skip
+
+
+def _cuda_settings(nvcc: Path, architectures: Sequence[int] | None) -> list[str]:
+    chosen = sorted(architectures or supported_architectures(nvcc))
+    real = [f"{arch}-real" for arch in chosen]
+    return [
+        "-DALGM_CUDA=ON",
+        f"-DCMAKE_CUDA_COMPILER={nvcc}",
+        f"-DCMAKE_CUDA_ARCHITECTURES={';'.join([*real, f'{chosen[-1]}-virtual'])}",
+    ]
 
 
 def _run(command: Sequence[str], log: Path, progress: bool) -> None:

@@ -121,6 +121,21 @@ def test_a_build_keeps_the_library_and_compiles_what_was_asked(
     assert not list(native.cache_folder().glob("build-*"))
 
 
+def test_the_onnxruntime_operators_are_built_without_a_cuda_compiler(
+    sources: Path, tools: Callable[[str, str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tools("ninja", "#!/bin/sh\n")
+    written = 'if [ "$1" = --build ]; then touch "$2/libalgm_ort_custom_op.so"; fi'
+    tools("cmake", f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n{written}\n')
+    (tmp_path / "onnxruntime_c_api.h").touch()
+    monkeypatch.setenv("ONNXRUNTIME_ROOT", str(tmp_path))
+    monkeypatch.setattr(native, "find_nvcc", lambda: None)
+    assert native.build(["ort_custom_op"], progress=False)["ort_custom_op"].is_file()
+    assert "-DALGM_CUDA=OFF" in (tmp_path / "calls").read_text()
+    with pytest.raises(BuildError, match="CUDA's compiler"):
+        native.build(["trt_plugin"], progress=False)
+
+
 def test_a_failed_build_shows_the_compiler_s_last_words(sources: Path, tools: Callable[[str, str], None]) -> None:
     tools("nvcc", NVCC)
     tools("ninja", "#!/bin/sh\n")
