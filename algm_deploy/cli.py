@@ -6,6 +6,8 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from algm_deploy.bundle import Bundle
     from algm_deploy.evaluation.datasets import Dataset
     from algm_deploy.parity.chain import ParityReport
+    from algm_deploy.recipes import Recipe
     from algm_deploy.tuning.findings import Finding
     from algm_deploy.tuning.objective import Aim, Goal
 
@@ -216,15 +219,15 @@ def _objective(bundle: Bundle, options: argparse.Namespace) -> Finding:
 
     def evaluate(dataset: Dataset, thresholds: Mapping[str, float] | None) -> dict[str, Any]:
         given = thresholds or {}
-        tau, gbm = given.get(CLAP_THRESHOLD), given.get(GBM_THRESHOLD)
+        tau, gbm = given.get(CLAP_THRESHOLD, options.tau), given.get(GBM_THRESHOLD)
         return evaluate_bundle(bundle, options.runtime, dataset, tau, gbm, merge=thresholds is not None).record()
 
     tuning, held_out = _tuning_splits(bundle, options)
-    goal = _goal(options, bundle, tuning, lambda: evaluate(tuning, None))
-    candidates = default_candidates(bundle.recipe.merging, options.knob)
-    if options.range:
-        candidates = steps(*options.range)
-    return find_threshold(bundle.recipe, options.knob, goal, candidates, evaluate, tuning, held_out)
+    base = _recipe_to_tune(bundle, options)
+    references = {"dense": lambda: evaluate(tuning, None), "clap": lambda: evaluate(tuning, {GBM_THRESHOLD: inf})}
+    goal = _goal(options, tuning, references)
+    candidates = steps(*options.range) if options.range else default_candidates(base.merging, options.knob)
+    return find_threshold(base, options.knob, goal, candidates, evaluate, tuning, held_out)
 
 
 def _positions(bundle: Bundle, options: argparse.Namespace) -> Finding:
@@ -233,13 +236,23 @@ def _positions(bundle: Bundle, options: argparse.Namespace) -> Finding:
     from algm_deploy.tuning.positions import PlanEvaluator
 
     tuning, held_out = _tuning_splits(bundle, options)
+    base = _recipe_to_tune(bundle, options)
     evaluate_plan = PlanEvaluator(bundle)
-    goal = _goal(options, bundle, tuning, lambda: evaluate_plan(DENSE, tuning))
-    return find_positions(evaluate_plan, bundle.recipe, options.count, goal, tuning, held_out)
+    plans = {"dense": DENSE, "clap": replace(base.merging, gbm_layers=())}
+    goal = _goal(options, tuning, {name: partial(evaluate_plan, plan, tuning) for name, plan in plans.items()})
+    return find_positions(evaluate_plan, base, options.count, goal, tuning, held_out)
 
 
-def _goal(options: argparse.Namespace, bundle: Bundle, tuning: Dataset, dense: Callable[[], Mapping[str, Any]]) -> Goal:
-    """What to reach: for `reference` the mIoU of the dense network, of another bundle's, or a number; less --drop."""
+def _recipe_to_tune(bundle: Bundle, options: argparse.Namespace) -> Recipe:
+    from algm_deploy.tuning.objective import tuned_recipe
+
+    return bundle.recipe if options.tau is None else tuned_recipe(bundle.recipe, "tau", options.tau)
+
+
+def _goal(
+    options: argparse.Namespace, tuning: Dataset, references: Mapping[str, Callable[[], Mapping[str, Any]]]
+) -> Goal:
+    """What to reach; for `reference` the mIoU of one of `references`, of another bundle, or a number, less --drop."""
     from algm_deploy.bundle import Bundle
     from algm_deploy.deployment import evaluate_bundle
     from algm_deploy.tuning.objective import Goal
@@ -252,8 +265,8 @@ def _goal(options: argparse.Namespace, bundle: Bundle, tuning: Dataset, dense: C
         if options.target is None:
             raise RecipeError("expected --target with the multiply-adds of a window in 10^9 for --objective gmacs")
         return Goal(aim, options.target)
-    if options.reference == "dense":
-        miou = miou_of(dense())
+    if options.reference in references:
+        miou = miou_of(references[options.reference]())
     elif (folder := Path(options.reference)).is_dir():
         miou = miou_of(evaluate_bundle(Bundle.open(folder), options.runtime, tuning, merge=False).record())
     else:
@@ -463,7 +476,12 @@ def _tune_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--knob", choices=("tau", "gbm"), default="tau", help="threshold to search (default tau)")
     command.add_argument("--range", type=float, nargs=3, metavar=("LOW", "HIGH", "STEP"), help="candidates")
     command.add_argument(
-        "--reference", default="dense", help="dense, mIoU in percent, or a bundle whose dense mIoU counts"
+        "--reference",
+        default="dense",
+        help="dense, clap (the same without GBM), mIoU in percent, or a bundle whose dense mIoU counts",
+    )
+    command.add_argument(
+        "--tau", type=float, help="CLAP threshold while something else is tuned; default: the bundle's"
     )
     command.add_argument("--drop", type=float, default=0.0, help="mIoU points allowed below the reference (default 0)")
     command.add_argument("--target", type=float, help="--objective gmacs: multiply-adds of a window in 10^9")
@@ -548,7 +566,9 @@ def _percent(text: str) -> float:
     try:
         return float(text)
     except ValueError as error:
-        raise RecipeError(f"expected dense, an mIoU in percent or a bundle as --reference, got {text!r}") from error
+        raise RecipeError(
+            f"expected dense, clap, an mIoU in percent or a bundle as --reference, got {text!r}"
+        ) from error
 
 
 def _positive(text: str) -> int:

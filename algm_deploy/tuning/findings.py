@@ -239,11 +239,8 @@ def _where(verb: str, record: Record) -> str:
 def _held_out_lines(tuned: Tuned, held: Mapping[str, Record]) -> list[str]:
     dense, *_, chosen = held.values()
     name, change = worst_slice(dense, chosen)
-    whole = miou_of(chosen) - miou_of(dense)
-    return [
-        f"{_where('held out', dense)}, {_state(tuned)} {miou_of(chosen):.2f} % ({whole:+.2f} points); the weakest slice: "
-        f"{name} ({change:+.2f} points)"
-    ]
+    whole = f"{miou_of(chosen):.2f} % ({miou_of(chosen) - miou_of(dense):+.2f} points)"
+    return [f"{_where('held out', dense)}, {_state(tuned)} {whole}; the weakest slice: {name} ({change:+.2f} points)"]
 
 
 def _figures(point: Point) -> str:

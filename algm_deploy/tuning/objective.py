@@ -46,7 +46,7 @@ class Goal:
         return self.aim == "best" or point.miou_percent >= self.limit
 
     def nearness(self, point: Point) -> float:
-        """Larger for points nearer to the limit, among those that miss it."""
+        """Larger for points that reach further towards the limit or beyond it."""
         return -_gmacs(point) if self.aim == "gmacs" else point.miou_percent
 
     def __str__(self) -> str:
@@ -87,9 +87,9 @@ def search(goal: Goal, knob: str, candidates: Sequence[float], measure: Callable
     Raises:
         PlanError: a goal in multiply-adds for a network they are not known for.
     """
-    # Multiply-adds rise with the candidates: seen from the end, those within the limit are the ones that stay good.
+    # Multiply-adds rise with the candidates: seen from the end, the costly ones come first.
     curve = Curve(candidates[::-1] if goal.aim == "gmacs" else candidates, measure)
-    chosen = best(curve) if goal.aim == "best" else first_that_keeps(curve, goal.meets)
+    chosen = best(curve) if goal.aim == "best" else first_that_keeps(curve, goal.meets, goal.nearness)
     return Tuned(knob, goal, tuple(curve.points), chosen, chosen or max(curve.points, key=goal.nearness))
 
 

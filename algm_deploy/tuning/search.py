@@ -1,14 +1,15 @@
 """Searches along one knob: a threshold or a layer, from the candidate that merges most to the one that merges least.
 
-Accuracy rises along such a row of candidates, but not strictly: neighbours differ by less than noise. So a candidate
-counts as good only when every measured candidate behind it is good as well. That makes the answer monotone, and
-bisection finds it in a number of measurements that grows with the logarithm of the candidates.
+Accuracy rises along such a row of candidates up to some point, but not strictly: neighbours differ by less than noise.
+So a candidate counts as good only together with every measured candidate between it and the best one. That makes the
+answer monotone, and bisection finds it in a number of measurements that grows with the logarithm of the candidates.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -72,14 +73,22 @@ class Curve:
         return sorted(self._measured.values(), key=lambda point: point.value)
 
 
-def first_that_keeps(curve: Curve, good: Callable[[Point], bool]) -> Point | None:
-    """The first candidate such that it and every measured one behind it are `good`; None where the last is not."""
+def first_that_keeps(curve: Curve, good: Callable[[Point], bool], nearness: Callable[[Point], float]) -> Point | None:
+    """The first candidate of the unbroken row of `good` ones up to the candidate of the highest `nearness`.
+
+    Candidates are measured until the answer is good and the one before it is not. Where no probe is good, the highest
+    nearness is looked for among all candidates; None where that is not good either.
+    """
     curve.probe()
+    top = _tops(curve, nearness)[-1]
+    if not good(curve.at(top)):
+        top = _summit(curve, nearness)
+    if not good(curve.at(top)):
+        return None
     while True:
-        failing = max((index for index in curve.indices if not good(curve.at(index))), default=-1)
-        keeping = min((index for index in curve.indices if index > failing), default=None)
-        if keeping is None:
-            return None
+        row = [index for index in curve.indices if index <= top]
+        failing = max((index for index in row if not good(curve.at(index))), default=-1)
+        keeping = min(index for index in row if index > failing)
         if keeping - failing == 1:
             return curve.at(keeping)
         curve.at((failing + keeping) // 2)
@@ -88,13 +97,23 @@ def first_that_keeps(curve: Curve, good: Callable[[Point], bool]) -> Point | Non
 def best(curve: Curve) -> Point:
     """A candidate of the highest mIoU that is higher than those measured beside it; of equals the first."""
     curve.probe()
+    return curve.at(_summit(curve, lambda point: point.miou_percent))
+
+
+def _tops(curve: Curve, height: Callable[[Point], float]) -> list[int]:
+    """Indices of the highest measured points."""
+    highest = max(height(curve.at(index)) for index in curve.indices)
+    return [index for index in curve.indices if height(curve.at(index)) == highest]
+
+
+def _summit(curve: Curve, height: Callable[[Point], float]) -> int:
+    """Index of the first of the highest points, after measuring beside it until both its neighbours are known."""
     while True:
-        top = max(curve.indices, key=lambda index: (curve.at(index).miou_percent, -index))
-        beside = [index for index in curve.indices if index != top]
-        below = max((index for index in beside if index < top), default=top)
-        above = min((index for index in beside if index > top), default=top)
+        top = _tops(curve, height)[0]
+        below = max((index for index in curve.indices if index < top), default=top)
+        above = min((index for index in curve.indices if index > top), default=top)
         if max(top - below, above - top) <= 1:
-            return curve.at(top)
+            return top
         curve.at((top + above + 1) // 2 if above - top > top - below else (below + top) // 2)
 
 
@@ -104,12 +123,13 @@ def steps(low: float, high: float, step: float) -> list[float]:
     Raises:
         RecipeError: a range that is empty, or more than ten thousand candidates.
     """
-    if not low < high or not 0 < step <= high - low or (high - low) / step > 10_000:
+    # The small share lets a step through that misses the end of the range by rounding alone.
+    count = (high - low) / step + 1e-9 if step > 0 else 0.0
+    if not 1 <= count < 10_001 or not isfinite(low):
         raise RecipeError(
             f"expected a range from low to high in at most 10000 steps, got {low:g} to {high:g} by {step:g}"
         )
-    count = int((high - low) / step + 1e-9)
-    return [round(low + index * step, 9) for index in range(count + 1)]
+    return [round(low + index * step, 9) for index in range(int(count) + 1)]
 
 
 def miou_of(record: Mapping[str, Any]) -> float:

@@ -63,7 +63,7 @@ def units(count: int, width: int, seed: int = 0) -> torch.Tensor:
     return torch.nn.functional.normalize(rows, dim=-1)
 
 
-@pytest.mark.parametrize("count, width", [(12, 5), (5, 12)])
+@pytest.mark.parametrize(("count", "width"), [(12, 5), (5, 12)])
 def test_pairs_without_a_matrix_of_pairs(count: int, width: int) -> None:
     rows = units(count, width)
     written_out = (rows @ rows.T)[torch.triu_indices(count, count, 1).unbind()]

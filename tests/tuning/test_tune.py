@@ -1,0 +1,131 @@
+"""`algm-deploy tune` from flags to a recipe, a page and an exit code."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from algm_deploy.bundle import Bundle
+from algm_deploy.cli import main
+from algm_deploy.recipes import read_recipe
+
+
+@pytest.fixture
+def bundle(tiny_bundle: Bundle, tmp_path: Path) -> Path:
+    return shutil.copytree(tiny_bundle.path, tmp_path / "bundle")
+
+
+@pytest.fixture
+def photos(blob_images: Callable[[int], np.ndarray], tmp_path: Path) -> Path:
+    """Four photos whose labels are what the pixels say, which the tiny network knows nothing about."""
+    root = tmp_path / "photos"
+    for index, pixels in enumerate(blob_images(4)):
+        for kind, content in (("images", pixels.transpose(1, 2, 0)), ("labels", pixels[0] // 24)):
+            path = root / kind / f"{index}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(content).save(path)
+    names = ", ".join(f'"{index}"' for index in range(11))
+    (root / "classes.json").write_text(f'{{"names": [{names}]}}')
+    return root
+
+
+def tune(bundle: Path, output: Path, *flags: str, data: Path | None = None) -> int:
+    given = [] if data is None else ["--data", str(data), "--dataset", "folder", "--runtime", "torch"]
+    return main(["tune", str(bundle), "-o", str(output), *flags, *given])
+
+
+def test_the_rule_writes_a_recipe_and_a_page(
+    bundle: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "rule.toml"
+    assert tune(bundle, output, "--rule", "--layers", "all", data=photos) == 0
+    text = capsys.readouterr().out
+    tau = read_recipe(output).merging.clap_threshold
+    assert f"clap_threshold {tau:.4f}" in text
+    assert output.read_text().startswith("# By algm-deploy tune")
+    page = output.with_suffix(".html").read_text()
+    assert page.count('<svg class="plot"') == 3
+    assert "same class" in page
+    recorded = Bundle.open(bundle).manifest["tuning"]["Threshold by the rule"]
+    assert recorded["clap_threshold"] == pytest.approx(tau, abs=5e-5)
+
+
+def test_the_rule_needs_no_labels(bundle: Path, photos: Path, tmp_path: Path) -> None:
+    with_labels, without = tmp_path / "a.toml", tmp_path / "b.toml"
+    assert tune(bundle, with_labels, "--rule", data=photos) == 0
+    assert tune(bundle, without, "--rule", "--images", str(photos / "images")) == 0
+    assert read_recipe(with_labels).merging == read_recipe(without).merging
+
+
+def test_an_aim_is_met_and_the_recipe_says_so(
+    bundle: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "star.toml"
+    flags = ("--objective", "gmacs", "--target", "0.016", "--range", "0.5", "1", "0.1")
+    assert tune(bundle, output, *flags, data=photos) == 0
+    text = capsys.readouterr().out
+    tau = read_recipe(output).merging.clap_threshold
+    assert f"clap_threshold {tau:g} to merge least at no more than 0.016 GMACs" in text
+    assert "second-half, held out" in text
+    assert "tokens of a window" in output.with_suffix(".html").read_text()
+    keys = Bundle.open(bundle).manifest["evaluation"]
+    assert any("all-first-half" in key for key in keys)
+    assert not any(re.search(r"folder all ", key) for key in keys)
+
+
+def test_without_an_answer_the_exit_code_is_1_and_no_recipe_appears(
+    bundle: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "none.toml"
+    flags = ("--objective", "reference", "--reference", "99", "--range", "0.8", "1", "0.1")
+    assert tune(bundle, output, *flags, data=photos) == 1
+    text = capsys.readouterr().out
+    assert "no clap_threshold qualifies to merge most while mIoU stays at or above 99.00 %; nearest:" in text
+    assert not output.exists()
+    assert output.with_suffix(".html").exists()
+
+
+@pytest.mark.parametrize("reference", ["dense", "clap", "BUNDLE"])
+def test_references(reference: str, bundle: Path, photos: Path, tmp_path: Path) -> None:
+    given = str(bundle) if reference == "BUNDLE" else reference
+    flags = ("--objective", "reference", "--reference", given, "--drop", "100", "--range", "0.8", "1", "0.2")
+    output = tmp_path / "star.toml"
+    assert tune(bundle, output, *flags, data=photos) == 0
+    assert read_recipe(output).merging.clap_threshold == 0.8  # a drop of 100 points allows everything
+
+
+def test_positions(bundle: Path, photos: Path, tmp_path: Path) -> None:
+    output = tmp_path / "layers.toml"
+    assert tune(bundle, output, "--positions", "--drop", "100", "--tau", "0.95", data=photos) == 0
+    merging = read_recipe(output).merging
+    assert merging.gbm_layers == (2,)
+    assert merging.clap_threshold == 0.95
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--objective", "best"), "expected --data"),
+        (("--objective", "gmacs"), "expected --target"),
+        (("--objective", "reference", "--reference", "perfect"), "got 'perfect'"),
+        (("--objective", "best", "--range", "1", "0", "0.1"), "expected a range"),
+    ],
+)
+def test_bad_input(
+    flags: tuple[str, ...],
+    message: str,
+    bundle: Path,
+    photos: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    data = None if "--data" in message else photos
+    assert tune(bundle, tmp_path / "none.toml", *flags, data=data) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.glob("none*"))
