@@ -4,25 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-
+from kernel_library import build_kernels
 
 # A library that was built before, for machines without compilers and for parallel test runs.
 PREBUILT = "ALGM_KERNELS_LIBRARY"
-
-
-def build_kernels(source: Path, build: Path, *options: str) -> Path:
-    """Configures and builds runtimes/kernels; returns the shared library. The compiler's words are the failure's."""
-    for command in (["cmake", "-S", source, "-B", build, *options], ["cmake", "--build", build, "--parallel", "2"]):
-        done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
-        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    return build / "libalgm_kernels.so"
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,14 @@ _CODES = {
     "order": ("published", "raster"),
     "mode": ("adaptive", "fixed"),
 }
+
+
+def build_kernels(source: Path, build: Path, *options: str) -> Path:
+    """Configures and builds runtimes/kernels; returns the shared library. The compiler's words are the failure's."""
+    for command in (["cmake", "-S", source, "-B", build, *options], ["cmake", "--build", build, "--parallel", "2"]):
+        done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return build / "libalgm_kernels.so"
 
 
 def _struct(name: str, longs: str, ints: str, doubles: str = "") -> type[ctypes.Structure]:
