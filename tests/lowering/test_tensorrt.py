@@ -23,6 +23,7 @@ from algm_deploy.lowering.export import base_onnx
 from algm_deploy.lowering.tensorrt import ENUMERATIONS, tensorrt_from_base
 from algm_deploy.merging import insert_merging, merge_inputs
 from algm_deploy.models.deployed import Deployed
+from algm_deploy.models.families import FAMILIES
 from algm_deploy.models.segmenter import Segmenter
 from algm_deploy.ops import reference
 from algm_deploy.ops.attention import reference as attention_reference
@@ -296,14 +297,25 @@ class LabelMap(OpRun):
         return (label_map_reference(scores, map, prefix=given["prefix"], grid=grid, size=size).astype(np.int32),)
 
 
-Clap.__name__, Gbm.__name__, LabelMap.__name__ = "clap", "gbm", "label_map"
+class Unmerge(OpRun):
+    """The plugin `unmerge` in NumPy."""
+
+    op_domain = "algm"
+
+    def _run(self, values: Any, map: Any, **given: Any) -> Any:
+        return (reference.unmerge(values, map, prefix=given["prefix"]),)
+
+
+STAND_INS: list[type[OpRun]] = [Clap, Gbm, LabelMap, Unmerge]
+for stand_in, name in zip(STAND_INS, ("clap", "gbm", "label_map", "unmerge"), strict=True):
+    stand_in.__name__ = name
 
 
 def evaluate(model: onnx.ModelProto, feeds: dict[str, Any]) -> list[Any]:
     """Outputs by ONNX's own interpreter, which does not know the attribute that is for TensorRT's parser alone."""
     for attend in (n for n in model.graph.node if n.op_type == "Attention"):
         del attend.attribute[[a.name for a in attend.attribute].index("TRT_decomposable")]
-    found: list[Any] = ReferenceEvaluator(model, new_ops=[Clap, Gbm, LabelMap]).run(None, feeds)
+    found: list[Any] = ReferenceEvaluator(model, new_ops=STAND_INS).run(None, feeds)
     return found
 
 
@@ -386,3 +398,29 @@ def test_polygraphy_reads_the_graph(exported: ir.Model, tmp_path: Path) -> None:
         "token_counts [dtype=int64",
     ):
         assert line in done.stdout
+
+
+@pytest.mark.parametrize(("decoder", "stages"), [("naive", ()), ("pup", ()), ("mla", (1, 2, 3, 4)), ("atm", (1, 2, 4))])
+def test_other_families_compute_the_same(decoder: Any, stages: tuple[int, ...]) -> None:
+    """Decoders that unmerge tokens of several depths, in fp32; in fp16 the graph keeps its merges and outputs."""
+    torch.manual_seed(0)
+    family: Any = "segvit" if decoder == "atm" else "setr"
+    network = Network(
+        family, 16, 4, 2, 5, (32, 48), patch_size=8, decoder=decoder, decoder_depth=1, decoder_dim=8, stages=stages
+    )
+    model = FAMILIES[family](network).eval()
+    for parameter in (p for p in model.parameters() if p.ndim > 1):
+        torch.nn.init.normal_(parameter, std=0.2)
+    deployed = Deployed(insert_merging(model, PLAN), network, "scores").eval()
+    base = base_onnx(deployed, PLAN, "uint8")
+    graph, counts = tensorrt_from_base(base, "fp32")
+    assert (counts["clap"], counts["gbm"], counts["unmerge"]) == (1, 1, len(stages) or 1)
+    image = pictures()[:, :, ::2, ::2].copy()
+    scores, counts_out, *_ = evaluate(graph, feeds(image))
+    with torch.inference_mode():
+        expected, expected_counts, _ = deployed(torch.from_numpy(image), merge_inputs(0.9, 1.0))
+    np.testing.assert_array_equal(counts_out, expected_counts.numpy())
+    assert len(np.unique(counts_out)) > 1
+    np.testing.assert_allclose(scores, expected.numpy(), rtol=0, atol=1e-4)
+    half, _ = tensorrt_from_base(base, "fp16")
+    assert [output.type for output in half.graph.output] == [output.type for output in graph.graph.output]
