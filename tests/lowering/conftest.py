@@ -17,7 +17,7 @@ from algm_deploy.lowering.export import base_onnx
 from algm_deploy.lowering.portable import add_function_bodies
 from algm_deploy.merging import insert_merging, merge_inputs
 from algm_deploy.models.deployed import Deployed
-from algm_deploy.recipes import DENSE, MergePlan, Output
+from algm_deploy.recipes import DENSE, MergePlan, Network, Output
 from algm_deploy.signature import output_names, threshold_defaults
 
 PLAN = MergePlan(clap_layers=(1,), gbm_layers=(3,), clap_threshold=0.7)
@@ -89,6 +89,16 @@ def exported(golden_segmenter: Callable[[str], Any]) -> Callable[[str], Exported
             merged = insert_merging(model, configuration.plan)
             made[name] = Exported(Deployed(merged, network, configuration.output).eval(), configuration)
         return made[name]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def export_network() -> Callable[..., Exported]:
+    """Exports a network with a plan: `export_network(model, network, plan)`."""
+
+    def make(model: Any, network: Network, plan: MergePlan) -> Exported:
+        return Exported(Deployed(insert_merging(model, plan), network, "scores").eval(), Configuration(plan))
 
     return make
 
