@@ -175,7 +175,8 @@ def find_threshold(
         f"{_state(tuned)} ({shown.value:g})": evaluate(held_out, {name: shown.value}),
     }
     chosen = tuned_recipe(recipe, knob, shown.value) if tuned.chosen else None
-    return _finding(f"Threshold {name}", name, tuned, _dense(evaluate(tuning, None)), held, plan, chosen)
+    title = f"{'CLAP' if knob == 'tau' else 'GBM'} threshold, aim: {goal.aim}"
+    return _finding(title, name, tuned, _dense(evaluate(tuning, None)), held, plan, chosen)
 
 
 def find_positions(
@@ -308,7 +309,6 @@ def _with_change(value: float | None, base: float | None, is_base: bool) -> str:
 
 def _plots(knob: str, tuned: Tuned, dense: Record) -> list[Plot]:
     marked = tuned.chosen or tuned.nearest
-    plain = [point for point in tuned.points if point is not marked]
     where = f"{dense['dataset']} {dense['split']}, {dense['images']} images"
     plots = [
         Plot(
@@ -323,12 +323,24 @@ def _plots(knob: str, tuned: Tuned, dense: Record) -> list[Plot]:
     ]
     if dense["gmacs_per_window_mean"] is not None and marked.gmacs is not None:
         series = {
-            "measured": [(p.gmacs, p.miou_percent, f"{p.value:g}") for p in plain if p.gmacs is not None],
+            "measured": _labelled(tuned.points, marked),
             _state(tuned): [(marked.gmacs, marked.miou_percent, f"{marked.value:g}")],
             DENSE: [(dense["gmacs_per_window_mean"], miou_of(dense), DENSE)],
         }
         plots.insert(0, Plot(f"accuracy against arithmetic, {where}", "GMACs per window", "mIoU %", series))
     return [plot._replace(series={name: points for name, points in plot.series.items() if points}) for plot in plots]
+
+
+def _labelled(points: Sequence[Point], marked: Point) -> list[tuple[float, float, str]]:
+    """Points by multiply-adds; those too near to the marked one or to each other have no label."""
+    known = [(point.gmacs, point) for point in points if point.gmacs is not None]
+    room = (max(gmacs for gmacs, _ in known) - min(gmacs for gmacs, _ in known)) / 10
+    taken, placed = [gmacs for gmacs, point in known if point is marked], []
+    for gmacs, point in known:
+        free = all(abs(gmacs - other) > room for other in taken)
+        taken += [gmacs] * free
+        placed.append((gmacs, point.miou_percent, f"{point.value:g}" if free else ""))
+    return placed
 
 
 def _dense(record: Record) -> Record:

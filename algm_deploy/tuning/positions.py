@@ -22,6 +22,7 @@ from algm_deploy.lowering.bundling import deployed, load_network
 from algm_deploy.merging import merge_inputs
 from algm_deploy.models.vit import VitNetwork
 from algm_deploy.recipes import MergePlan, Recipe
+from algm_deploy.tuning.ablations import ALGM, Variant, apply_variant
 from algm_deploy.tuning.objective import Goal, Record, Tuned, search
 
 
@@ -39,25 +40,26 @@ class PlanEvaluator:
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._network: VitNetwork = load_network(bundle).to(self._device)
 
-    def __call__(self, plan: MergePlan, dataset: Dataset) -> Record:
+    def __call__(self, plan: MergePlan, dataset: Dataset, variant: Variant = ALGM) -> Record:
         """The record of an evaluation with a plan, thresholds included, instead of the bundle's."""
         bundle = self._bundle
         recipe = replace(bundle.recipe, merging=plan)
         weights = bundle.files["weights.safetensors"].sha256
         result = evaluate(
             dataset,
-            self._scores_of(recipe),
+            self._scores_of(recipe, variant),
             recipe,
-            artifact=f"{weights} {recipe.precision} torch in process {plan}",
+            artifact=f"{weights} {recipe.precision} torch in process {plan} {variant}",
             state_folder=bundle.path / "reports",
             window_batch=recipe.max_batch if plan.batch == "per_image" else 1,
             progress=self._progress,
         )
         return result.record()
 
-    def _scores_of(self, recipe: Recipe) -> ScoresOf:
+    def _scores_of(self, recipe: Recipe, variant: Variant) -> ScoresOf:
         plan = recipe.merging
         model = deployed(self._network, recipe)
+        apply_variant(model.model, plan, variant)
         inputs = merge_inputs(plan.clap_threshold, plan.gbm_threshold, device=self._device)
 
         @torch.inference_mode()

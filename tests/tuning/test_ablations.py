@@ -1,0 +1,114 @@
+"""Variants differ from ALGM in what their names say, and in nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import cast
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from algm_deploy.bundle import Bundle
+from algm_deploy.errors import PlanError
+from algm_deploy.lowering.bundling import deployed, load_network
+from algm_deploy.merging import merge_inputs
+from algm_deploy.models.vit import Block, Tokens
+from algm_deploy.ops.clap import window_members, window_similarity
+from algm_deploy.recipes import MergePlan
+from algm_deploy.tuning.ablations import ALGM, ClapVariant, MergeAfterMlp, Variant, apply_variant
+
+PLAN = MergePlan(clap_layers=(1,), gbm_layers=(), clap_threshold=0.9)
+MEMBERS = torch.as_tensor(window_members([8, 8], [2, 2]))
+
+
+@pytest.fixture
+def image(blob_images: Callable[[int], np.ndarray]) -> Tensor:
+    return torch.from_numpy(blob_images(2))
+
+
+def encoder_of(bundle: Bundle, variant: Variant, plan: MergePlan = PLAN):  # type: ignore[no-untyped-def]
+    model = deployed(load_network(bundle), replace(bundle.recipe, merging=plan)).model
+    apply_variant(model, plan, variant)
+    return model.encoder
+
+
+def stage(bundle: Bundle, image: Tensor, variant: Variant, plan: MergePlan = PLAN) -> Tokens:
+    """The tokens behind the first merging block."""
+    _, stages = encoder_of(bundle, variant, plan)(image, merge_inputs(plan.clap_threshold, plan.gbm_threshold))
+    return cast(Tokens, stages[0])
+
+
+def test_algm_is_left_alone(tiny_bundle: Bundle, image: Tensor) -> None:
+    encoder = encoder_of(tiny_bundle, ALGM)
+    assert not isinstance(encoder.blocks[0].merge, ClapVariant)
+    assert isinstance(encoder.blocks[0], Block)
+
+
+def merged_and_before(bundle: Bundle, image: Tensor, variant: Variant) -> tuple[Tokens, Tensor]:
+    """What the slot returns, and the tokens it was given."""
+    encoder = encoder_of(bundle, variant)
+    before = encoder.embed(image)
+    block = encoder.blocks[0]
+    values = before.values + block.attn(block.norm1(before.values), None)
+    return block.merge(before._replace(values=values), merge_inputs(0.9, 1.0)), values
+
+
+@pytest.mark.parametrize("reduction", ["first", "random", "copies"])
+def test_reductions_keep_the_decisions(tiny_bundle: Bundle, image: Tensor, reduction: str) -> None:
+    published, before = merged_and_before(tiny_bundle, image, ALGM)
+    other, _ = merged_and_before(tiny_bundle, image, Variant(reduction=reduction))
+    groups = published.map[:, MEMBERS]  # (B, W, k)
+    joined = (groups == groups[..., :1]).all(-1)
+    assert 0 < joined.sum() < joined.numel()
+    if reduction == "copies":
+        assert other.values.shape == before.shape
+        means = published.values.gather(1, published.map[..., None].expand_as(before[:, 1:]))
+        assert torch.equal(other.values[:, 1:], means)
+        return
+    assert torch.equal(other.map, published.map)
+    assert torch.equal(other.size, published.size)
+    for image_index, window in joined.nonzero().tolist():
+        token = other.values[image_index, other.map[image_index, MEMBERS[window, 0]]]
+        same = (before[image_index, 1 + MEMBERS[window]] == token).all(-1)
+        assert same[0] if reduction == "first" else same.any()
+
+
+def test_a_drawn_patch_depends_on_the_seed_alone(tiny_bundle: Bundle, image: Tensor) -> None:
+    first, again, other = (
+        merged_and_before(tiny_bundle, image, Variant(reduction="random", seed=seed))[0].values for seed in (0, 0, 1)
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+@pytest.mark.parametrize(("feature", "part"), [("query", 0), ("key", 1), ("value", 2)])
+def test_features_decide(tiny_bundle: Bundle, image: Tensor, feature: str, part: int) -> None:
+    encoder = encoder_of(tiny_bundle, Variant(feature=feature))
+    before = encoder.embed(image).values
+    block = encoder.blocks[0]
+    width = before.shape[2]
+    chosen = block.attn.qkv(block.norm1(before))[..., part * width : (part + 1) * width]
+    expected = (window_similarity(chosen, [8, 8], [2, 2], 1) >= 0.9).sum(1)
+    _, (found,) = encoder(image, merge_inputs(0.9, 1.0))
+    assert torch.equal(found.length, 65 - 3 * expected)
+    assert expected.unique().numel() > 1 or 0 < expected[0] < 16
+
+
+def test_merging_behind_the_mlp(tiny_bundle: Bundle, image: Tensor) -> None:
+    plan = replace(PLAN, gbm_layers=(3,))
+    encoder = encoder_of(tiny_bundle, Variant(after_mlp=True), plan)
+    assert [isinstance(block, MergeAfterMlp) for block in encoder.blocks] == [True, False, True, False]
+    _, stages = encoder(image, merge_inputs(0.9, 1.0))
+    plain = encoder_of(tiny_bundle, ALGM, replace(PLAN, clap_layers=()))
+    behind = plain.blocks[0](plain.embed(image))
+    similarity = window_similarity(behind.values, [8, 8], [2, 2], 1)
+    assert torch.equal(stages[0].length, 65 - 3 * (similarity >= 0.9).sum(1))
+    assert len(stages) == 2
+
+
+def test_a_variant_of_clap_needs_clap(tiny_bundle: Bundle) -> None:
+    with pytest.raises(PlanError, match="expected a plan with CLAP"):
+        encoder_of(tiny_bundle, Variant(feature="key"), replace(PLAN, clap_layers=(), gbm_layers=(2,)))
