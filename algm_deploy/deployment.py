@@ -23,8 +23,10 @@ from algm_deploy.models.checkpoints import VARIANT_FILE, read_checkpoint, settin
 from algm_deploy.parity.chain import ParityReport, verify
 from algm_deploy.recipes import Recipe, recipe_settings, resolve
 from algm_deploy.report.pictures import LABELS, OVERLAY, TOKENS
+from algm_deploy.report.records import SPEED, Measured, artifact_of
 from algm_deploy.runners.contract import runner_type
 from algm_deploy.signature import signature_of
+from algm_deploy.timing.protocols import Request, benchmark, check_verified, natural, reading_ms
 
 IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff"}
 
@@ -112,13 +114,7 @@ def parity_windows(recipe: Recipe, paths: Sequence[Path], count: int) -> NDArray
 
     Without paths the pictures are synthetic street scenes, which exercise merging better than noise would.
     """
-    if paths:
-        chosen = [
-            paths[i] for i in np.unique(np.linspace(0, len(paths) - 1, min(count, len(paths))).round().astype(int))
-        ]
-        photos = [read_photo(path) for path in chosen]
-    else:
-        photos = [scene(seed)[0] for seed in range(count)]
+    photos = [read_photo(path) for path in spread(paths, count)] if paths else [scene(seed)[0] for seed in range(count)]
     windows = []
     height, width = recipe.network.image_size
     for index, photo in enumerate(photos):
@@ -129,6 +125,11 @@ def parity_windows(recipe: Recipe, paths: Sequence[Path], count: int) -> NDArray
     dtype = np.dtype(signature_of(recipe).image.dtype)
     stacked = np.stack([np.rint(w) if dtype == np.uint8 else w for w in windows])
     return np.ascontiguousarray(stacked.astype(dtype))
+
+
+def spread(paths: Sequence[Path], count: int) -> list[Path]:
+    """Up to `count` of `paths`, evenly spread over them."""
+    return [paths[i] for i in np.unique(np.linspace(0, len(paths) - 1, min(count, len(paths))).round().astype(int))]
 
 
 def verify_bundle(
@@ -186,6 +187,40 @@ def evaluate_bundle(
     tag = " ".join([runtime, dataset.name, dataset.split, images, *(f"{n} {v}" for n, v in thresholds.items())])
     _keep(bundle, "evaluation", tag, {**result.record(), "thresholds": thresholds, "device": device_of(runtime)})
     return result
+
+
+def bench_bundle(
+    bundle: Bundle, runtime: str, paths: Sequence[Path], count: int, request: Request, progress: bool = True
+) -> list[Measured]:
+    """Times a bundle beside its dense and truncated variants; keeps the records in the manifest and returns them.
+
+    The pictures are one window each of up to `count` photos, or of synthetic scenes where there are no `paths`.
+
+    Raises:
+        BundleError: the bundle was never verified on this runtime, or the pictures do not make batches.
+        GateError: its parity failed, so nothing is timed.
+    """
+    check_verified(bundle, runtime)
+    windows = parity_windows(bundle.recipe, paths, count)
+    records = benchmark(bundle, runtime, windows, request, progress)
+    facts = {**_kind_of_pictures(windows, paths), "device": device_of(runtime)}
+    reading = reading_ms(spread(paths, count), bundle.recipe) if paths and request.protocol == "latency" else {}
+    rows = []
+    for variant, figures in records.items():
+        record = {**figures, **facts}
+        if reading:
+            record["stages"] = {**reading, **figures["stages"]}
+        given = (f"{name} {value}" for name, value in request.thresholds.items())
+        _keep(bundle, SPEED, " ".join((runtime, request.protocol, variant, f"batch {request.batch}", *given)), record)
+        rows.append(Measured(bundle.path.name, runtime, artifact_of(bundle, runtime, record), record))
+    return rows
+
+
+def _kind_of_pictures(windows: NDArray[Any], paths: Sequence[Path]) -> dict[str, Any]:
+    """What was timed on. How much merges depends on the picture, so noise and scenes say little about photos."""
+    kind = "photos" if paths else "synthetic scenes"
+    is_natural = natural(windows)
+    return {"pictures": kind if is_natural else "constant or random", "representative": is_natural and bool(paths)}
 
 
 def device_of(runtime: str) -> str:

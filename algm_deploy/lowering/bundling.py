@@ -46,22 +46,31 @@ def write_bundle(
     source = {checkpoint.path.name: sha256_of(checkpoint.path)}
     model = network_module(recipe.network, weights.state_dict, DTYPES[recipe.precision])
     with BundleWriter(target, recipe) as writer:
-        save_file(_contiguous(model.state_dict()), writer.path(WEIGHTS))
-        made_from = {WEIGHTS: writer.record(WEIGHTS, source).sha256}
-        graph = base_onnx(deployed(model, recipe), recipe.merging, signature_of(recipe).image.dtype)
-        with writer.path(ONNX_DATA).open("wb") as data:
-            move_weights(graph, data, ONNX_DATA)
-        add_function_bodies(graph)
-        ir.save(graph, writer.path(ONNX))
-        writer.record(ONNX_DATA, made_from)
-        writer.record(ONNX, made_from, uses=(ONNX_DATA,))
+        write_network(writer, model, deployed(model, recipe), source)
         writer.facts |= {
-            "signature": signature_of(recipe).to_table(),
             "unused_checkpoint_keys": list(weights.unused),
             "position_embedding_resized_from": weights.resized_from,
             **(facts or {}),
         }
     return Bundle.open(target)
+
+
+def write_network(writer: BundleWriter, model: VitNetwork, network: Deployed, source: Mapping[str, str]) -> None:
+    """Writes the weights of `model`, `network` (the same weights) as portable ONNX, and the recipe's signature.
+
+    `source`: SHA-256 of what the weights were made from, by file name.
+    """
+    recipe = writer.recipe
+    save_file(_contiguous(model.state_dict()), writer.path(WEIGHTS))
+    made_from = {WEIGHTS: writer.record(WEIGHTS, source).sha256}
+    graph = base_onnx(network, recipe.merging, signature_of(recipe).image.dtype)
+    with writer.path(ONNX_DATA).open("wb") as data:
+        move_weights(graph, data, ONNX_DATA)
+    add_function_bodies(graph)
+    ir.save(graph, writer.path(ONNX))
+    writer.record(ONNX_DATA, made_from)
+    writer.record(ONNX, made_from, uses=(ONNX_DATA,))
+    writer.facts["signature"] = signature_of(recipe).to_table()
 
 
 def load_network(bundle: Bundle, dtype: torch.dtype | None = None) -> VitNetwork:

@@ -20,7 +20,7 @@ from algm_deploy.lowering.portable import add_function_bodies
 from algm_deploy.merging import insert_merging
 from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.vit import MergeInputs, Model, Tokens, VitNetwork, share_parameters
-from algm_deploy.recipes import DENSE, MergePlan, Recipe
+from algm_deploy.recipes import DENSE, Recipe
 from algm_deploy.signature import signature_of
 
 Variant = Literal["dense", "merged", "truncated"]
@@ -68,12 +68,14 @@ def variant_network(
     else:
         prefix = model.encoder.prefix
         network = truncate(model, {layer: prefix + n for layer, n in zip(plan.layers, tokens, strict=True)})
-    named = recipe if variant == "merged" else dataclasses.replace(recipe, merging=_without_merges(recipe))
-    return Deployed(network, recipe.network, recipe.output).eval(), named
+    return Deployed(network, recipe.network, recipe.output).eval(), variant_recipe(recipe, variant)
 
 
-def _without_merges(recipe: Recipe) -> MergePlan:
-    return dataclasses.replace(DENSE, batch=recipe.merging.batch)
+def variant_recipe(recipe: Recipe, variant: Variant) -> Recipe:
+    """The recipe that names a variant's inputs and outputs: without merges, but for `merged`."""
+    if variant == "merged":
+        return recipe
+    return dataclasses.replace(recipe, merging=dataclasses.replace(DENSE, batch=recipe.merging.batch))
 
 
 def variant_graph(

@@ -1,0 +1,385 @@
+"""Protocols by name, and what a bundle's dense, merged and truncated networks take under one of them.
+
+| protocol | a batch is | clock |
+|---|---|---|
+| duplicate | one picture repeated, as the published code times; mean over the pictures | network, on its device |
+| mixed | different pictures, each in equally many batches | network, on its device |
+| latency | one picture | host, until its label map is back in host memory |
+
+The device's clock is CUDA events where the runtime executes on a CUDA device, and the host's clock elsewhere, where
+both are one. Every network is run through its runner with the same output; truncated keeps as many tokens as merging
+leaves on average on these very pictures.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from algm_deploy.bundle import Bundle
+from algm_deploy.environment import environment
+from algm_deploy.errors import BundleError, GateError
+from algm_deploy.evaluation.evaluate import merge_names
+from algm_deploy.evaluation.flops import multiply_adds
+from algm_deploy.evaluation.predictor import network_canvas
+from algm_deploy.evaluation.preprocessing import read_photo
+from algm_deploy.evaluation.sliding import best_labels
+from algm_deploy.parity.chain import verify
+from algm_deploy.recipes import DENSE, Recipe
+from algm_deploy.runners.contract import Array, Runner, runner
+from algm_deploy.signature import threshold_defaults
+from algm_deploy.timing.timers import (
+    Call,
+    Effort,
+    Times,
+    cuda_ms,
+    drift,
+    host_ms,
+    merge_efficiency,
+    percentiles,
+    steady,
+    take_turns,
+    typical_ms,
+)
+from algm_deploy.timing.variant_bundles import variant_bundle, variant_runner
+from algm_deploy.timing.variants import VARIANTS, Variant
+
+SCHEMA_VERSION = 1
+ProtocolName = Literal["duplicate", "mixed", "latency"]
+PROTOCOLS: tuple[ProtocolName, ...] = ("duplicate", "mixed", "latency")
+_STAGE_EFFORT = Effort(warmup=1, rounds=2, most_rounds=2)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to time.
+
+    `variants` besides `merged` that stand beside it; `thresholds` instead of the bundle's; `batch` is 1 for latency.
+    """
+
+    protocol: ProtocolName
+    batch: int = 1
+    effort: Effort = field(default_factory=Effort)
+    thresholds: Mapping[str, float] = field(default_factory=dict)
+    variants: tuple[Variant, ...] = VARIANTS
+
+    def __post_init__(self) -> None:
+        if self.protocol == "latency" and self.batch != 1:
+            raise BundleError(
+                f"expected a batch of 1 for latency, got {self.batch}: leave --batch out, or time --protocol duplicate "
+                "or mixed"
+            )
+
+
+@runtime_checkable
+class InDeviceMemory(Protocol):
+    """A runner that works on tensors where they lie."""
+
+    def infer_device(
+        self, feeds: Mapping[str, torch.Tensor | float], outputs: Sequence[str] | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Results stay on the device."""
+
+
+# ------------------------------------------------------------------------------------------------------------- the run
+
+
+def benchmark(
+    bundle: Bundle, runtime: str, windows: Array, request: Request, progress: bool = True
+) -> dict[Variant, dict[str, Any]]:
+    """Times a bundle and its variants on one runtime; returns a record each.
+
+    Args:
+        bundle: verified on this runtime.
+        runtime: its name.
+        windows: pictures (n, 3, H, W) in the dtype of the bundle's image input.
+        request: protocol, batch, effort, thresholds.
+        progress: show a bar.
+
+    Raises:
+        BundleError: never verified on this runtime, or pictures that do not make batches of this size.
+        GateError: parity failed, of the bundle or of its dense variant.
+    """
+    check_verified(bundle, runtime)
+    batches = batches_of(request.protocol, len(windows), request.batch)
+    with runner(bundle, runtime) as merged:
+        tokens = _token_counts(merged, windows, request, batches)
+    mean = tokens.mean(0)
+    bundles = _bundles(bundle, runtime, windows, request, np.rint(mean).astype(int).tolist())
+    with ExitStack() as stack:
+        runners = {
+            name: stack.enter_context(runner(one, runtime) if one is bundle else variant_runner(one, runtime, bundle))
+            for name, one in bundles.items()
+        }
+        _check_truncated(runners.get("truncated"), windows, mean)
+        contestants = {name: _Contestant(one, bundle.recipe, request.thresholds) for name, one in runners.items()}
+        times, stages = _times(contestants, [windows[list(batch)] for batch in batches], request, progress)
+        common = {**_conditions(contestants["merged" if "merged" in runners else "dense"]), **_work(request, windows)}
+    records = _records(bundle.recipe, times, stages, request, tokens)
+    return {name: {"runtime": runtime, **record, **common} for name, record in records.items()}
+
+
+def check_verified(bundle: Bundle, runtime: str) -> None:
+    """Nothing is timed that has not passed the parity chain on its runtime.
+
+    Raises:
+        BundleError: it was never run.
+        GateError: it failed.
+    """
+    record = bundle.manifest.get("parity", {}).get(runtime)
+    command = f"`algm-deploy verify {bundle.path} --runtime {runtime}`"
+    if record is None:
+        raise BundleError(f"expected a bundle that was verified on {runtime}, this one was not: run {command} first")
+    if not record["passed"]:
+        raise GateError(f"the parity chain failed on {runtime}, so nothing is timed: {command} shows where")
+
+
+def batches_of(protocol: ProtocolName, pictures: int, batch: int) -> list[tuple[int, ...]]:
+    """Pictures of each batch by index.
+
+    `mixed` takes pictures in a circle until each has been in equally many batches.
+
+    Raises:
+        BundleError: no picture, or a mixed batch of more pictures than there are.
+    """
+    if pictures < 1:
+        raise BundleError("expected at least one picture to time, got none: give a larger --count or more --images")
+    if protocol != "mixed":
+        return [(index,) * batch for index in range(pictures)]
+    if pictures < batch:
+        raise BundleError(
+            f"expected at least {batch} different pictures for mixed batches of {batch}, got {pictures}: give a larger "
+            "--count, more --images or a smaller --batch"
+        )
+    count = math.lcm(pictures, batch) // batch
+    return [tuple((start * batch + i) % pictures for i in range(batch)) for start in range(count)]
+
+
+def _bundles(
+    bundle: Bundle, runtime: str, windows: Array, request: Request, tokens: Sequence[int]
+) -> dict[Variant, Bundle]:
+    """The networks to time; a bundle that merges nothing is its own dense network."""
+    if not bundle.recipe.merging.layers:
+        return {"dense": bundle}
+    found = {name: variant_bundle(bundle, name, tokens) for name in VARIANTS if name in request.variants}
+    if "dense" in found:
+        _verify_dense(found["dense"], runtime, windows, bundle)
+    return found
+
+
+def _verify_dense(dense: Bundle, runtime: str, windows: Array, bundle: Bundle) -> None:
+    """The chain on one picture, unless it has passed before."""
+    with variant_runner(dense, runtime, bundle):
+        pass  # builds what is missing, so that what is verified is what is timed
+    known = dense.manifest.get("parity", {})
+    if not known.get(runtime, {}).get("passed"):
+        report = verify(dense, runtime, windows[:1], progress=False)
+        dense.update({"parity": {**known, runtime: report.record()}})
+    check_verified(dense, runtime)
+
+
+def _check_truncated(truncated: Runner | None, windows: Array, mean: NDArray[np.float64]) -> None:
+    if truncated is None:
+        return
+    kept = truncated.infer({"image": windows[:1]}, ["token_counts"])["token_counts"][0]
+    if kept.tolist() != np.rint(mean).tolist():
+        raise GateError(f"expected a truncated network that keeps {np.rint(mean)} tokens, got {kept}: nothing is timed")
+
+
+def _token_counts(
+    merged: Runner, windows: Array, request: Request, batches: Sequence[tuple[int, ...]]
+) -> NDArray[np.int64]:
+    """Patch tokens (images, merges) left behind each merge, of every image of every batch."""
+    thresholds = {n: np.asarray(v, np.float32) for n, v in request.thresholds.items()}
+    counts = [
+        merged.infer({"image": windows[list(batch)], **thresholds}, ["token_counts"])["token_counts"]
+        for batch in batches
+    ]
+    return np.concatenate(counts)
+
+
+# --------------------------------------------------------------------------------------------------------- contestants
+
+
+class _Contestant:
+    """One network on its runner, with calls that do what a protocol times."""
+
+    def __init__(self, run: Runner, recipe: Recipe, thresholds: Mapping[str, float]) -> None:
+        self.run, self.output, self.size = run, recipe.output, recipe.network.image_size
+        defaults = run.signature.defaults  # none where nothing merges
+        self.thresholds = {name: thresholds.get(name, default) for name, default in defaults.items()}
+        self.on_cuda = run.runtime != "onnxruntime-cpu" and torch.cuda.is_available()
+
+    def network(self, windows: Array) -> Callable[[], float]:
+        """Milliseconds of the network alone, on its device; pictures lie there already."""
+        return partial(cuda_ms if self.on_cuda else host_ms, self._network(windows))
+
+    def whole(self, windows: Array) -> Callable[[], float]:
+        """Milliseconds of the host's clock from pictures to label maps, both in host memory."""
+        return partial(host_ms, lambda: self._labels(self.run.infer(self._feeds(windows), [self.output])))
+
+    def _network(self, windows: Array) -> Call:
+        if not self.on_cuda:
+            feeds = self._feeds(windows)
+            return lambda: self.run.infer(feeds, [self.output])
+        image = torch.from_numpy(windows).cuda()
+        if isinstance(self.run, InDeviceMemory):
+            device_feeds: dict[str, torch.Tensor | float] = {"image": image, **self.thresholds}
+            return partial(self.run.infer_device, device_feeds, [self.output])
+        tensors = {n: torch.tensor(v, dtype=torch.float32, device="cuda") for n, v in self.thresholds.items()}
+        engine: Any = self.run  # TensorRT's runner, which writes all outputs of an engine
+        return partial(engine.infer_tensors, {"image": image, **tensors})
+
+    def _feeds(self, windows: Array) -> dict[str, Array]:
+        return {"image": windows, **{n: np.asarray(v, np.float32) for n, v in self.thresholds.items()}}
+
+    def _labels(self, outputs: Mapping[str, Array]) -> list[Array]:
+        found = outputs[self.output]
+        return list(found) if self.output == "labels" else [best_labels(scores, self.size) for scores in found]
+
+
+Work = Mapping[str, Callable[[], float]]  # one piece of it, by contestant
+Stages = dict[str, dict[str, float]]
+
+
+def _times(
+    contestants: Mapping[Variant, _Contestant], batches: Sequence[Array], request: Request, progress: bool
+) -> tuple[dict[str, Times], Stages]:
+    """Times of each contestant; for latency also what parts of it take, by contestant."""
+    effort, latency = request.effort, request.protocol == "latency"
+    with tqdm(desc=f"time {request.protocol}", unit="call", disable=None if progress else True) as bar:
+        network: list[Work] = [{name: one.network(batch) for name, one in contestants.items()} for batch in batches]
+        if not latency:
+            return take_turns(network, effort, bar.update), {}
+        whole: list[Work] = [{name: one.whole(batch) for name, one in contestants.items()} for batch in batches]
+        times = take_turns(whole, effort, bar.update)
+        parts = take_turns(network, _STAGE_EFFORT, bar.update)
+    return times, {name: _stages(times[name], parts[name]) for name in times}
+
+
+def _stages(whole: Times, network: Times) -> dict[str, float]:
+    inside, total = float(np.median(network)), float(np.median(whole))
+    return {"network_ms_p50": inside, "copies_and_label_map_ms_p50": max(total - inside, 0.0)}
+
+
+# -------------------------------------------------------------------------------------------------------------- records
+
+
+def _records(
+    recipe: Recipe, times: Mapping[str, Times], stages: Stages, request: Request, tokens: NDArray[np.int64]
+) -> dict[Variant, dict[str, Any]]:
+    """One record a variant, with speed-ups against the dense network. One that is not steady spoils all."""
+    stable = all(steady(one) for one in times.values())
+    typical = {name: typical_ms(one) for name, one in times.items()}
+    records: dict[Variant, dict[str, Any]] = {}
+    for name in VARIANTS:
+        if name not in times:
+            continue
+        record: dict[str, Any] = {
+            "schema_version": SCHEMA_VERSION,
+            "variant": name,
+            "protocol": request.protocol,
+            "batch": request.batch,
+            "thresholds": _thresholds(recipe, request) if name == "merged" else {},
+            "stable": stable,
+            "drift_percent": 100 * drift(times[name]) if len(times[name]) > 1 else None,
+            "rounds": len(times[name]),
+            "samples": int(times[name].size),
+            "throughput_img_per_s": 1e3 * request.batch / typical[name],
+            "batch_ms_mean_of_medians": typical[name],
+        }
+        if request.protocol == "latency":
+            record |= {f"latency_ms_{share}": value for share, value in percentiles(times[name]).items()}
+            record["stages"] = stages[name]
+        records[name] = record | _tokens(recipe, name, tokens) | _against_dense(name, typical)
+    return records
+
+
+def _thresholds(recipe: Recipe, request: Request) -> dict[str, float | str]:
+    """Thresholds in force; texts where infinite, as JSON has no infinity."""
+    defaults = threshold_defaults(recipe.merging)
+    found = {name: request.thresholds.get(name, default) for name, default in defaults.items()}
+    return {name: value if math.isfinite(value) else str(value) for name, value in found.items()}
+
+
+def _tokens(recipe: Recipe, variant: Variant, tokens: NDArray[np.int64]) -> dict[str, Any]:
+    """Mean token counts behind each merge, the figure the truncated network was cut to, and multiply-adds."""
+    plan, network = recipe.merging, recipe.network
+    patches = network.grid[0] * network.grid[1]
+    kept = np.full_like(tokens, patches) if variant == "dense" else tokens
+    if variant == "truncated":
+        kept = np.broadcast_to(np.rint(tokens.mean(0)).astype(int), tokens.shape)
+    means = {f"tokens_after_{n}_mean": float(c) for n, c in zip(merge_names(plan), kept.mean(0), strict=True)}
+    if variant == "merged":
+        gmacs = float(np.mean([multiply_adds(network, plan, row.tolist()).gmacs for row in kept]))
+    elif variant == "dense":
+        gmacs = multiply_adds(network, DENSE).gmacs
+    else:
+        return means
+    return {**means, "gmacs_per_window_mean": gmacs}
+
+
+def _against_dense(variant: Variant, typical: Mapping[str, float]) -> dict[str, float]:
+    if variant == "dense" or "dense" not in typical:
+        return {}
+    found = {"speedup": typical["dense"] / typical[variant]}
+    if variant == "merged" and "truncated" in typical:
+        efficiency = merge_efficiency(typical["dense"], typical["merged"], typical["truncated"])
+        found |= {} if efficiency is None else {"merge_efficiency": efficiency}
+    return found
+
+
+def _conditions(contestant: _Contestant) -> dict[str, Any]:
+    """What the times depend on beside network and pictures."""
+    run = contestant.run
+    return {
+        "clock": "CUDA events" if contestant.on_cuda else "host",
+        "provider": getattr(run, "provider_name", None),
+        "executable": getattr(run, "graph", None),
+        "custom_operators": list(getattr(run, "custom_operators", ())),
+        "precision": run.bundle.recipe.precision,
+        "output": run.bundle.recipe.output,
+        "torch_threads": torch.get_num_threads(),
+        "cpus_usable": len(os.sched_getaffinity(0)),
+        "load_average_1_minute": os.getloadavg()[0],
+        "environment": asdict(environment(devices=contestant.on_cuda)),
+    }
+
+
+def _work(request: Request, windows: Array) -> dict[str, Any]:
+    return {"pictures_timed": len(windows), "warmup_calls": request.effort.warmup}
+
+
+def reading_ms(paths: Sequence[Path], recipe: Recipe) -> dict[str, float]:
+    """Milliseconds on the host from a file to pixels, and from pixels to the canvas that windows are cut from."""
+    decode, preprocess = [], []
+    for path in paths:
+        decode.append(host_ms(partial(read_photo, path)))
+        preprocess.append(host_ms(partial(network_canvas, read_photo(path), recipe)))
+    return {"decode_ms_p50": float(np.median(decode)), "preprocess_ms_p50": float(np.median(preprocess))}
+
+
+def natural(windows: Array) -> bool:
+    """Whether pictures (n, 3, H, W) have regions, as photos do: neither constant nor noise.
+
+    Neighbours in a photo resemble each other: here the correlation of horizontally adjacent pixels must exceed 1/2 in
+    every picture.
+    """
+    return all(_neighbour_correlation(picture) > 0.5 for picture in np.asarray(windows, np.float64))
+
+
+def _neighbour_correlation(picture: NDArray[np.float64]) -> float:
+    centred = picture - picture.mean((1, 2), keepdims=True)
+    energy = (centred**2).mean()
+    return float((centred[..., 1:] * centred[..., :-1]).mean() / energy) if energy > 1.0 else 0.0

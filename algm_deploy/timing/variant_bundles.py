@@ -1,0 +1,87 @@
+"""Dense and truncated networks as bundles inside a bundle, so that every runtime runs them as it runs any bundle."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from algm_deploy.bundle import MANIFEST, Bundle, BundleWriter
+from algm_deploy.errors import BundleError
+from algm_deploy.lowering.bundling import ONNX, WEIGHTS, load_network, write_network
+from algm_deploy.models.deployed import Deployed
+from algm_deploy.runners.contract import Runner, runner, runner_type
+from algm_deploy.runners.torch import TorchRunner
+from algm_deploy.timing.variants import Variant, truncate, variant_network, variant_recipe
+
+FACT = "variant"  # in the manifest of a variant: which one, of which files, rows kept behind each layer
+
+
+def variant_bundle(bundle: Bundle, variant: Variant, tokens: Sequence[int]) -> Bundle:
+    """`variants/dense` or `variants/truncated` of a bundle, written where it is missing or of another make.
+
+    Args:
+        bundle: with merging; returned as it is for `merged`.
+        variant: which network.
+        tokens: patch tokens that `truncated` keeps behind each merge of the plan.
+    """
+    if variant == "merged":
+        return bundle
+    target = bundle.path / "variants" / variant
+    made_from = {name: bundle.files[name].sha256 for name in (WEIGHTS, ONNX)}
+    fact = {"name": variant, "made_from": made_from, "rows_by_layer": _rows(bundle, variant, tokens)}
+    named = variant_recipe(bundle.recipe, variant)
+    if (target / MANIFEST).is_file():
+        found = Bundle.open(target)
+        if found.manifest.get(FACT) == fact and found.recipe == named:
+            return found
+    model = load_network(bundle)
+    network, _ = variant_network(model, bundle.recipe, variant, tokens)
+    with BundleWriter(target, named) as writer:
+        write_network(writer, model, network, {WEIGHTS: made_from[WEIGHTS]})
+        if variant == "truncated":
+            writer.facts["signature"]["outputs"][1]["shape"] = (-1, len(tokens))
+        writer.facts |= {FACT: fact, "preprocessing_sha256": bundle.fact("preprocessing_sha256")}
+    return Bundle.open(target)
+
+
+def _rows(bundle: Bundle, variant: Variant, tokens: Sequence[int]) -> list[list[int]]:
+    """Pairs of layer and rows that a truncated network keeps behind it, prefix counted; none for `dense`."""
+    prefix, layers = bundle.recipe.network.prefix, bundle.recipe.merging.layers
+    pairs = zip(layers, tokens, strict=True) if variant == "truncated" else ()
+    return [[layer, prefix + count] for layer, count in pairs]
+
+
+def variant_runner(bundle: Bundle, runtime: str, like: Bundle) -> Runner:
+    """A closed runner of a variant, whose executable is built as that of the bundle `like` was.
+
+    Raises:
+        BundleError: the two end in different tails, as the native library came or went in between.
+    """
+    if runtime == "torch":
+        return VariantTorchRunner(bundle)
+    own = any(runtime in name for name in like.files)
+    if own and (not any(runtime in name for name in bundle.files) or _tail(bundle, runtime) != _tail(like, runtime)):
+        runner_type(runtime).build(bundle)
+    if _tail(bundle, runtime) != _tail(like, runtime):
+        raise BundleError(
+            f"expected {bundle.path} to make its label map as {like.path} does, got another operator: run `algm-deploy "
+            f"build {like.path} --runtime {runtime}` and verify again"
+        )
+    return runner(bundle, runtime)
+
+
+def _tail(bundle: Bundle, runtime: str) -> Any:
+    """What a provider of ONNX Runtime computes label maps with; None elsewhere."""
+    found = runner_type(runtime)(bundle)
+    return "label_map" in getattr(found, "custom_operators", ())
+
+
+class VariantTorchRunner(TorchRunner):
+    """PyTorch on a variant: dropping tokens is no merge plan, so a truncated network is made by its fact."""
+
+    def _network(self) -> Deployed:
+        rows = dict(self.bundle.manifest.get(FACT, {}).get("rows_by_layer", []))
+        if not rows:
+            return super()._network()
+        recipe = self.bundle.recipe
+        return Deployed(truncate(load_network(self.bundle), rows), recipe.network, recipe.output).eval()
