@@ -158,6 +158,29 @@ def _evaluated(bundle: Bundle, options: argparse.Namespace) -> None:
         print(f"not evaluated: {name}: {reason}")
 
 
+def _bench(options: argparse.Namespace) -> int:
+    from algm_deploy.bundle import Bundle
+    from algm_deploy.signature import CLAP_THRESHOLD
+    from algm_deploy.timing.protocols import usual_request
+
+    bundle = Bundle.open(options.bundle)
+    thresholds = {} if options.tau is None else {CLAP_THRESHOLD: options.tau}
+    numbers = (options.count, options.batch, options.warmup, options.rounds)
+    _timed(bundle, options, usual_request(bundle.recipe, options.protocol, *numbers, thresholds))
+    return 0
+
+
+def _timed(bundle: Bundle, options: argparse.Namespace, request: Request) -> None:
+    from algm_deploy.deployment import bench_bundle, find_images
+    from algm_deploy.report.tables import speed_notes, speed_table, text_table
+
+    paths = find_images(options.images) if options.images else []
+    rows = bench_bundle(bundle, options.runtime, paths, request)
+    print(text_table(*speed_table(rows)))
+    for line in speed_notes(rows):
+        print(line)
+
+
 def _quality_table(record: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     tokens = [key for key in record if key.startswith("tokens_after_") and key.endswith("_mean")]
     header = (
@@ -385,6 +408,7 @@ def _parser() -> argparse.ArgumentParser:
             "thresholds and merge positions from data, as a new recipe",
             (_bundle, _runtime, _tune_options),
         ),
+        ("bench", _bench, "speed beside the dense network, by protocol", (_bundle, _runtime, _bench_options)),
         ("predict", _predict, "label map, overlay and merged-token pictures of photos", (_bundle, _photos, _runtime)),
         ("demo", _demo, "the whole product on an embedded synthetic example", (_demo_options,)),
         ("report", _report, "one HTML page about a bundle", (_bundle, _runtime, _report_options)),
@@ -451,6 +475,26 @@ def _data_options(command: argparse.ArgumentParser) -> None:
     if required:
         command.add_argument("--tau", type=float, help="CLAP threshold instead of the bundle's")
     command.add_argument("--dense", action="store_true", help="merge nothing: what merging costs is the difference")
+
+
+def _bench_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--images", type=Path, nargs="+", default=[], help="photos to time; default: synthetic scenes")
+    command.add_argument(
+        "--protocol",
+        choices=("duplicate", "mixed", "latency"),
+        default="latency",
+        help="batches of one picture repeated, of different pictures, or single pictures until the label map is back "
+        "on the host (default)",
+    )
+    command.add_argument("--batch", type=_positive, help="pictures in a batch; default: the bundle's maximum")
+    command.add_argument("--count", type=_positive, help="how many pictures (default 8, or a batch of them)")
+    command.add_argument("--warmup", type=_count, help="calls before the clock counts (default 5)")
+    command.add_argument(
+        "--rounds",
+        type=_positive,
+        help="rounds over the pictures at least; unsteady times get more (default 4 or more)",
+    )
+    command.add_argument("--tau", type=float, help="CLAP threshold instead of the bundle's")
 
 
 def _tune_options(command: argparse.ArgumentParser) -> None:
@@ -569,6 +613,10 @@ def _percent(text: str) -> float:
         raise RecipeError(
             f"expected dense, clap, an mIoU in percent or a bundle as --reference, got {text!r}"
         ) from error
+
+
+def _count(text: str) -> int:
+    return 0 if text == "0" else _positive(text)
 
 
 def _positive(text: str) -> int:

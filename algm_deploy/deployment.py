@@ -190,21 +190,23 @@ def evaluate_bundle(
 
 
 def bench_bundle(
-    bundle: Bundle, runtime: str, paths: Sequence[Path], count: int, request: Request, progress: bool = True
+    bundle: Bundle, runtime: str, paths: Sequence[Path], request: Request, progress: bool = True
 ) -> list[Measured]:
     """Times a bundle beside its dense and truncated variants; keeps the records in the manifest and returns them.
 
-    The pictures are one window each of up to `count` photos, or of synthetic scenes where there are no `paths`.
+    The pictures are one window each of photos, or of synthetic scenes where there are no `paths`.
 
     Raises:
         BundleError: the bundle was never verified on this runtime, or the pictures do not make batches.
         GateError: its parity failed, so nothing is timed.
     """
     check_verified(bundle, runtime)
-    windows = parity_windows(bundle.recipe, paths, count)
+    windows = parity_windows(bundle.recipe, paths, request.count)
     records = benchmark(bundle, runtime, windows, request, progress)
     facts = {**_kind_of_pictures(windows, paths), "device": device_of(runtime)}
-    reading = reading_ms(spread(paths, count), bundle.recipe) if paths and request.protocol == "latency" else {}
+    reading = {}
+    if paths and request.protocol == "latency":
+        reading = reading_ms(spread(paths, request.count), bundle.recipe)
     rows = []
     for variant, figures in records.items():
         record = {**figures, **facts}

@@ -161,6 +161,19 @@ def speed_table(rows: Sequence[Measured]) -> Table:
     return Table(header, lines)
 
 
+def speed_notes(rows: Sequence[Measured]) -> list[str]:
+    """What a reader of speed records of one run must know beside the figures, one line each."""
+    first = rows[0].record
+    pictures, kind = first["pictures_timed"], first["pictures"]
+    notes = [f"{pictures} {kind}, {first['rounds']} rounds, clock: {first['clock']}"]
+    if not first["representative"]:
+        notes.append("not representative: how much merges depends on the picture, give --images with photos of yours")
+    if not first["stable"]:
+        drifts = ", ".join(f"{row.record['variant']} {shown(row.record['drift_percent'], 1)} %" for row in rows)
+        notes.append(f"not stable: the halves of the run differ ({drifts}): close what else runs here, then repeat")
+    return notes
+
+
 def joined_table(pairs: Sequence[tuple[Measured, Measured]]) -> Table:
     """Accuracy and speed of the same weights, plan and precision in one row, which names both outputs.
 
@@ -304,7 +317,8 @@ def _parts_table(group: Sequence[Measured], title: str, parts: Mapping[str, Sequ
 
 def _speed_cell(record: Record, key: str, digits: int | None) -> str:
     value = record.get(key)
-    if record.get("stable") is False and isinstance(value, float):
+    is_count = key.startswith(("tokens_", "gmacs_"))
+    if record.get("stable") is False and isinstance(value, float) and not is_count:
         return "not stable"
     return str(value) if isinstance(value, str) else shown(value, digits)
 

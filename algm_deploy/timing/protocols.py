@@ -40,6 +40,7 @@ from algm_deploy.recipes import DENSE, Recipe
 from algm_deploy.runners.contract import Array, Runner, runner
 from algm_deploy.signature import threshold_defaults
 from algm_deploy.timing.timers import (
+    SAMPLES_FOR_P99,
     Call,
     Effort,
     Times,
@@ -63,12 +64,14 @@ _STAGE_EFFORT = Effort(warmup=1, rounds=2, most_rounds=2)
 
 @dataclass(frozen=True)
 class Request:
-    """What to time.
+    """What to time: up to `count` pictures in batches of `batch`; for `latency` that is 1.
 
-    `variants` besides `merged` that stand beside it; `thresholds` instead of the bundle's; `batch` is 1 for latency.
+    `thresholds` instead of the bundle's, by input name. `variants` stand beside each other; a bundle that merges
+    nothing has only itself.
     """
 
     protocol: ProtocolName
+    count: int = 8
     batch: int = 1
     effort: Effort = field(default_factory=Effort)
     thresholds: Mapping[str, float] = field(default_factory=dict)
@@ -80,6 +83,29 @@ class Request:
                 f"expected a batch of 1 for latency, got {self.batch}: leave --batch out, or time --protocol duplicate "
                 "or mixed"
             )
+
+
+def usual_request(
+    recipe: Recipe,
+    protocol: ProtocolName,
+    count: int | None = None,
+    batch: int | None = None,
+    warmup: int | None = None,
+    rounds: int | None = None,
+    thresholds: Mapping[str, float] | None = None,
+) -> Request:
+    """A request whose missing numbers are the usual ones.
+
+    Batches are as large as the bundle takes them, the pictures are eight or fill a batch, and for `latency` there are
+    enough rounds for a 99th percentile.
+    """
+    usual = Effort()
+    batch = batch or (1 if protocol == "latency" else recipe.max_batch)
+    count = count or max(8, batch)
+    rounds = rounds or max(usual.rounds, math.ceil(SAMPLES_FOR_P99 / count) if protocol == "latency" else 0)
+    warmup = usual.warmup if warmup is None else warmup
+    effort = Effort(warmup, rounds, max(usual.most_rounds, 2 * rounds))
+    return Request(protocol, count, batch, effort, thresholds or {})
 
 
 @runtime_checkable

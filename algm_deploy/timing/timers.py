@@ -17,7 +17,8 @@ MOST_DRIFT = 0.05
 """Times are steady when the two halves of a run differ by less than this share."""
 
 PERCENTILES = {"p50": 50, "p90": 90, "p99": 99}
-_SAMPLES_FOR_P99 = 100  # below, the 99th percentile is little but the largest value
+SAMPLES_FOR_P99 = 100
+"""Of fewer samples the 99th percentile is little but the largest value."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ def steady(times: Times) -> bool:
 def percentiles(times: Times) -> dict[str, float | None]:
     """Percentiles over all rounds and pieces; no 99th of fewer than 100 samples."""
     return {
-        name: float(np.percentile(times, share)) if name != "p99" or times.size >= _SAMPLES_FOR_P99 else None
+        name: float(np.percentile(times, share)) if name != "p99" or times.size >= SAMPLES_FOR_P99 else None
         for name, share in PERCENTILES.items()
     }
 
