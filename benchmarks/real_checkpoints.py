@@ -1,0 +1,187 @@
+"""Trained checkpoints in the authors' format against the published code: window counts, token maps and labels.
+
+    python benchmarks/real_checkpoints.py DATA [--record benchmarks/records/real_checkpoints.json]
+
+DATA holds `models/NAME/{checkpoint.pth, variant.yml, golden.npz}` and the CamVid photos in `data/camvid/images/test`;
+neither ships with the project, CamVid is for non-commercial use. `golden.npz` holds what the published code
+(tue-mps/algm-segmenter 674eaa2, CPU, fp32) gave for windows of 512 pixels: photo and left edge of each window, token
+counts after CLAP and GBM, the map from patches to final tokens, and labels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from algm_deploy.bundle import Bundle
+from algm_deploy.deployment import export
+from algm_deploy.environment import environment
+from algm_deploy.evaluation.predictor import network_canvas
+from algm_deploy.evaluation.preprocessing import read_photo
+from algm_deploy.parity.replay import Replays, clap_facts, gbm_facts
+from algm_deploy.recipes import Recipe
+from algm_deploy.report.tables import text_table
+from algm_deploy.runners.contract import runner
+
+MODELS = ("segmenter_vit_s16_camvid", "segmenter_vit_s16_camvid_algm")
+RECIPE = "segmenter_vit_s16_camvid"
+RUNTIMES = ("torch", "onnxruntime-cpu")
+OUTPUTS = ("scores", "token_counts", "token_map_clap_1", "token_map_gbm_5")
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """One runtime on one checkpoint against the published code, over all windows.
+
+    `margin_of_worst` is the smallest distance, in fp64, between any two numbers that decided the worst window: two
+    similarities whose order decides the order of tokens, or a similarity and its threshold.
+    """
+
+    checkpoint: str
+    runtime: str
+    windows: int
+    clap_counts_equal: int
+    gbm_counts_equal: int
+    gbm_count_difference_max: int
+    maps_equal: int
+    label_agreement_mean: float
+    label_agreement_min: float
+    worst_window: str
+    worst_window_map_equal: bool
+    margin_of_worst: float
+
+
+@dataclass(frozen=True)
+class Golden:
+    """What the published code gave, by window."""
+
+    names: NDArray[np.str_]
+    anchor: NDArray[np.int64]
+    counts: NDArray[np.int64]
+    token_map: NDArray[np.uint16]
+    labels: NDArray[np.uint8]
+
+    @classmethod
+    def read(cls, path: Path) -> Golden:
+        """Reads `golden.npz`."""
+        with np.load(path) as content:
+            return cls(*(content[key] for key in ("names", "anchor", "counts", "token_map", "labels")))
+
+
+def windows_of(golden: Golden, photos: Path, recipe: Recipe) -> NDArray[np.uint8]:
+    """The windows (W, 3, 512, 512) that the published code was run on."""
+    side = recipe.protocol.window
+    cut = []
+    for name, left in zip(golden.names, golden.anchor, strict=True):
+        canvas = network_canvas(read_photo(photos / f"{name}.jpg"), recipe)
+        cut.append(canvas[:side, left : left + side].transpose(2, 0, 1))
+    return np.ascontiguousarray(np.stack(cut)).astype(np.uint8)
+
+
+def agreement(checkpoint: str, bundle: Bundle, runtime: str, golden: Golden, windows: NDArray[np.uint8]) -> Agreement:
+    """Runs a runtime on every window."""
+    counts, maps, shares = [], [], []
+    clap_maps = []
+    with runner(bundle, runtime) as run:
+        for index in tqdm(range(len(windows)), f"{checkpoint} {runtime}", unit="window", disable=None):
+            outputs = run.infer({"image": windows[index : index + 1]}, OUTPUTS)
+            counts.append(outputs["token_counts"][0])
+            clap_maps.append(outputs["token_map_clap_1"][0])
+            maps.append(outputs["token_map_gbm_5"][0])
+            shares.append(float((outputs["scores"][0].argmax(0) == golden.labels[index]).mean()))
+    difference = np.abs(np.stack(counts) - golden.counts)
+    equal = [np.array_equal(ours - 1, theirs) for ours, theirs in zip(maps, golden.token_map, strict=True)]
+    worst = int(np.argmin(shares))
+    return Agreement(
+        checkpoint,
+        runtime,
+        windows=len(windows),
+        clap_counts_equal=int((difference[:, 0] == 0).sum()),
+        gbm_counts_equal=int((difference[:, 1] == 0).sum()),
+        gbm_count_difference_max=int(difference[:, 1].max()),
+        maps_equal=sum(equal),
+        label_agreement_mean=float(np.mean(shares)),
+        label_agreement_min=shares[worst],
+        worst_window=f"{golden.names[worst]} at {golden.anchor[worst]}",
+        worst_window_map_equal=equal[worst],
+        margin_of_worst=margin(bundle, windows[worst], [clap_maps[worst], maps[worst]]),
+    )
+
+
+def margin(bundle: Bundle, window: NDArray[np.uint8], maps: list[NDArray[np.int64]]) -> float:
+    """See `Agreement.margin_of_worst`."""
+    recipe = bundle.recipe
+    replayed = [Replays(bundle, window[None])(0, maps)]
+    clap = clap_facts(replayed, 0, recipe.merging, recipe.network)[0]
+    gbm = gbm_facts(replayed, 1, recipe.merging, recipe.network)[0]
+    merged = np.sort(clap.similarity[clap.similarity >= clap.limit].astype(np.float64))
+    best = gbm.best[gbm.sources]
+    return float(
+        min(
+            np.diff(merged).min(initial=np.inf),
+            np.abs(clap.similarity - clap.limit).min(),
+            np.abs(best - gbm.limit).min(),
+        )
+    )
+
+
+def measure(data: Path, checkpoint: str, runtimes: tuple[str, ...] = RUNTIMES) -> Iterator[Agreement]:
+    """Exports a checkpoint and compares each runtime."""
+    folder = data / "models" / checkpoint
+    golden = Golden.read(folder / "golden.npz")
+    with tempfile.TemporaryDirectory() as temporary:
+        bundle = export(folder, Path(temporary) / checkpoint, RECIPE, {}).bundle
+        windows = windows_of(golden, data / "data" / "camvid" / "images" / "test", bundle.recipe)
+        for runtime in runtimes:
+            yield agreement(checkpoint, bundle, runtime, golden, windows)
+
+
+def table(rows: list[Agreement]) -> str:
+    """For terminals."""
+    header = ("checkpoint", "runtime", "N' equal", "N'' equal", "maps equal", "labels %", "worst %", "worst window")
+    return text_table(header, [_row(row) for row in rows])
+
+
+def _row(row: Agreement) -> tuple[str, ...]:
+    same = "equal" if row.worst_window_map_equal else "differs"
+    return (
+        row.checkpoint,
+        row.runtime,
+        f"{row.clap_counts_equal} of {row.windows}",
+        f"{row.gbm_counts_equal}, max difference {row.gbm_count_difference_max}",
+        f"{row.maps_equal} of {row.windows}",
+        f"{100 * row.label_agreement_mean:.3f}",
+        f"{100 * row.label_agreement_min:.3f}",
+        f"{row.worst_window}: map {same}, margin {row.margin_of_worst:.1e}",
+    )
+
+
+def main() -> None:
+    """Measures both checkpoints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", type=Path, metavar="DATA")
+    parser.add_argument("--record", type=Path, help="JSON file to write")
+    options = parser.parse_args()
+    rows = [row for name in MODELS for row in measure(options.data, name)]
+    print(table(rows))
+    if options.record:
+        content = {
+            "schema_version": 1,
+            "environment": asdict(environment()),
+            "precision": "fp32",
+            "recipe": RECIPE,
+            "agreements": [asdict(row) for row in rows],
+        }
+        options.record.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
