@@ -14,6 +14,7 @@ from typing import Any
 from algm_deploy import __version__
 from algm_deploy.bundle import Bundle, write_atomically
 from algm_deploy.errors import BundleError
+from algm_deploy.recipes import Network
 from algm_deploy.report.gallery import Example, Gallery, data_url
 from algm_deploy.report.plots import Series, histogram, scatter
 from algm_deploy.report.published import Published, published_beside, read_published
@@ -179,7 +180,7 @@ def _deployed_facts(bundle: Bundle) -> list[tuple[str, str]]:
             "network",
             f"{network.family}, ViT of width {network.embed_dim} with {network.depth} blocks and {network.heads} heads",
         ),
-        ("decoder", f"{network.decoder.replace('_', ' ')}, {network.decoder_depth} blocks, {network.classes} classes"),
+        ("decoder", _decoder_words(network)),
         ("input", f"{size} pixels in patches of {patch}, {network.grid[0]} x {network.grid[1]} patches"),
         ("made from", made_from),
     ]
@@ -206,6 +207,12 @@ def _deployed_facts(bundle: Bundle) -> list[tuple[str, str]]:
         ("output", f"{recipe.output}, {recipe.precision}, batches up to {recipe.max_batch}"),
     ]
     return facts
+
+
+def _decoder_words(network: Network) -> str:
+    blocks = f", {network.decoder_depth} blocks" if network.decoder in ("mask_transformer", "atm") else ""
+    levels = f", tokens of blocks {', '.join(map(str, network.stages))}" if network.stages else ""
+    return f"{network.decoder.replace('_', ' ')}{blocks}{levels}, {network.classes} classes"
 
 
 def _executed_row(bundle: Bundle, runtime: str) -> tuple[str, ...]:
