@@ -223,7 +223,10 @@ def _run(command: Sequence[str], log: Path, progress: bool) -> None:
     """Runs one step of the build; its output goes to `log`, which survives a failure."""
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:  # noqa: S603 - cmake, from the search path
         output = process.stdout or iter(())
-        with log.open("a") as file, tqdm(desc="compile", unit="file", leave=False, disable=not progress) as bar:
+        with (
+            log.open("a") as file,
+            tqdm(desc="compile", unit="file", leave=False, disable=None if progress else True) as bar,
+        ):
             for line in output:
                 file.write(line)
                 if step := re.match(r"\[(\d+)/(\d+)\]", line):

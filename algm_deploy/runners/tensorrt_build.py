@@ -443,7 +443,7 @@ def _progress(trt: Any, config: Any, show: bool) -> Iterator[threading.Event]:
     An exception inside a callback would cross TensorRT's C++ and end the process, so the signal only sets the event.
     """
     interrupted = threading.Event()
-    with tqdm(desc="build", unit="step", disable=not show, leave=False) as bar:
+    with tqdm(desc="build", unit="step", disable=None if show else True, leave=False) as bar:
 
         class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
             def __init__(self) -> None:
