@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from algm_deploy.evaluation.datasets import Dataset
     from algm_deploy.parity.chain import ParityReport
     from algm_deploy.recipes import Recipe
+    from algm_deploy.timing.protocols import Request
     from algm_deploy.tuning.findings import Finding
     from algm_deploy.tuning.objective import Aim, Goal
 
@@ -345,6 +346,11 @@ def _deploy(options: argparse.Namespace) -> int:
         _evaluated(bundle, options)
     if not report.passed:
         raise GateError("the parity chain failed: nothing of this bundle should be trusted before it passes")
+    if options.bench:
+        from algm_deploy.timing.protocols import usual_request
+
+        print()
+        _timed(bundle, options, usual_request(bundle.recipe, "latency"))
     print(f"\ndeployed: {options.output}")
     print(f"next: algm-deploy predict {options.output} PHOTO --runtime {options.runtime}")
     return 0
@@ -395,8 +401,8 @@ def _parser() -> argparse.ArgumentParser:
         (
             "deploy",
             _deploy,
-            "checkpoint to a verified bundle: export, build, verify, evaluate",
-            (_export_options, _runtime, _verify_options, _data_options),
+            "checkpoint to a verified bundle: export, build, verify, evaluate, time",
+            (_export_options, _runtime, _verify_options, _data_options, _deploy_options),
         ),
         ("export", _export, "checkpoint to a bundle", (_export_options,)),
         ("build", _build, "a runtime's own executable, added to a bundle", (_bundle, _runtime)),
@@ -477,6 +483,10 @@ def _data_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--dense", action="store_true", help="merge nothing: what merging costs is the difference")
 
 
+def _deploy_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--bench", action="store_true", help="time it as well, beside the dense network: see bench")
+
+
 def _bench_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--images", type=Path, nargs="+", default=[], help="photos to time; default: synthetic scenes")
     command.add_argument(
@@ -492,7 +502,7 @@ def _bench_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--rounds",
         type=_positive,
-        help="rounds over the pictures at least; unsteady times get more (default 4 or more)",
+        help="rounds over the pictures at least; unsteady times get more (default 4)",
     )
     command.add_argument("--tau", type=float, help="CLAP threshold instead of the bundle's")
 
