@@ -25,7 +25,7 @@ from tqdm import tqdm
 from algm_deploy.bundle import Bundle, sha256_of
 from algm_deploy.errors import BuildError, RuntimeUnavailableError
 from algm_deploy.lowering.tensorrt import TENSORRT_ONNX, write_tensorrt_onnx
-from algm_deploy.native import REBUILD
+from algm_deploy.native import REBUILD, require_library
 from algm_deploy.ops.schema import DOMAIN
 from algm_deploy.recipes import Precision
 from algm_deploy.runners.tensorrt_library import (
@@ -154,7 +154,9 @@ def build_engine(
     options = options or EngineOptions(batches=(1, largest, largest))
     precision = precision or bundle.recipe.precision
     check_options(options, runtime)
-    load_bindings(runtime)  # before the export, which takes longer
+    load_bindings(runtime)  # what is missing should show before the export, which takes longer
+    require_builder(runtime)
+    require_library("trt_plugin")
     model, rewrites = write_tensorrt_onnx(bundle, precision)
     built = engine_from_onnx(model, runtime, precision, options, progress)
     name = engine_name(runtime)

@@ -185,6 +185,16 @@ def test_plugin_library_missing(models: Any, tmp_path: Path, monkeypatch: pytest
         build(models["labels", "fp32"])
 
 
+def test_what_is_missing_shows_before_the_export(
+    tiny_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tensorrt_rtx")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(tensorrt_build, "write_tensorrt_onnx", lambda *_: pytest.fail("exported first"))
+    with pytest.raises(BuildError, match="run `algm-deploy build-native trt_plugin` first"):
+        build_engine(tiny_bundle, "tensorrt-rtx", progress=False)
+
+
 def test_bindings_missing(models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)
     with pytest.raises(RuntimeUnavailableError, match=r"pip install 'algm-deploy\[tensorrt-rtx\]'"):
