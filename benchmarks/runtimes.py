@@ -186,11 +186,12 @@ def timed(name: str, options: argparse.Namespace) -> dict[str, Any]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = random_network(recipe)
     write_weights(name, Deployed(model, recipe.network, "labels"), options.folder)
-    model = model.to(device)
     images = pictures(max(options.batches)).to(device)
     thresholds = calibrated(model, recipe, images[:1])
     sessions = {label: session(name, label, options, device) for label in PLANS}
-    networks = {label: variant_network(model, recipe, PLANS[label], TOKENS)[0] for label in PLANS if label != "mixed"}
+    networks = {
+        label: variant_network(model, recipe, PLANS[label], TOKENS)[0].to(device) for label in PLANS if label != "mixed"
+    }
     parity = compared(sessions, networks, model, recipe, images, thresholds)
     result: dict[str, Any] = {"thresholds": thresholds, "parity": parity, "batches": {}}
     print(name, json.dumps(parity), flush=True)
@@ -218,6 +219,12 @@ def timed(name: str, options: argparse.Namespace) -> dict[str, Any]:
         tokens = sessions["mixed"].run(different, thresholds, ["token_counts"])["token_counts"]
         row["mixed_tokens"] = {"mean": tokens.double().mean(0).tolist(), "max": tokens.amax(0).tolist()}
         if batch == 1:
+            row["stream_ms"] = {
+                "flash": stream(sessions["merged"], pictures(16).to(device), thresholds),
+                "cudnn": stream(
+                    session(name, "merged", options, device, cudnn=True), pictures(4).to(device), thresholds
+                ),
+            }
             row["host_ms"] = {k: host(w) for k, w in work.items() if "mixed" not in k}
         row["kernels_merged"] = kernels(work["onnxruntime merged"])
         result["batches"][str(batch)] = row
@@ -243,12 +250,13 @@ def settings_of(options: argparse.Namespace) -> ort.SessionOptions:
     return settings
 
 
-def session(name: str, label: str, options: argparse.Namespace, device: torch.device) -> Any:
+def session(name: str, label: str, options: argparse.Namespace, device: torch.device, cudnn: bool = False) -> Any:
+    """`cudnn` lets ONNX Runtime choose its attention, which is cuDNN's on Hopper."""
     settings = settings_of(options)
     recipe = recipe_of(name, options, "per_image" if label == "mixed" else "batch_min")
     path = options.folder / f"{name}_{label}.onnx"
     if device.type == "cuda":
-        return CudaSession(path, settings, signature_of(recipe))
+        return CudaSession(path, settings, signature_of(recipe), {"sdpa_kernel": "0"} if cudnn else {})
     return OnCpu(ort.InferenceSession(path, settings, providers=["CPUExecutionProvider"]))
 
 
@@ -268,7 +276,7 @@ class OnCpu:
 def calibrated(model: VitNetwork, recipe: Recipe, image: torch.Tensor) -> dict[str, float]:
     """Thresholds between the last window or row that is to merge and the first that is not."""
     plan, grid, entering = recipe.merging, list(recipe.network.grid), {}
-    network, _ = variant_network(model, recipe, "merged", TOKENS)
+    network = variant_network(model, recipe, "merged", TOKENS)[0].to(image.device)
     for layer in plan.layers:
         network.model.blocks[layer - 1].merge.register_forward_pre_hook(  # type: ignore[operator, union-attr]
             lambda _, args, layer=layer: entering.__setitem__(layer, args[0])
@@ -311,7 +319,7 @@ def compared(
         GateError: ONNX Runtime differs in more than twice as many pixels as PyTorch in the same precision.
     """
     found: dict[str, Any] = {}
-    wide = network_module(recipe.network, model.state_dict(), torch.float32).to(images.device)
+    wide = network_module(recipe.network, model.state_dict(), torch.float32)
     maps = [f"token_map_{kind}_{layer}" for kind, layer in zip(("clap", "gbm"), recipe.merging.layers, strict=True)]
     for label, each in sessions.items():
         batch = images[:3] if label == "mixed" else images[:1]
@@ -325,7 +333,7 @@ def compared(
                 network = Deployed(replay_merging(kind, recipe.merging), recipe.network, "labels") if merged else (
                     variant_network(kind, recipe, PLANS[label], TOKENS)[0]
                 )  # fmt: skip
-                results.append(network(batch[i : i + 1], inputs)[0])
+                results.append(network.to(images.device)(batch[i : i + 1], inputs)[0])
         truth, baseline = torch.cat(expected), torch.cat(ours)
         wrong = (got["labels"] != truth).double().mean().item()
         allowed = 2 * (baseline != truth).double().mean().item() + 1e-3
@@ -366,6 +374,20 @@ def host(run: Callable[[], Any], repeats: int = 100) -> dict[str, float]:
         (found["labels"] if isinstance(found, dict) else found[0]).cpu()
         times.append(1e3 * (time.perf_counter() - start))
     return {f"p{p}": float(np.percentile(times, p)) for p in (50, 90, 99)}
+
+
+@torch.inference_mode()
+def stream(each: Any, images: torch.Tensor, thresholds: dict[str, float]) -> dict[str, Any]:
+    """Milliseconds of the host clock for photos of different token counts, one by one: as they come, and once more."""
+    passes = []
+    for _ in range(2):
+        times = []
+        for image in images:
+            start = time.perf_counter()
+            each.run(image[None], thresholds, ["labels"])["labels"].cpu()
+            times.append(1e3 * (time.perf_counter() - start))
+        passes.append(times[1:])
+    return {"first_pass_median": statistics.median(passes[0]), "second_pass_median": statistics.median(passes[1])}
 
 
 def kernels(run: Callable[[], object], repeats: int = 5) -> dict[str, Any]:

@@ -221,6 +221,9 @@ CUDA_OPTIONS = {
     "enable_skip_layer_norm_strict_mode": "1",
     # The exhaustive search repeats itself for every new batch size, for the one convolution there is.
     "cudnn_conv_algo_search": "HEURISTIC",
+    # Flash (1), memory-efficient (2) and plain (16) attention. ONNX Runtime's own choice on Hopper, cuDNN, makes a plan
+    # for every token count it has not met, and merging gives nearly every photo a count of its own.
+    "sdpa_kernel": "19",
 }
 
 
@@ -247,12 +250,15 @@ class CudaSession:
         path: graph whose outputs all have the static shapes of `signature`, batch apart.
         options: session options.
         signature: names, dtypes and shapes of the outputs.
+        provider_options: of the CUDA provider, instead of those of `CUDA_OPTIONS`.
 
     Raises:
         RuntimeUnavailableError: ONNX Runtime could not use the device.
     """
 
-    def __init__(self, path: Path, options: ort.SessionOptions, signature: Signature) -> None:
+    def __init__(
+        self, path: Path, options: ort.SessionOptions, signature: Signature, provider_options: Mapping[str, str] = {}
+    ) -> None:
         check_cuda()
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._outputs = {t.name: t for t in signature.outputs}
@@ -262,7 +268,9 @@ class CudaSession:
         if hasattr(ort, "preload_dlls"):  # since 1.21: finds the CUDA libraries that came with PyTorch
             ort.preload_dlls()
         chosen = {"device_id": str(self.device.index), "user_compute_stream": str(self._stream.cuda_stream)}
-        self._session = checked_session(path, options, "CUDAExecutionProvider", CUDA_OPTIONS | chosen)
+        self._session = checked_session(
+            path, options, "CUDAExecutionProvider", {**CUDA_OPTIONS, **provider_options, **chosen}
+        )
         self._inputs = {i.name for i in self._session.get_inputs()}
         self._run_options = ort.RunOptions()
         self._run_options.only_execute_path_to_fetches = True

@@ -10,12 +10,21 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from algm_deploy.bundle import Bundle
 from algm_deploy.demo.scenes import scene
 from algm_deploy.deployment import export
 from algm_deploy.errors import ExportError
-from algm_deploy.lowering.onnxruntime import Provider, _key_lengths, graph_file, rewrite, write_onnxruntime_onnx
+from algm_deploy.lowering.onnxruntime import (
+    Provider,
+    _key_lengths,
+    _unit_rows,
+    graph_file,
+    rewrite,
+    write_onnxruntime_onnx,
+)
+from algm_deploy.ops.bodies import Body
 
 BLOCKS = 4 + 2  # encoder and decoder of the tiny network
 
@@ -57,11 +66,15 @@ def test_operators_of_the_cuda_graph(tiny_bundle: Bundle) -> None:
         "attention": BLOCKS,
         "bias_gelu": BLOCKS,
         "skip_layer_norm": skips,
+        "patch_embedding": 1,
+        "unit_rows": 2,
         "clap": 1,
         "gbm": 1,
         "unmerge": 1,
     }
     assert histogram(model)["com.microsoft.SkipLayerNormalization"] == skips
+    plain = Counter(n.op_type for n in model.graph if not n.domain)
+    assert (plain["Conv"], plain["ReduceL2"], plain["SimplifiedLayerNormalization"]) == (0, 0, 2)
     assert not model.functions, "a function body would hide the custom operator"
 
 
@@ -96,32 +109,48 @@ def copied(bundle: Bundle, folder: Path) -> Bundle:
     return Bundle.open(folder / "bundle")
 
 
-@pytest.mark.parametrize("single", [True, False])
-@pytest.mark.parametrize("skip", [True, False])
 @pytest.mark.parametrize("images", [1, 2, 3, 8])
-def test_equals_the_portable_graph(tiny_bundle: Bundle, tmp_path: Path, images: int, skip: bool, single: bool) -> None:
-    """Without lengths only one image at a time; `skip`: the rewrites that only CUDA gets run on the CPU too."""
+@pytest.mark.parametrize("provider", ["cpu", "cuda"])
+def test_equals_the_portable_graph(tiny_bundle: Bundle, tmp_path: Path, images: int, provider: Provider) -> None:
+    """What only CUDA gets runs on the CPU too; padded batches with lengths and, on the CPU, image by image."""
     bundle = copied(tiny_bundle, tmp_path)
-    write_onnxruntime_onnx(bundle, "cpu", custom_operators=False)
-    model = ir.load(bundle.file("model.onnx"))
-    rewrite(model, "cpu", False, single)
-    if skip:
-        from algm_deploy.lowering.onnxruntime import _skip_layer_norm
-
-        counts: Counter[str] = Counter()
-        _skip_layer_norm(model.graph, counts)
-        assert counts["skip_layer_norm"] > BLOCKS
-    ir.save(model, bundle.path / "under_test.onnx")
     image = np.stack([scene(seed)[0][:128, :128].transpose(2, 0, 1) for seed in range(images)])
-    pieces = [image[i : i + 1] for i in range(images)] if single else [image]
-    found = [run(bundle.path / "under_test.onnx", piece) for piece in pieces]
     expected = run(bundle.path / "model.onnx", image)
-    for name, value in expected.items():
-        got = np.concatenate([f[name] for f in found])
-        if name == "scores":
-            np.testing.assert_allclose(got, value, atol=2e-4)
-        else:
-            np.testing.assert_array_equal(got, value, err_msg=name)
+    for single in (True, False) if provider == "cpu" else (False,):
+        model, _ = rewritten(bundle, provider, single=single)
+        ir.save(model, bundle.path / "under_test.onnx")
+        pieces = [image[i : i + 1] for i in range(images)] if single else [image]
+        found = [run(bundle.path / "under_test.onnx", piece) for piece in pieces]
+        for name, value in expected.items():
+            got = np.concatenate([f[name] for f in found])
+            if name == "scores":
+                np.testing.assert_allclose(got, value, atol=2e-4)
+            else:
+                np.testing.assert_array_equal(got, value, err_msg=name)
+
+
+def test_a_row_of_zeros_scaled_to_length_one_stays_zero(tmp_path: Path) -> None:
+    x = ir.Value(name="x", shape=ir.Shape([2, 3, 8]), type=ir.TensorType(ir.DataType.FLOAT))
+    body = Body()
+    norm = body("ReduceL2", x, [-1], keepdims=1)
+    tiny = body("Expand", body("Clip", norm, body.number(1e-12)), np.array([2, 3, 8]))
+    unit = body("Div", x, tiny)
+    unit.name, unit.shape, unit.type = "unit", x.shape, x.type
+    norm.producer().inputs[0].shape = x.shape
+    graph = ir.Graph([x], [unit], nodes=body.nodes, opset_imports={"": 18})
+    counts: Counter[str] = Counter()
+    _unit_rows(graph, counts)
+    assert counts["unit_rows"] == 1
+    assert "SimplifiedLayerNormalization" in [n.op_type for n in graph]
+    model = ir.Model(graph, ir_version=10)
+    RemoveUnusedNodesPass()(model)
+    ir.save(model, tmp_path / "unit.onnx")
+    values = np.random.default_rng(0).standard_normal((2, 3, 8)).astype(np.float32)
+    values[0, 1] = 0
+    values[1, 2] *= 1e-6
+    (found,) = ort.InferenceSession(tmp_path / "unit.onnx", providers=["CPUExecutionProvider"]).run(None, {"x": values})
+    expected = values / np.maximum(np.linalg.norm(values, axis=-1, keepdims=True), 1e-12)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def run(path: Path, image: np.ndarray) -> dict[str, np.ndarray]:
