@@ -237,21 +237,45 @@ def _rule(bundle: Bundle, options: argparse.Namespace) -> Finding:
 def _objective(bundle: Bundle, options: argparse.Namespace) -> Finding:
     from algm_deploy.deployment import evaluate_bundle
     from algm_deploy.signature import CLAP_THRESHOLD, GBM_THRESHOLD
+    from algm_deploy.timing.protocols import check_verified
     from algm_deploy.tuning.findings import find_threshold
-    from algm_deploy.tuning.objective import default_candidates
+    from algm_deploy.tuning.objective import THROUGHPUT, default_candidates
     from algm_deploy.tuning.search import steps
 
     def evaluate(dataset: Dataset, thresholds: Mapping[str, float] | None) -> dict[str, Any]:
         given = thresholds or {}
         tau, gbm = given.get(CLAP_THRESHOLD, options.tau), given.get(GBM_THRESHOLD)
-        return evaluate_bundle(bundle, options.runtime, dataset, tau, gbm, merge=thresholds is not None).record()
+        record = evaluate_bundle(bundle, options.runtime, dataset, tau, gbm, merge=thresholds is not None).record()
+        if timed and thresholds and dataset is tuning:
+            record[THROUGHPUT] = _throughput(bundle, options, dataset, tau, gbm)
+        return record
 
+    timed = options.objective == "throughput"
+    if timed:
+        check_verified(bundle, options.runtime)
     tuning, held_out = _tuning_splits(bundle, options)
     base = _recipe_to_tune(bundle, options)
     references = {"dense": lambda: evaluate(tuning, None), "clap": lambda: evaluate(tuning, {GBM_THRESHOLD: inf})}
     goal = _goal(options, tuning, references)
     candidates = steps(*options.range) if options.range else default_candidates(base.merging, options.knob)
     return find_threshold(base, options.knob, goal, candidates, evaluate, tuning, held_out)
+
+
+def _throughput(
+    bundle: Bundle, options: argparse.Namespace, dataset: Dataset, tau: float | None, gbm: float | None
+) -> float:
+    """Pictures a second of the merging network alone, in batches of different pictures of a data set."""
+    from algm_deploy.deployment import bench_bundle
+    from algm_deploy.signature import CLAP_THRESHOLD, GBM_THRESHOLD
+    from algm_deploy.timing.protocols import usual_request
+    from algm_deploy.tuning.objective import THROUGHPUT
+
+    given = {CLAP_THRESHOLD: tau, GBM_THRESHOLD: gbm}
+    thresholds = {name: value for name, value in given.items() if value is not None}
+    request = replace(usual_request(bundle.recipe, "mixed", thresholds=thresholds), variants=("merged",))
+    paths = [sample.image_path for sample in dataset.samples]
+    (row,) = bench_bundle(bundle, options.runtime, paths, request)
+    return float(row.record[THROUGHPUT])
 
 
 def _positions(bundle: Bundle, options: argparse.Namespace) -> Finding:
@@ -285,9 +309,9 @@ def _goal(
     aim: Aim = options.objective or "reference"
     if aim == "best":
         return Goal(aim)
-    if aim == "gmacs":
+    if aim in ("gmacs", "throughput"):
         if options.target is None:
-            raise RecipeError("expected --target with the multiply-adds of a window in 10^9 for --objective gmacs")
+            raise RecipeError(f"expected --target for --objective {aim}: multiply-adds of a window in 10^9, or img/s")
         return Goal(aim, options.target)
     if options.reference in references:
         miou = miou_of(references[options.reference]())
@@ -366,7 +390,9 @@ def _demo(options: argparse.Namespace) -> int:
         "\nThe same for a checkpoint of yours:\n"
         "  algm-deploy deploy CHECKPOINT -o BUNDLE --images PHOTOS --data DATASET\n"
         "  algm-deploy evaluate BUNDLE --data DATASET --dense\n"
-        "  algm-deploy predict BUNDLE PHOTO"
+        "  algm-deploy bench BUNDLE --images PHOTOS\n"
+        "  algm-deploy predict BUNDLE PHOTO\n"
+        "  algm-deploy report BUNDLE --data DATASET"
     )
     return 0
 
@@ -514,8 +540,8 @@ def _tune_options(command: argparse.ArgumentParser) -> None:
     )
     what.add_argument(
         "--objective",
-        choices=("reference", "best", "gmacs"),
-        help="threshold that merges most at a reference's mIoU (ALGM*), of best mIoU, or for a budget of multiply-adds",
+        choices=("reference", "best", "gmacs", "throughput"),
+        help="threshold that merges most at a reference's mIoU (ALGM*), of best mIoU, or for a budget of cost",
     )
     what.add_argument("--positions", action="store_true", help="earliest block for GBM that keeps the reference's mIoU")
     command.add_argument("-o", "--output", type=Path, default=Path("tuned.toml"), help="recipe to write; and .html")
@@ -538,7 +564,7 @@ def _tune_options(command: argparse.ArgumentParser) -> None:
         "--tau", type=float, help="CLAP threshold while something else is tuned; default: the bundle's"
     )
     command.add_argument("--drop", type=float, default=0.0, help="mIoU points allowed below the reference (default 0)")
-    command.add_argument("--target", type=float, help="--objective gmacs: multiply-adds of a window in 10^9")
+    command.add_argument("--target", type=float, help="multiply-adds of a window in 10^9, or img/s")
     command.add_argument("--count", type=_positive, default=1, help="--positions: GBM blocks to place (default 1)")
 
 

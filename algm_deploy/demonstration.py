@@ -10,37 +10,46 @@ from PIL import Image
 from algm_deploy.bundle import Bundle
 from algm_deploy.demo import ASSETS
 from algm_deploy.demo.scenes import scene, slice_name
-from algm_deploy.deployment import evaluate_bundle, export, find_images, verify_bundle
+from algm_deploy.deployment import bench_bundle, build_bundle, evaluate_bundle, export, find_images, verify_bundle
 from algm_deploy.errors import GateError
 from algm_deploy.evaluation.datasets import Dataset, open_dataset
 from algm_deploy.evaluation.predictor import Predictor
+from algm_deploy.report.gallery import draw_gallery, labelled_photos
+from algm_deploy.report.page import write_report
 from algm_deploy.report.pictures import PictureWriter
+from algm_deploy.timing.protocols import Request
+from algm_deploy.timing.timers import Effort
 
 UNSEEN_SEED = 9_000_000  # behind the seeds of training, selection and testing
-PICTURES = 6
+PICTURES, GALLERY = 6, 3
+SHORT = Request("latency", count=3, effort=Effort(warmup=1, rounds=4, most_rounds=8), variants=("dense", "merged"))
 
 Say = Callable[[str], None]
 
 
 def demonstrate(folder: Path, runtime: str, generated: int, say: Say, progress: bool = True) -> Bundle:
-    """Exports, verifies, evaluates and pictures the demo network in `folder`; `say` takes each line for the reader.
+    """Exports, verifies, evaluates, times and pictures the demo network in `folder`, and writes a report about it.
+
+    `say` takes each line for the reader.
 
     Raises:
         GateError: the parity chain failed.
     """
-    say("1. export: checkpoint and recipe of the package to a bundle")
+    say(f"1. export: checkpoint and recipe of the package to a bundle, built for {runtime}")
     bundle = export(ASSETS, folder / "bundle", "demo", {}).bundle
+    build_bundle(bundle, runtime)
     say(f"2. verify: {runtime} against PyTorch")
-    report = verify_bundle(bundle, runtime, find_images([ASSETS / "images"]), 4, progress)
-    for link in report.links:
-        say(f"   {link.number} {link.name:10} {'ok' if link.passed else 'FAILED':6} {link.measured}")
-    if not report.passed:
-        raise GateError("the parity chain failed on the demo network: please report this with the output of `doctor`")
+    _verify(bundle, runtime, 4, say, progress)
     say("3. evaluate: what merging costs")
     for dataset in (labelled_pictures(), generated_scenes(folder / "scenes", generated)):
         _compare(bundle, runtime, dataset, say, progress)
-    say(f"4. pictures: {folder / 'pictures'}")
+    say("4. time: one picture at a time, until its label map is there")
+    for name in dict.fromkeys(("torch", runtime)):
+        _time(bundle, name, say, progress)
+    say(f"5. pictures: {folder / 'pictures'}")
     draw_pictures(bundle, runtime, folder / "pictures")
+    gallery = draw_gallery(bundle, runtime, labelled_photos(labelled_pictures(), GALLERY), progress)
+    say(f"6. report, for a browser: {write_report([bundle], folder / 'report.html', gallery)}")
     return bundle
 
 
@@ -67,6 +76,27 @@ def draw_pictures(bundle: Bundle, runtime: str, folder: Path) -> list[Path]:
     with Predictor(bundle, runtime) as predictor:
         writer = PictureWriter(predictor, folder)
         return [path for photo in photos[:: len(photos) // PICTURES] for path in writer.write(photo)]
+
+
+def _verify(bundle: Bundle, runtime: str, count: int, say: Say, progress: bool) -> None:
+    report = verify_bundle(bundle, runtime, find_images([ASSETS / "images"]), count, progress)
+    for link in report.links:
+        say(f"   {link.number} {link.name:10} {'ok' if link.passed else 'FAILED':6} {link.measured}")
+    if not report.passed:
+        raise GateError("the parity chain failed on the demo network: please report this with the output of `doctor`")
+
+
+def _time(bundle: Bundle, runtime: str, say: Say, progress: bool) -> None:
+    """Dense against merged on a few scenes, for a few seconds."""
+    if runtime not in bundle.manifest["parity"]:  # nothing is timed before
+        _verify(bundle, runtime, 1, lambda _: None, progress)
+    rows = bench_bundle(bundle, runtime, [], SHORT, progress)
+    dense, merged = (row.record for row in rows)
+    if merged["stable"]:
+        times = f"{dense['latency_ms_p50']:.1f} ms dense, {merged['latency_ms_p50']:.1f} ms merged"
+        say(f"   {runtime:15} {times}: {merged['speedup']:.2f} times as fast")
+    else:
+        say(f"   {runtime:15} not stable: something else runs on this machine, so there is no figure")
 
 
 def _compare(bundle: Bundle, runtime: str, dataset: Dataset, say: Say, progress: bool) -> None:
