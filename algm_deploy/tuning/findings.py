@@ -12,6 +12,7 @@ from algm_deploy.evaluation.evaluate import merge_names
 from algm_deploy.recipes import MergePlan, Recipe
 from algm_deploy.tuning.objective import (
     KNOBS,
+    THROUGHPUT,
     Evaluate,
     Goal,
     Record,
@@ -245,7 +246,9 @@ def _held_out_lines(tuned: Tuned, held: Mapping[str, Record]) -> list[str]:
 
 
 def _figures(point: Point) -> str:
-    return f"mIoU {point.miou_percent:.2f} %" + ("" if point.gmacs is None else f", {point.gmacs:.2f} GMACs per window")
+    gmacs = "" if point.gmacs is None else f", {point.gmacs:.2f} GMACs per window"
+    speed = f", {point.record[THROUGHPUT]:.1f} img/s" if THROUGHPUT in point.record else ""
+    return f"mIoU {point.miou_percent:.2f} %{gmacs}{speed}"
 
 
 def _state(tuned: Tuned) -> str:
@@ -257,28 +260,31 @@ def _layers(layers: Sequence[int]) -> str:
 
 
 def _point_table(knob: str, tuned: Tuned, dense: Record, plan: MergePlan) -> Table:
-    merges = merge_names(plan)
+    tokens = {
+        f"tokens after {name.replace('_', ' ').upper()}": f"tokens_after_{name}_mean" for name in merge_names(plan)
+    }
+    columns = {"GMACs per window": ("gmacs_per_window_mean", 2), **{name: (key, 0) for name, key in tokens.items()}}
+    if THROUGHPUT in tuned.nearest.record:
+        columns["img/s"] = (THROUGHPUT, 1)
     marked = tuned.chosen or tuned.nearest
+    named = [(f"{p.value:g}", p.record, _state(tuned) if p is marked else "") for p in tuned.points]
+    without_tokens = {key: value for key, value in dense.items() if key not in tokens.values()}
     rows = [
-        _point_row(f"{p.value:g}", p.record, dense, merges, _state(tuned) if p is marked else "") for p in tuned.points
+        (
+            name,
+            f"{miou_of(record):.2f}",
+            f"{miou_of(record) - miou_of(dense):+.2f}",
+            *(_shown(record.get(key), digits) for key, digits in columns.values()),
+            mark,
+        )
+        for name, record, mark in (*named, (DENSE, without_tokens, ""))
     ]
-    rows.append(_point_row(DENSE, dense, dense, (), ""))
-    tokens = [f"tokens after {merge.replace('_', ' ').upper()}" for merge in merges]
-    padded = [(*row[:4], *(row[4:-1] or ("-",) * len(tokens)), row[-1]) for row in rows]
     caption = f"{dense['dataset']} {dense['split']}, {dense['images']} images: every measured candidate"
-    return Table(caption, (knob, "mIoU %", "to dense", "GMACs per window", *tokens, ""), padded)
+    return Table(caption, (knob, "mIoU %", "to dense", *columns, ""), rows)
 
 
-def _point_row(name: str, record: Record, dense: Record, merges: Sequence[str], mark: str) -> tuple[str, ...]:
-    gmacs = record["gmacs_per_window_mean"]
-    return (
-        name,
-        f"{miou_of(record):.2f}",
-        f"{miou_of(record) - miou_of(dense):+.2f}",
-        "-" if gmacs is None else f"{gmacs:.2f}",
-        *(f"{record[f'tokens_after_{merge}_mean']:.0f}" for merge in merges),
-        mark,
-    )
+def _shown(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
 
 
 def _held_out_table(held: Mapping[str, Record]) -> Table:
@@ -328,7 +334,12 @@ def _plots(knob: str, tuned: Tuned, dense: Record) -> list[Plot]:
             DENSE: [(dense["gmacs_per_window_mean"], miou_of(dense), DENSE)],
         }
         plots.insert(0, Plot(f"accuracy against arithmetic, {where}", "GMACs per window", "mIoU %", series))
-    return [plot._replace(series={name: points for name, points in plot.series.items() if points}) for plot in plots]
+    if THROUGHPUT in marked.record:
+        points = [
+            (float(p.record[THROUGHPUT]), p.miou_percent, f"{p.value:g}" if p is marked else "") for p in tuned.points
+        ]
+        plots.append(Plot(f"accuracy against throughput, {where}", "img/s", "mIoU %", {"measured": points}))
+    return plots
 
 
 def _labelled(points: Sequence[Point], marked: Point) -> list[tuple[float, float, str]]:

@@ -17,14 +17,18 @@ from algm_deploy.signature import CLAP_THRESHOLD, GBM_THRESHOLD
 from algm_deploy.tuning.search import Curve, Point, best, first_that_keeps, miou_of, steps
 
 Record = Mapping[str, Any]
-Aim = Literal["reference", "best", "gmacs"]
+Aim = Literal["reference", "best", "gmacs", "throughput"]
 AIMS: tuple[Aim, ...] = get_args(Aim)
 KNOBS = {"tau": CLAP_THRESHOLD, "gbm": GBM_THRESHOLD}
+THROUGHPUT = "throughput_img_per_s"
 NOTHING_IS_THAT_SIMILAR = 1.01
 
 
 Evaluate = Callable[[Dataset, Mapping[str, float] | None], Record]
-"""Evaluates the bundle that is tuned, at thresholds by input name (what is left out is the bundle's), None: dense."""
+"""Evaluates the bundle that is tuned, at thresholds by input name (what is left out is the bundle's), None: dense.
+
+For an aim in throughput the record of merged points also holds `throughput_img_per_s`.
+"""
 
 
 @dataclass(frozen=True)
@@ -34,26 +38,35 @@ class Goal:
     reference  the candidate that merges most while its mIoU stays at or above `limit`, in percent
     best       the candidate of the best mIoU; `limit` is not used
     gmacs      the candidate that merges least while a window costs at most `limit` multiply-adds in 10^9
+    throughput the candidate that merges least while the network takes at least `limit` pictures a second
     """
 
     aim: Aim
     limit: float = 0.0
 
+    @property
+    def by_cost(self) -> bool:
+        """Whether the limit is one of cost, which falls the more is merged."""
+        return self.aim in ("gmacs", "throughput")
+
     def meets(self, point: Point) -> bool:
         """Whether a point reaches the limit."""
         if self.aim == "gmacs":
             return _gmacs(point) <= self.limit
-        return self.aim == "best" or point.miou_percent >= self.limit
+        return self.aim == "best" or self.nearness(point) >= self.limit
 
     def nearness(self, point: Point) -> float:
         """Larger for points that reach further towards the limit or beyond it."""
+        if self.aim == "throughput":
+            return float(point.record[THROUGHPUT])
         return -_gmacs(point) if self.aim == "gmacs" else point.miou_percent
 
     def __str__(self) -> str:
         return {
             "reference": f"merge most while mIoU stays at or above {self.limit:.2f} %",
-            "best": "best mIoU",
+            "best": "reach the best mIoU",
             "gmacs": f"merge least at no more than {self.limit:g} GMACs per window",
+            "throughput": f"merge least at no less than {self.limit:g} img/s",
         }[self.aim]
 
 
@@ -75,7 +88,12 @@ class Tuned:
             "chosen": None if self.chosen is None else self.chosen.value,
             "nearest": self.nearest.value,
             "points": [
-                {"value": p.value, "miou_percent": p.miou_percent, "gmacs_per_window_mean": p.gmacs}
+                {
+                    "value": p.value,
+                    "miou_percent": p.miou_percent,
+                    "gmacs_per_window_mean": p.gmacs,
+                    **({THROUGHPUT: p.record[THROUGHPUT]} if THROUGHPUT in p.record else {}),
+                }
                 for p in self.points
             ],
         }
@@ -87,8 +105,8 @@ def search(goal: Goal, knob: str, candidates: Sequence[float], measure: Callable
     Raises:
         PlanError: a goal in multiply-adds for a network they are not known for.
     """
-    # Multiply-adds rise with the candidates: seen from the end, the costly ones come first.
-    curve = Curve(candidates[::-1] if goal.aim == "gmacs" else candidates, measure)
+    # Cost rises with the candidates: seen from the end, the costly ones come first.
+    curve = Curve(candidates[::-1] if goal.by_cost else candidates, measure)
     chosen = best(curve) if goal.aim == "best" else first_that_keeps(curve, goal.meets, goal.nearness)
     return Tuned(knob, goal, tuple(curve.points), chosen, chosen or max(curve.points, key=goal.nearness))
 

@@ -69,6 +69,17 @@ def test_the_arithmetic_goal_merges_least_within_its_budget() -> None:
     assert [point.value for point in tuned.points] == sorted(point.value for point in tuned.points)
 
 
+def test_the_throughput_goal_merges_least_that_is_fast_enough() -> None:
+    def timed(tau: float) -> dict[str, Any]:
+        return {**measure(tau), "throughput_img_per_s": 100 - 50 * tau}
+
+    tuned = search(Goal("throughput", 65), "tau", TAUS, timed)
+    assert tuned.chosen is not None
+    assert tuned.chosen.value == pytest.approx(0.7)
+    assert tuned.record()["points"][0]["throughput_img_per_s"] == 75
+    assert search(Goal("throughput", 80), "tau", TAUS, timed).nearest.value == 0.5
+
+
 @pytest.mark.parametrize(("goal", "nearest"), [(Goal("reference", 75.5), 0.8), (Goal("gmacs", 1), 0.5)])
 def test_the_nearest_is_shown_where_nothing_qualifies(goal: Goal, nearest: float) -> None:
     tuned = search(goal, "tau", TAUS, measure)

@@ -79,6 +79,24 @@ def test_an_aim_is_met_and_the_recipe_says_so(
     assert not any(re.search(r"folder all ", key) for key in keys)
 
 
+def test_throughput_is_an_aim_of_verified_bundles(
+    bundle: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "fast.toml"
+    flags = ("--objective", "throughput", "--target", "0.001", "--range", "0.9", "1", "0.1")
+    assert tune(bundle, output, *flags, data=photos) == 2
+    assert "verify" in capsys.readouterr().err
+    manifest = Bundle.open(bundle)
+    manifest.update({"parity": {"torch": {"passed": True}}})
+    assert tune(bundle, output, *flags, data=photos) == 0
+    assert "img/s" in capsys.readouterr().out
+    assert read_recipe(output).merging.clap_threshold == 1
+    assert "accuracy against throughput" in output.with_suffix(".html").read_text()
+    speeds = Bundle.open(bundle).manifest["speed"]
+    assert len(speeds) == 2
+    assert all("torch mixed merged" in key for key in speeds)
+
+
 def test_without_an_answer_the_exit_code_is_1_and_no_recipe_appears(
     bundle: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,0 +1,131 @@
+"""The paper's ablation tables (ALGM, CVPR 2024, section 4) for a network that was trained already.
+
+    python benchmarks/ablations.py                                          demo network, 24 drawn pictures
+    python benchmarks/ablations.py BUNDLE --data FOLDER --split val         a network and data set of yours
+
+Each row changes one thing of the bundle's own plan and keeps its thresholds, so rows differ in tokens as well as in
+mIoU. Nothing is trained anew: the paper trains a network for every row, these differences say what a change costs at
+inference. Runs in PyTorch; with a bundle of yours it goes on where it was interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from algm_deploy.bundle import Bundle
+from algm_deploy.demo import ASSETS
+from algm_deploy.demonstration import labelled_pictures
+from algm_deploy.deployment import export
+from algm_deploy.evaluation.datasets import open_dataset
+from algm_deploy.evaluation.evaluate import merge_names
+from algm_deploy.recipes import DENSE, MergePlan, Network
+from algm_deploy.report.tables import markdown_table, shown
+from algm_deploy.tuning.ablations import ALGM, Variant
+from algm_deploy.tuning.objective import Record
+from algm_deploy.tuning.positions import PlanEvaluator
+
+Row = tuple[str, MergePlan, Variant]
+
+
+def tables(plan: MergePlan, network: Network) -> Iterator[tuple[str, list[Row]]]:
+    """Title and rows of every table; rows a network is too shallow or its grid too small for are left out."""
+    yield (
+        "components",
+        [
+            ("dense", DENSE, ALGM),
+            ("CLAP", replace(plan, gbm_layers=()), ALGM),
+            ("GBM", replace(plan, clap_layers=()), ALGM),
+            ("ALGM", plan, ALGM),
+        ],
+    )
+    yield (
+        "GBM in block",
+        [
+            (" and ".join(map(str, layers)), replace(plan, gbm_layers=layers), ALGM)
+            for layers in ((2,), (3,), (5,), (7,), (9,), (1, 5), (5, 7), (3, 5, 7))
+            if layers[-1] <= network.depth and layers[0] not in plan.clap_layers
+        ],
+    )
+    yield (
+        "GBM alone in block",
+        [(str(layer), replace(plan, clap_layers=(), gbm_layers=(layer,)), ALGM) for layer in (1, 3, 5)],
+    )
+    yield (
+        "CLAP in block",
+        [
+            (str(layer), replace(plan, clap_layers=(layer,)), ALGM)
+            for layer in (1, 2, 3)
+            if layer < min(plan.gbm_layers, default=network.depth + 1)
+        ],
+    )
+    yield (
+        "CLAP window",
+        [
+            (f"{rows}x{columns}", replace(plan, window=(rows, columns)), ALGM)
+            for rows, columns in ((2, 1), (1, 2), (2, 2), (2, 4), (4, 4), (8, 8))
+            if rows <= network.grid[0] and columns <= network.grid[1]
+        ],
+    )
+    yield (
+        "CLAP compares",
+        [
+            ("tokens after attention", plan, ALGM),
+            ("queries", plan, Variant(feature="query")),
+            ("keys", plan, Variant(feature="key")),
+            ("values", plan, Variant(feature="value")),
+        ],
+    )
+    yield (
+        "a merged window becomes",
+        [
+            ("its mean", plan, ALGM),
+            ("its first patch", plan, Variant(reduction="first")),
+            ("a random patch", plan, Variant(reduction="random")),
+            ("copies of its mean", plan, Variant(reduction="copies")),
+        ],
+    )
+    yield "merging", [("before the MLP", plan, ALGM), ("after the MLP", plan, Variant(after_mlp=True))]
+
+
+def cells(name: str, record: Record, dense: float, plan: MergePlan) -> tuple[str, ...]:
+    """One row: mIoU, its difference to dense, arithmetic and tokens after the last merge."""
+    merges = merge_names(plan)
+    tokens = record[f"tokens_after_{merges[-1]}_mean"] if merges else None
+    change = record["miou_percent"] - dense
+    gmacs = shown(record["gmacs_per_window_mean"], 2)
+    return name, shown(record["miou_percent"], 2), f"{change:+.2f}", gmacs, shown(tokens, 0)
+
+
+def main() -> None:
+    """Prints the tables as Markdown."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("bundle", type=Path, nargs="?", help="default: the demo network")
+    parser.add_argument("--data", type=Path, help="root folder of the data set; default: the pictures of the demo")
+    parser.add_argument("--dataset", help="its name; default: the bundle's")
+    parser.add_argument("--split")
+    parser.add_argument("--limit", type=int, help="use that many images, spread evenly")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        bundle = (
+            Bundle.open(options.bundle) if options.bundle else export(ASSETS, Path(folder) / "demo", "demo", {}).bundle
+        )
+        dataset = labelled_pictures()
+        if options.data:
+            dataset = open_dataset(options.dataset or bundle.recipe.protocol.dataset, options.data, options.split)
+        if options.limit:
+            dataset = dataset.subset(options.limit)
+        plan, network = bundle.recipe.merging, bundle.recipe.network
+        evaluate_plan = PlanEvaluator(bundle)
+        dense = evaluate_plan(DENSE, dataset)["miou_percent"]
+        print(f"{bundle.recipe.name}, {dataset.name} {dataset.split}, {len(dataset.samples)} images, PyTorch; {plan}\n")
+        for title, rows in tables(plan, network):
+            filled = [cells(name, evaluate_plan(p, dataset, variant), dense, p) for name, p, variant in rows]
+            print(markdown_table((title, "mIoU %", "to dense", "GMACs per window", "tokens left"), filled) + "\n")
+
+
+if __name__ == "__main__":
+    main()
