@@ -41,8 +41,8 @@ std::array<nvinfer1::Dims, 5> dimsOf(Launch const &launch, size_t count) {
 void Clap::checkAttributes() const {
     expectWithin(grid[0], 1, kMaxAttribute, "grid");
     expectWithin(grid[1], 1, kMaxAttribute, "grid");
-    expectWithin(window[0], 1, grid[0], "window");
-    expectWithin(window[1], 1, grid[1], "window");
+    expectWithin(window[0], 1, kMaxAttribute, "window");
+    expectWithin(window[1], 1, kMaxAttribute, "window");
     expectWithin(prefix, 0, kMaxAttribute, "prefix");
     expectWithin(semantics, ALGM_SEMANTICS_CODE, ALGM_SEMANTICS_PAPER, "semantics");
     expectWithin(batch, ALGM_BATCH_PER_IMAGE, ALGM_BATCH_MIN, "batch");

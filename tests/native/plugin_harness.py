@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from kernel_library import DeviceMemory, codes
+from kernel_library import DeviceMemory, HostMemory, codes
 
 NAMESPACE = "algm_deploy"
 BUILD, RUNTIME = 0, 1  # TensorRTPhase
@@ -176,14 +177,15 @@ class Plugin:
 
 
 class PluginKernels:
-    """The operators through the plugins' enqueue on the current CUDA device, with the interface of `Kernels`.
+    """The operators through the plugins' enqueue, with the interface of `Kernels`.
 
-    Outputs are as large as TensorRT allocates them, for the upper bound of the row count; what lies behind the rows
-    that the plugin counted must stay untouched.
+    Works on the current CUDA device, or in host memory with a library of the plugins over the CPU kernels. Outputs are
+    as large as TensorRT allocates them, for the upper bound of the row count; what lies behind the rows that the plugin
+    counted must stay untouched.
     """
 
-    def __init__(self, harness: Harness) -> None:
-        self.harness, self.memory = harness, DeviceMemory()
+    def __init__(self, harness: Harness, memory: HostMemory) -> None:
+        self.harness, self.memory = harness, memory
 
     def clap(
         self, tokens: np.ndarray, size: np.ndarray, threshold: float, out_rows: int | None = None, **attributes: Any
@@ -237,8 +239,6 @@ class PluginKernels:
     def _run(
         self, name: str, inputs: list[Any], outputs: list[tuple[tuple[int, ...], Any]], attributes: dict[str, Any]
     ) -> list[np.ndarray]:
-        import torch
-
         plugin = self.harness.create(name, attributes)
         assert plugin, name
         arrays = [np.asarray(value) for value in inputs]
@@ -250,12 +250,24 @@ class PluginKernels:
             for (shape, kind), b in zip(outputs, made, strict=True)
         ]
         scratch = self.memory.empty(plugin.workspace(given))
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        assert plugin.enqueue(given, wanted, self.memory.pointer(scratch), stream.cuda_stream) == 0, name
-        stream.synchronize()
+        with stream_of(self.memory) as stream:
+            assert plugin.enqueue(given, wanted, self.memory.pointer(scratch), stream) == 0, name
         plugin.destroy()
         return [self.memory.fetch(buffer) for buffer in made]
+
+
+@contextmanager
+def stream_of(memory: HostMemory) -> Iterator[int]:
+    """A stream that is not the default one, behind the inputs' copies and done at the end; 0 for host memory."""
+    if not isinstance(memory, DeviceMemory):
+        yield 0
+        return
+    import torch
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    yield stream.cuda_stream
+    stream.synchronize()
 
 
 def numbers(attributes: dict[str, Any]) -> dict[str, Any]:
