@@ -18,7 +18,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
@@ -107,6 +107,10 @@ class Bundle:
             raise BundleError(f"{self.path}: expected {name!r:.100} in its manifest: run the step that writes it")
         return self.manifest[name]
 
+    def section(self, name: str) -> dict[str, Any]:
+        """A fact that is a table of tables, such as `parity` by runtime; empty where no step has written one yet."""
+        return dict(_section(self.path, self.manifest, name))
+
     def verify(self) -> None:
         """Checks the hashes of all files anew."""
         self._verified.clear()
@@ -117,6 +121,15 @@ class Bundle:
         """Sets facts in the manifest, atomically and on top of what other processes wrote; `None` removes a fact."""
         _check_facts(facts)
         self._change(lambda manifest: _set(manifest, facts))
+
+    def record(self, section: str, key: str, value: Mapping[str, Any]) -> None:
+        """Sets one entry of a section, atomically; entries that other processes wrote meanwhile stay."""
+        _check_facts([section])
+
+        def change(manifest: dict[str, Any]) -> None:
+            manifest[section] = {**_section(self.path, manifest, section), key: dict(value)}
+
+        self._change(change)
 
     @contextmanager
     def add(self, name: str, made_from: Mapping[str, str] | None = None, uses: tuple[str, ...] = ()) -> Iterator[Path]:
@@ -303,7 +316,16 @@ def _checked_name(name: str) -> str:
     return name
 
 
-def _check_facts(facts: Mapping[str, Any]) -> None:
+def _section(path: Path, manifest: Mapping[str, Any], name: str) -> Mapping[str, Mapping[str, Any]]:
+    section = manifest.get(name, {})
+    if not isinstance(section, dict) or not all(isinstance(entry, dict) for entry in section.values()):
+        raise BundleError(
+            f"{path / MANIFEST}: expected a table of tables as {name}, got {section!r:.100}: export the bundle again"
+        )
+    return section
+
+
+def _check_facts(facts: Iterable[str]) -> None:
     taken = sorted(set(facts) & _RESERVED)
     if taken:
         raise BundleError(

@@ -235,4 +235,4 @@ def device_of(runtime: str) -> str:
 
 def _keep(bundle: Bundle, section: str, key: str, record: Mapping[str, Any]) -> None:
     """Adds one record to a section of the manifest."""
-    bundle.update({section: {**bundle.manifest.get(section, {}), key: dict(record)}})
+    bundle.record(section, key, record)

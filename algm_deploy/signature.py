@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from algm_deploy.errors import BundleError
 from algm_deploy.recipes import MergePlan, Output, Recipe
 
 CLAP_THRESHOLD, GBM_THRESHOLD = "clap_threshold", "gbm_threshold"
+_DTYPES = ("uint8", "float32", "int32", "int64")
 
 
 @dataclass(frozen=True)
@@ -41,12 +43,25 @@ class Signature:
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> Signature:
-        """The inverse of `to_table`."""
-        tensors = {
-            key: tuple(Tensor(t["name"], t["dtype"], tuple(t["shape"])) for t in table[key])
-            for key in ("inputs", "outputs")
-        }
-        return cls(**tensors, defaults=table["defaults"], merges=tuple(table["merges"]), max_batch=table["max_batch"])
+        """The inverse of `to_table`; BundleError where the table is none."""
+        try:
+            inputs, outputs = (tuple(_tensor(t) for t in table[key]) for key in ("inputs", "outputs"))
+            defaults = {str(name): float(value) for name, value in table["defaults"].items()}
+            merges, largest = tuple(map(str, table["merges"])), int(table["max_batch"])
+            if not inputs or len(outputs) < 2:
+                raise ValueError("no image or no outputs")
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise BundleError(
+                f"expected the signature of a network in the manifest, got {type(error).__name__} {error}: export the "
+                "bundle again"
+            ) from error
+        return cls(inputs, outputs, defaults, merges, largest)
+
+
+def _tensor(table: Mapping[str, Any]) -> Tensor:
+    if table["dtype"] not in _DTYPES:
+        raise ValueError(f"dtype {table['dtype']!r:.100}")
+    return Tensor(str(table["name"]), table["dtype"], tuple(map(int, table["shape"])))
 
 
 def threshold_defaults(plan: MergePlan) -> dict[str, float]:

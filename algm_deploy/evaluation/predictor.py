@@ -162,7 +162,7 @@ def _check_preprocessing(bundle: Bundle) -> None:
     ours = preprocessing_fingerprint(bundle.recipe.protocol)
     if (theirs := bundle.fact("preprocessing_sha256")) != ours:
         raise BundleError(
-            f"{bundle.path}: made with other preprocessing rules ({theirs:.12} instead of {ours:.12}): export it again "
+            f"{bundle.path}: made with other preprocessing rules ({theirs!s:.12} instead of {ours:.12}): export it again "
             "with this release"
         )
 

@@ -147,7 +147,7 @@ def _summary(bundle: Bundle, evaluations: Sequence[Measured]) -> Iterator[str]:
 
 def _headline(bundle: Bundle, evaluations: Sequence[Measured]) -> str:
     """Three facts that a reader wants first."""
-    parity = bundle.manifest.get(PARITY, {})
+    parity = bundle.section(PARITY)
     failed = [runtime for runtime, record in parity.items() if not record["passed"]]
     state = "not run" if not parity else "FAILED" if failed else "passed"
     cards = [("Parity", state, ", ".join(failed or parity) or "no runtime was verified")]
@@ -245,7 +245,7 @@ def _artifact(bundle: Bundle, runtime: str) -> str:
 def _runtimes(bundle: Bundle) -> list[str]:
     recorded = [row.runtime for step in _STEPS for row in measured(bundle, step)]
     missing = [key.split()[1] for key in bundle.manifest.get(NOT_RUN, {})]
-    return list(dict.fromkeys((*RUNTIMES, *bundle.manifest.get("engines", {}), *recorded, *missing)))
+    return list(dict.fromkeys((*RUNTIMES, *bundle.section("engines"), *recorded, *missing)))
 
 
 def _why_not(bundle: Bundle, step: str, runtime: str) -> str:
@@ -261,7 +261,7 @@ def _why_not(bundle: Bundle, step: str, runtime: str) -> str:
 
 
 def _parity(bundle: Bundle) -> Iterator[str]:
-    records = bundle.manifest.get(PARITY, {})
+    records = bundle.section(PARITY)
     yield "<p>A chain of comparisons from the original network to each runtime's label maps. Each link can fail.</p>"
     if not records:
         yield _not_run(_reason(bundle, PARITY))
@@ -498,7 +498,7 @@ def _published(bundle: Bundle, evaluations: Sequence[Measured], published: Seque
 
 def _environment(bundles: Sequence[Bundle]) -> Iterator[str]:
     yield html_table(*environment_table(bundles[0].manifest["environment"]), "where the bundle was exported")
-    if engines := bundles[0].manifest.get("engines"):
+    if engines := bundles[0].section("engines"):
         yield html_table(*engine_table(engines), "engines as built; whether one was executed is said in the summary")
     for bundle in bundles:
         files = [

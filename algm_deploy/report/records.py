@@ -62,7 +62,7 @@ def may_share_row(accuracy: Artifact, speed: Artifact) -> bool:
 def measured(bundle: Bundle, section: str) -> list[Measured]:
     """The records in a section of a manifest; where they do not name their runtime, their keys start with it."""
     found = []
-    for key, record in bundle.manifest.get(section, {}).items():
+    for key, record in bundle.section(section).items():
         runtime = record.get("runtime") or key.split()[0]
         found.append(Measured(bundle.path.name, runtime, artifact_of(bundle, runtime, record), record))
     return found
@@ -75,7 +75,7 @@ def artifact_of(bundle: Bundle, runtime: str, record: Mapping[str, Any]) -> Arti
     the network it timed.
     """
     recipe, variant = bundle.recipe, record.get("variant", "merged")
-    engine = bundle.manifest.get("engines", {}).get(runtime)
+    engine = bundle.section("engines").get(runtime)
     precision = engine["facts"]["precision"] if engine else recipe.precision
     plan = DENSE if variant == "dense" else plan_in_force(recipe.merging, record.get("thresholds", {}))
     return Artifact(bundle.files[WEIGHTS].sha256, plan, precision, recipe.output, truncated=variant == "truncated")

@@ -40,7 +40,7 @@ class Runner(ABC):
 
     def __init__(self, bundle: Bundle) -> None:
         self.bundle = bundle
-        self.signature = Signature.from_table(bundle.manifest["signature"])
+        self.signature = Signature.from_table(bundle.fact("signature"))
         self._opened = False
 
     @classmethod

@@ -52,7 +52,7 @@ class OnnxRuntimeRunner(Runner):
         """Adds the provider's graph, with custom operators where their library has been built."""
         custom = find_library(LIBRARY) is not None
         counts = write_onnxruntime_onnx(bundle, cls.provider, custom)
-        bundle.update({FACT: {**bundle.manifest.get(FACT, {}), cls.provider: dict(counts)}})
+        bundle.record(FACT, cls.provider, counts)
         rewrites = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
         lines = [f"{graph_file(cls.provider)}: {rewrites}"]
         wanted = CUSTOM_OPERATORS[cls.provider] - ({"label_map"} if bundle.recipe.output == "scores" else set())

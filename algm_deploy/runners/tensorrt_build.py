@@ -121,7 +121,7 @@ def engine_name(runtime: str) -> str:
 
 def engine_record(bundle: Bundle, runtime: str) -> dict[str, Any] | None:
     """What the manifest says about the engine (`BuiltEngine.manifest`), None where none was built."""
-    record: dict[str, Any] | None = bundle.manifest.get("engines", {}).get(runtime)
+    record: dict[str, Any] | None = bundle.section("engines").get(runtime)
     return record
 
 
@@ -163,7 +163,7 @@ def build_engine(
     with bundle.add(name, made_from={TENSORRT_ONNX: built.facts.onnx_hash}) as path:
         path.write_bytes(built.engine)
     record = built.manifest() | {"rewrites": dict(rewrites)}
-    bundle.update({"engines": bundle.manifest.get("engines", {}) | {runtime: record}})
+    bundle.record("engines", runtime, record)
     return built
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import os
+import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -59,6 +60,7 @@ from algm_deploy.timing.variants import VARIANTS, Variant
 SCHEMA_VERSION = 1
 ProtocolName = Literal["duplicate", "mixed", "latency"]
 PROTOCOLS: tuple[ProtocolName, ...] = ("duplicate", "mixed", "latency")
+_GPU_STATE = {"gpu_clock": "clocks.sm", "gpu_memory_clock": "clocks.mem", "gpu_power_limit": "power.limit"}
 _STAGE_EFFORT = Effort(warmup=1, rounds=2, most_rounds=2)
 
 
@@ -163,7 +165,7 @@ def check_verified(bundle: Bundle, runtime: str) -> None:
         BundleError: it was never run.
         GateError: it failed.
     """
-    record = bundle.manifest.get("parity", {}).get(runtime)
+    record = bundle.section("parity").get(runtime)
     command = f"`algm-deploy verify {bundle.path} --runtime {runtime}`"
     if record is None:
         raise BundleError(f"expected a bundle that was verified on {runtime}, this one was not: run {command} first")
@@ -208,7 +210,7 @@ def _verify_dense(dense: Bundle, runtime: str, windows: Array, bundle: Bundle) -
     """The chain on one picture, unless it has passed before."""
     with variant_runner(dense, runtime, bundle):
         pass  # builds what is missing, so that what is verified is what is timed
-    known = dense.manifest.get("parity", {})
+    known = dense.section("parity")
     if not known.get(runtime, {}).get("passed"):
         report = verify(dense, runtime, windows[:1], progress=False)
         dense.update({"parity": {**known, runtime: report.record()}})
@@ -380,7 +382,19 @@ def _conditions(contestant: _Contestant) -> dict[str, Any]:
         "cpus_usable": len(os.sched_getaffinity(0)),
         "load_average_1_minute": os.getloadavg()[0],
         "environment": asdict(environment(devices=contestant.on_cuda)),
+        **(_gpu_state() if contestant.on_cuda else {}),
     }
+
+
+def _gpu_state() -> dict[str, str | None]:
+    """Clocks and power limit of the current device as nvidia-smi tells them; None where it does not."""
+    uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
+    query = ["nvidia-smi", f"--id=GPU-{uuid}", f"--query-gpu={','.join(_GPU_STATE.values())}", "--format=csv,noheader"]
+    try:
+        told = subprocess.run(query, capture_output=True, text=True, check=True, timeout=10).stdout.strip().split(", ")
+    except (OSError, subprocess.SubprocessError):
+        return dict.fromkeys(_GPU_STATE)
+    return dict(zip(_GPU_STATE, told, strict=True))
 
 
 def _work(request: Request, windows: Array) -> dict[str, Any]:
