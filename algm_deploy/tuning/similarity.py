@@ -296,12 +296,12 @@ class _State:
     """The sums so far, in one small file that is replaced after every photo."""
 
     def __init__(self, bundle: Bundle, pictures: Sequence[Picture], layers: Sequence[int]) -> None:
-        names = hashlib.sha256("\n".join(str(picture.path) for picture in pictures).encode())
+        named = [f"{picture.path} {_bytes_of(picture.path)}" for picture in pictures]
         self._facts = {
             "schema_version": SCHEMA_VERSION,
             "weights_sha256": bundle.files["weights.safetensors"].sha256,
             "preprocessing_sha256": preprocessing_fingerprint(bundle.recipe.protocol),
-            "pictures_sha256": names.hexdigest(),
+            "pictures_sha256": hashlib.sha256("\n".join(named).encode()).hexdigest(),
             "labelled": pictures[0].labels is not None,
             "layers": list(layers),
         }
@@ -335,3 +335,8 @@ class _State:
                 self.layers[int(layer)] = {name: Moments(*group) for name, group in groups.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise BundleError(f"{self._path}: expected a saved measurement, delete the file ({error})") from error
+
+
+def _bytes_of(path: Path) -> int:
+    """Size of a file, which tells a later run whether it is the same; a missing one is named when it is read."""
+    return path.stat().st_size if path.is_file() else -1

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from algm_deploy.bundle import Bundle
-from algm_deploy.errors import BundleError, DatasetError
+from algm_deploy.errors import BundleError, DatasetError, ImageError
 from algm_deploy.tuning.similarity import (
     Moments,
     Picture,
@@ -189,6 +189,18 @@ def test_an_interrupted_measurement_goes_on(
     assert measure_similarity(bundle, pictures, (1, 2), progress=False) == whole
     assert seen == [picture.path for picture in pictures]
     assert measure_similarity(bundle, pictures[:3], (1, 2), progress=False) != whole
+
+
+def test_a_photo_that_changed_is_measured_again(bundle: Bundle, pictures: list[Picture]) -> None:
+    before = measure_similarity(bundle, pictures, (1,), progress=False)
+    Image.fromarray(np.full((128, 128, 3), 90, np.uint8)).save(pictures[1].path)
+    assert measure_similarity(bundle, pictures, (1,), progress=False).threshold != before.threshold
+
+
+def test_a_photo_that_is_gone_is_named(bundle: Bundle, pictures: list[Picture]) -> None:
+    pictures[1].path.unlink()
+    with pytest.raises(ImageError, match=r"1\.png: no such file"):
+        measure_similarity(bundle, pictures, (1,), progress=False)
 
 
 def test_a_damaged_state_file_is_named(bundle: Bundle, pictures: list[Picture]) -> None:

@@ -118,6 +118,15 @@ def test_references(reference: str, bundle: Path, photos: Path, tmp_path: Path) 
     assert read_recipe(output).merging.clap_threshold == 0.8  # a drop of 100 points allows everything
 
 
+@pytest.mark.parametrize("output", ["tuned.html", "nowhere/tuned.toml"])
+def test_the_output_is_checked_before_the_work(
+    output: str, bundle: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tune(bundle, tmp_path / output, "--rule", data=photos) == 2
+    assert "expected a .toml file" in capsys.readouterr().err
+    assert "tuning" not in Bundle.open(bundle).manifest
+
+
 def test_positions(bundle: Path, photos: Path, tmp_path: Path) -> None:
     output = tmp_path / "layers.toml"
     assert tune(bundle, output, "--positions", "--drop", "100", "--tau", "0.95", data=photos) == 0
