@@ -210,10 +210,12 @@ def _tune(options: argparse.Namespace) -> int:
     from algm_deploy.tuning.recipe_file import write_recipe
 
     bundle = Bundle.open(options.bundle)
+    if options.output.suffix != ".toml" or not options.output.parent.is_dir():
+        raise RecipeError(f"expected a .toml file in a folder that exists as --output, got {options.output}")
     find = _rule if options.rule else _objective if options.objective else _positions
     finding = find(bundle, options)
     print(finding_text(finding))
-    bundle.update({"tuning": {**bundle.manifest.get("tuning", {}), finding.title: dict(finding.record)}})
+    bundle.record("tuning", finding.title, finding.record)
     print(f"\n{write_finding(finding, bundle.recipe.name, options.output.with_suffix('.html'))}")
     if finding.recipe is None:
         return GateError.exit_code
@@ -272,8 +274,9 @@ def _throughput(
 
     given = {CLAP_THRESHOLD: tau, GBM_THRESHOLD: gbm}
     thresholds = {name: value for name, value in given.items() if value is not None}
-    request = replace(usual_request(bundle.recipe, "mixed", thresholds=thresholds), variants=("merged",))
     paths = [sample.image_path for sample in dataset.samples]
+    batch = min(bundle.recipe.max_batch, len(paths))
+    request = replace(usual_request(bundle.recipe, "mixed", None, batch, thresholds=thresholds), variants=("merged",))
     (row,) = bench_bundle(bundle, options.runtime, paths, request)
     return float(row.record[THROUGHPUT])
 
