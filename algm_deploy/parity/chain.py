@@ -21,7 +21,7 @@ import numpy as np
 from tqdm import tqdm
 
 from algm_deploy.bundle import Bundle
-from algm_deploy.errors import AlgmDeployError, BundleError
+from algm_deploy.errors import BundleError, ExecutionError
 from algm_deploy.parity.comparison import Decided, Decisions, Labels, Numbers, output_problem
 from algm_deploy.parity.links import Link, graph_link, network_link, operators_link
 from algm_deploy.parity.replay import Replayed, Replays
@@ -144,10 +144,8 @@ class _Chain:
         """All outputs of the runtime, or why there are none."""
         try:
             return self._run.infer(feeds, [tensor.name for tensor in self._signature.outputs]), None
-        except AlgmDeployError:
-            raise
-        except Exception as error:  # noqa: BLE001 - runtimes have errors of their own; one that fails is not verified
-            return {}, f"the runtime failed: {(str(error) or type(error).__name__).splitlines()[0]}"
+        except ExecutionError as error:  # a runtime that fails is not verified
+            return {}, f"the runtime failed: {error}"
 
     def links(self, trials: list[Trial]) -> list[Link]:
         """All links, when the trials have run."""

@@ -148,9 +148,9 @@ def gbm_facts(replays: Sequence[Replayed], stage: int, plan: MergePlan, network:
     return [fact.with_least(count) for fact, count in zip(facts, counts, strict=True)]
 
 
-def torch_maps(replays: Sequence[Replayed], stage: int, plan: MergePlan, network: Network) -> list[Ints]:
+def torch_maps(entering: Sequence[Tokens], stage: int, plan: MergePlan, network: Network) -> list[Ints]:
     """The maps (N,) PyTorch decides on for images that decide together, given the tokens that enter the merge."""
-    tokens = _stacked([replay.baseline[stage] for replay in replays])
+    tokens = _stacked(entering)
     prefix, grid, window = network.prefix, list(network.grid), list(plan.window)
     if plan.layers[stage] in plan.clap_layers:
         similarity = window_similarity(tokens.values, grid, window, prefix)
@@ -190,7 +190,7 @@ def _limit_noise(limit: torch.Tensor, other: torch.Tensor) -> float:
     return NOISE_FACTOR * float(torch.nan_to_num(limit - other).abs())
 
 
-def _stacked(tokens: list[Tokens]) -> Tokens:
+def _stacked(tokens: Sequence[Tokens]) -> Tokens:
     """Images that decide together as one batch; coupled images have equal lengths."""
     values, size, token_map, length = (torch.cat(parts) for parts in zip(*(t[:4] for t in tokens), strict=True))
     return Tokens(values, size, token_map, length, tokens[0].padded)
