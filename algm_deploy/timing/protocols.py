@@ -391,10 +391,10 @@ def _gpu_state() -> dict[str, str | None]:
     uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
     query = ["nvidia-smi", f"--id=GPU-{uuid}", f"--query-gpu={','.join(_GPU_STATE.values())}", "--format=csv,noheader"]
     try:
-        told = subprocess.run(query, capture_output=True, text=True, check=True, timeout=10).stdout.strip().split(", ")
+        told = subprocess.run(query, capture_output=True, text=True, check=True, timeout=10).stdout  # noqa: S603
     except (OSError, subprocess.SubprocessError):
         return dict.fromkeys(_GPU_STATE)
-    return dict(zip(_GPU_STATE, told, strict=True))
+    return dict(zip(_GPU_STATE, told.strip().split(", "), strict=True))
 
 
 def _work(request: Request, windows: Array) -> dict[str, Any]:
