@@ -1,0 +1,333 @@
+"""Batches by protocol, what may be timed, and the records of a run on the tiny network."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from algm_deploy.bundle import Bundle
+from algm_deploy.demo.scenes import scene
+from algm_deploy.deployment import bench_bundle, build_bundle, parity_windows, verify_bundle
+from algm_deploy.errors import BundleError, GateError
+from algm_deploy.evaluation.flops import multiply_adds
+from algm_deploy.recipes import DENSE
+from algm_deploy.report.records import Measured, measured
+from algm_deploy.report.tables import speed_notes, speed_table
+from algm_deploy.runners.contract import Runner, runner
+from algm_deploy.timing import protocols
+from algm_deploy.timing.protocols import Request, batches_of, benchmark, natural, reading_ms, usual_request
+from algm_deploy.timing.timers import Effort
+from algm_deploy.timing.variant_bundles import VariantTorchRunner, variant_bundle, variant_runner
+
+QUICK = Effort(warmup=1, rounds=2, most_rounds=2)
+CPU = "onnxruntime-cpu"
+
+
+@pytest.fixture(scope="module")
+def verified(tiny_bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """The tiny bundle, built and verified on ONNX Runtime and PyTorch; variants are added by the tests that time."""
+    bundle = Bundle.open(shutil.copytree(tiny_bundle.path, tmp_path_factory.mktemp("verified") / "tiny"))
+    build_bundle(bundle, CPU)
+    for runtime in (CPU, "torch"):
+        assert verify_bundle(bundle, runtime, [], 1, progress=False).passed
+    return bundle
+
+
+@pytest.fixture
+def windows(tiny_bundle: Bundle) -> np.ndarray:
+    return parity_windows(tiny_bundle.recipe, [], 2)
+
+
+def timed_as(monkeypatch: pytest.MonkeyPatch, **ms: float) -> None:
+    """Lets every network take so many milliseconds, by its variant, whatever it does."""
+
+    def told(contestants: dict[str, Any], batches: list[Any], request: Request, progress: bool) -> Any:
+        shape = request.effort.rounds, len(batches)
+        stages = {"network_ms_p50": 1.0, "copies_and_label_map_ms_p50": 0.5}
+        return {name: np.full(shape, ms[name]) for name in contestants}, dict.fromkeys(contestants, stages)
+
+    monkeypatch.setattr(protocols, "_times", told)
+
+
+# --- requests and batches --------------------------------------------------------------------------------------------
+
+
+def test_duplicate_repeats_each_picture() -> None:
+    assert batches_of("duplicate", 2, 3) == [(0, 0, 0), (1, 1, 1)]
+    assert batches_of("latency", 2, 1) == [(0,), (1,)]
+
+
+@pytest.mark.parametrize(("pictures", "batch"), [(4, 2), (5, 2), (8, 3), (3, 3), (9, 6)])
+def test_mixed_issues_every_picture_equally_often(pictures: int, batch: int) -> None:
+    batches = batches_of("mixed", pictures, batch)
+    assert all(len(set(one)) == batch for one in batches)  # different pictures
+    issued = Counter(index for one in batches for index in one)
+    assert len(issued) == pictures
+    assert len(set(issued.values())) == 1
+
+
+def test_batches_that_pictures_cannot_make() -> None:
+    with pytest.raises(BundleError, match="expected at least 4 different pictures for mixed batches of 4, got 3"):
+        batches_of("mixed", 3, 4)
+    with pytest.raises(BundleError, match="got none"):
+        batches_of("duplicate", 0, 1)
+
+
+def test_latency_has_no_batches() -> None:
+    with pytest.raises(BundleError, match="expected a batch of 1 for latency, got 2"):
+        Request("latency", batch=2)
+
+
+def test_batch_beyond_the_bundle(verified: Bundle, windows: np.ndarray) -> None:
+    with pytest.raises(BundleError, match="this bundle takes 1 to 8"):
+        benchmark(verified, CPU, windows, Request("duplicate", batch=9, effort=QUICK), progress=False)
+
+
+def test_usual_requests(tiny_bundle: Bundle) -> None:
+    latency = usual_request(tiny_bundle.recipe, "latency")
+    assert (latency.count, latency.batch, latency.effort.rounds) == (8, 1, 13)  # 104 samples have a 99th percentile
+    mixed = usual_request(tiny_bundle.recipe, "mixed", warmup=0)
+    assert (mixed.count, mixed.batch, mixed.effort.warmup, mixed.effort.rounds) == (8, 8, 0, 4)
+    assert usual_request(tiny_bundle.recipe, "latency", count=2, rounds=3).effort.most_rounds == 16
+
+
+def test_natural_pictures() -> None:
+    rng = np.random.default_rng(0)
+    drawn = scene(3)[0].transpose(2, 0, 1)[None]
+    noise, constant = rng.integers(0, 256, (1, 3, 64, 64), np.uint8), np.full((1, 3, 64, 64), 127, np.uint8)
+    assert natural(drawn)
+    assert not natural(noise)
+    assert not natural(constant)
+    assert not natural(np.concatenate([drawn[..., :64, :64], noise]))
+
+
+# --- what may be timed -----------------------------------------------------------------------------------------------
+
+
+def test_nothing_unverified_is_timed(tiny_bundle: Bundle, windows: np.ndarray) -> None:
+    with pytest.raises(BundleError, match=r"was not: run `algm-deploy verify .*tiny --runtime onnxruntime-cpu` first"):
+        benchmark(tiny_bundle, CPU, windows, Request("latency"), progress=False)
+
+
+def test_nothing_that_failed_is_timed(verified: Bundle, windows: np.ndarray, tmp_path: Path) -> None:
+    bundle = Bundle.open(shutil.copytree(verified.path, tmp_path / "failed"))
+    parity = bundle.fact("parity")
+    bundle.update({"parity": {**parity, CPU: {**parity[CPU], "passed": False}}})
+    with pytest.raises(GateError, match="parity chain failed on onnxruntime-cpu, so nothing is timed"):
+        benchmark(bundle, CPU, windows, Request("latency"), progress=False)
+    assert "speed" not in Bundle.open(bundle.path).manifest
+
+
+def test_a_dense_network_that_fails_stops_the_run(
+    verified: Bundle, windows: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = Bundle.open(shutil.copytree(verified.path, tmp_path / "bundle"))
+
+    class Failed:
+        def record(self) -> dict[str, Any]:
+            return {"passed": False}
+
+    monkeypatch.setattr(protocols, "verify", lambda *_, **__: Failed())
+    with pytest.raises(GateError, match="nothing is timed"):
+        benchmark(bundle, "torch", windows, Request("latency", variants=("dense", "merged")), progress=False)
+
+
+# --- variants --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("runtime", [CPU, "torch"])
+def test_truncated_keeps_its_tokens_on_every_runtime(verified: Bundle, windows: np.ndarray, runtime: str) -> None:
+    truncated = variant_bundle(verified, "truncated", (40, 25))
+    with variant_runner(truncated, runtime, verified) as run:
+        outputs = run.infer({"image": windows})
+    assert outputs["token_counts"].tolist() == [[40, 25]] * 2
+    assert outputs["scores"].shape == (2, 11, 128, 128)
+
+
+def test_truncated_is_the_same_network_everywhere(verified: Bundle, windows: np.ndarray) -> None:
+    truncated = variant_bundle(verified, "truncated", (40, 25))
+    found = []
+    for runtime in (CPU, "torch"):
+        with variant_runner(truncated, runtime, verified) as run:
+            found.append(run.infer({"image": windows[:1]}, ["scores"])["scores"])
+    np.testing.assert_allclose(*found, atol=1e-4)
+
+
+def test_dense_equals_merging_that_merges_nothing(verified: Bundle, windows: np.ndarray) -> None:
+    off = dict.fromkeys(("clap_threshold", "gbm_threshold"), np.float32(np.inf))
+    with variant_runner(variant_bundle(verified, "dense", ()), CPU, verified) as dense, runner(verified, CPU) as merged:
+        ours = dense.infer({"image": windows[:1]})["scores"]
+        theirs = merged.infer({"image": windows[:1], **off})["scores"]
+    np.testing.assert_allclose(ours, theirs, atol=1e-4)
+
+
+def test_variants_are_kept_until_something_changes(verified: Bundle) -> None:
+    first = variant_bundle(verified, "truncated", (40, 25))
+    stamp = (first.path / "model.onnx").stat().st_mtime_ns
+    assert (variant_bundle(verified, "truncated", (40, 25)).path / "model.onnx").stat().st_mtime_ns == stamp
+    assert (variant_bundle(verified, "truncated", (39, 25)).path / "model.onnx").stat().st_mtime_ns > stamp
+    assert variant_bundle(verified, "merged", ()) is verified
+
+
+def test_another_tail_is_refused(verified: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    dense = variant_bundle(verified, "dense", ())
+    tails = {str(dense.path): (), str(verified.path): ("label_map",)}
+    kind = type(runner(verified, CPU))
+    monkeypatch.setattr(kind, "custom_operators", property(lambda self: tails[str(self.bundle.path)]))
+    with pytest.raises(BundleError, match=r"got another operator: run `algm-deploy build .*tiny --runtime"):
+        variant_runner(dense, CPU, verified)
+
+
+# --- records ---------------------------------------------------------------------------------------------------------
+
+
+def test_latency_from_pictures_to_records(verified: Bundle, tmp_path: Path) -> None:
+    for index in range(2):
+        Image.fromarray(scene(index)[0]).save(tmp_path / f"{index}.png")
+    photos = sorted(tmp_path.glob("*.png"))
+    request = Request("latency", count=2, effort=QUICK)
+    rows = bench_bundle(verified, CPU, photos, request, progress=False)
+    assert [row.record["variant"] for row in rows] == ["dense", "merged", "truncated"]
+    dense, merged, truncated = (row.record for row in rows)
+    assert (merged["pictures"], merged["representative"], merged["pictures_timed"]) == ("photos", True, 2)
+    assert (merged["samples"], merged["rounds"], merged["warmup_calls"], merged["clock"]) == (4, 2, 1, "host")
+    assert merged["executable"] == "model.onnxruntime-cpu.onnx"
+    assert merged["provider"] == "CPUExecutionProvider"
+    assert merged["environment"]["packages"]["onnxruntime"]
+    assert set(merged["stages"]) == {
+        "decode_ms_p50", "preprocess_ms_p50", "network_ms_p50", "copies_and_label_map_ms_p50"
+    }  # fmt: skip
+    assert 0 < merged["latency_ms_p50"] <= merged["latency_ms_p90"]
+    assert merged["latency_ms_p99"] is None
+    assert dense["thresholds"] == {}
+    assert merged["thresholds"] == {"clap_threshold": 0.9, "gbm_threshold": 1.0}
+    assert dense["tokens_after_clap_mean"] == 64
+    assert truncated["tokens_after_gbm_mean"] == round(merged["tokens_after_gbm_mean"]) < 64
+    assert dense["gmacs_per_window_mean"] == multiply_adds(verified.recipe.network, DENSE).gmacs
+    kept = [row for row in measured(Bundle.open(verified.path), "speed") if row.record["protocol"] == "latency"]
+    assert [row.record["variant"] for row in kept] == ["dense", "merged", "truncated"]
+    assert kept[0].artifact.plan == DENSE
+    assert kept[2].artifact.truncated
+
+
+def test_token_counts_are_those_of_the_pictures(
+    verified: Bundle, windows: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed_as(monkeypatch, dense=8.0, merged=5.0, truncated=4.0)
+    records = benchmark(verified, CPU, windows, Request("mixed", batch=2, effort=QUICK), progress=False)
+    with runner(verified, CPU) as run:
+        counts = run.infer({"image": windows}, ["token_counts"])["token_counts"]
+    assert records["merged"]["tokens_after_clap_mean"] == counts[:, 0].mean()
+    gmacs = [multiply_adds(verified.recipe.network, verified.recipe.merging, row.tolist()).gmacs for row in counts]
+    assert records["merged"]["gmacs_per_window_mean"] == pytest.approx(np.mean(gmacs))
+    assert "gmacs_per_window_mean" not in records["truncated"]
+
+
+def test_speed_up_efficiency_and_throughput(
+    verified: Bundle, windows: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed_as(monkeypatch, dense=8.0, merged=5.0, truncated=4.0)
+    records = benchmark(verified, CPU, windows, Request("mixed", batch=2, effort=QUICK), progress=False)
+    assert records["merged"]["merge_efficiency"] == pytest.approx(0.75)
+    assert records["merged"]["speedup"] == pytest.approx(1.6)
+    assert records["truncated"]["speedup"] == pytest.approx(2.0)
+    assert records["merged"]["throughput_img_per_s"] == pytest.approx(400.0)
+    assert records["merged"]["batch_ms_mean_of_medians"] == 5.0
+    assert not {"speedup", "merge_efficiency"} & set(records["dense"])
+    assert "merge_efficiency" not in records["truncated"]
+    assert "latency_ms_p50" not in records["merged"]
+
+
+def test_no_efficiency_where_dropping_saves_nothing(
+    verified: Bundle, windows: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed_as(monkeypatch, dense=8.0, merged=9.0, truncated=8.5)
+    records = benchmark(verified, CPU, windows, Request("latency", effort=QUICK), progress=False)
+    assert "merge_efficiency" not in records["merged"]
+    assert records["merged"]["speedup"] < 1
+
+
+def test_threshold_of_a_run_is_recorded(verified: Bundle, windows: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
+    timed_as(monkeypatch, dense=8.0, merged=8.0, truncated=8.0)
+    off = {"clap_threshold": float("inf")}
+    request = Request("latency", count=1, effort=QUICK, thresholds=off, variants=("dense", "merged"))
+    rows = bench_bundle(verified, CPU, [], request, progress=False)
+    merged = rows[1].record
+    assert merged["thresholds"] == {"clap_threshold": "inf", "gbm_threshold": 1.0}
+    assert merged["tokens_after_clap_mean"] == 64
+    assert any(key.endswith("clap_threshold inf") for key in Bundle.open(verified.path).fact("speed"))
+    with pytest.raises(BundleError, match="no input 'tau'"):
+        benchmark(verified, CPU, windows, Request("latency", thresholds={"tau": 1.0}), progress=False)
+
+
+def test_an_unsteady_run_prints_no_time(verified: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(contestants: dict[str, Any], batches: list[Any], *_: Any) -> Any:
+        slower = np.array([[10.0] * len(batches), [12.0] * len(batches)])
+        times = {name: np.full_like(slower, 10.0) for name in contestants} | {"dense": slower}
+        return times, {name: {"network_ms_p50": 1.0} for name in contestants}
+
+    monkeypatch.setattr(protocols, "_times", told)
+    rows = bench_bundle(verified, CPU, [], Request("latency", count=2, effort=QUICK), progress=False)
+    assert [row.record["stable"] for row in rows] == [False] * 3  # a ratio of a steady and an unsteady time is neither
+    table = speed_table(rows)
+    merged = dict(zip(table.header, table.rows[1], strict=True))
+    assert {merged[name] for name in ("img/s", "p50 ms", "speed-up")} == {"not stable"}
+    assert merged["tokens after CLAP"].isdigit()  # counts are no times
+    notes = " ".join(speed_notes(rows))
+    assert "dense 20.0 %, merged 0.0 %" in notes
+    assert "not representative" in notes
+
+
+def test_scenes_and_noise_are_stamped(verified: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    timed_as(monkeypatch, dense=8.0, merged=5.0, truncated=4.0)
+
+    def stamp(paths: list[Path]) -> tuple[str, bool]:
+        request = Request("latency", count=1, effort=QUICK, variants=("merged",))
+        rows = bench_bundle(verified, "torch", paths, request, progress=False)
+        return rows[0].record["pictures"], rows[0].record["representative"]
+
+    noise = np.random.default_rng(0).integers(0, 256, (128, 128, 3), np.uint8)
+    for name, pixels in (("noise", noise), ("photo", scene(2)[0])):
+        Image.fromarray(pixels).save(tmp_path / f"{name}.png")
+    assert stamp([]) == ("synthetic scenes", False)
+    assert stamp([tmp_path / "noise.png"]) == ("constant or random", False)
+    assert stamp([tmp_path / "photo.png"]) == ("photos", True)
+
+
+def test_a_dense_bundle_is_timed_alone(verified: Bundle, windows: np.ndarray) -> None:
+    dense = variant_bundle(verified, "dense", ())
+    assert verify_bundle(dense, "torch", [], 1, progress=False).passed
+    records = benchmark(dense, "torch", windows, Request("duplicate", batch=2, effort=QUICK), progress=False)
+    assert list(records) == ["dense"]
+    assert "speedup" not in records["dense"]
+
+
+def test_reading_is_timed_in_parts(tiny_bundle: Bundle, tmp_path: Path) -> None:
+    Image.fromarray(scene(0)[0]).save(tmp_path / "a.png")
+    found = reading_ms([tmp_path / "a.png"], tiny_bundle.recipe)
+    assert list(found) == ["decode_ms_p50", "preprocess_ms_p50"]
+    assert all(value > 0 for value in found.values())
+
+
+def test_times_on_the_device_are_labelled_so(verified: Bundle) -> None:
+    run: Runner = VariantTorchRunner(verified)
+    contestant = protocols._Contestant(run, verified.recipe, {})
+    assert protocols._conditions(contestant)["clock"] == ("CUDA events" if contestant.on_cuda else "host")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("protocol", ["duplicate", "latency"])
+def test_on_a_cuda_device(verified: Bundle, windows: np.ndarray, protocol: protocols.ProtocolName) -> None:
+    rows: list[Measured] = bench_bundle(
+        verified, "torch", [], Request(protocol, count=1, effort=Effort(2, 4, 8)), progress=False
+    )
+    for row in rows:
+        assert row.record["clock"] == "CUDA events"
+        assert row.record["batch_ms_mean_of_medians"] > 0
+        assert row.record["environment"]["devices"]
