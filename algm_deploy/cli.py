@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from algm_deploy import __version__
-from algm_deploy.errors import AlgmDeployError, GateError, RecipeError
+from algm_deploy.errors import AlgmDeployError, GateError, NotExecutedError, RecipeError
 from algm_deploy.recipes import checked, recipe, recipe_names
 
 if TYPE_CHECKING:
@@ -34,11 +34,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run: Callable[[argparse.Namespace], int] = options.run
         return run(options)
     except AlgmDeployError as error:
-        print(f"algm-deploy {options.command}: {error}", file=sys.stderr)
-        return error.exit_code
+        message, code = str(error), error.exit_code
     except KeyboardInterrupt:
-        print(f"algm-deploy {options.command}: interrupted", file=sys.stderr)
-        return 130
+        message, code = "interrupted", 130
+    except MemoryError as error:
+        message, code = (
+            f"expected more free memory ({error}): use smaller pictures or batches",
+            AlgmDeployError.exit_code,
+        )
+    except OSError as error:
+        place = f"{error.filename or 'a file'!s:.200}"
+        message, code = f"expected to use {place}, got {error.strerror}: name another one", AlgmDeployError.exit_code
+    print(f"algm-deploy {options.command}: {message}", file=sys.stderr)
+    return code
 
 
 # --- commands --------------------------------------------------------------------------------------------------------
@@ -91,8 +99,25 @@ def _build(options: argparse.Namespace) -> int:
 def _built(bundle: Bundle, options: argparse.Namespace) -> None:
     from algm_deploy.deployment import build_bundle
 
-    for line in build_bundle(bundle, options.runtime):
+    for line in build_bundle(bundle, options.runtime, **_engine_options(bundle, options)):
         print(line)
+
+
+def _engine_options(bundle: Bundle, options: argparse.Namespace) -> dict[str, Any]:
+    """What the flags say about an engine; nothing where none is given, and the builder's defaults hold."""
+    flags = ("level", "workspace_mib", "timing_cache", "version_compatible", "hardware_compatible")
+    given = {name: getattr(options, name) for name in flags if getattr(options, name)}
+    if options.compute_capabilities:
+        given["compute_capabilities"] = tuple(options.compute_capabilities)
+    if options.opt_batch:
+        given["batches"] = (1, options.opt_batch, bundle.recipe.max_batch)
+    found: dict[str, Any] = {"precision": options.engine_precision} if options.engine_precision else {}
+    if given:
+        from algm_deploy.runners.tensorrt_build import EngineOptions
+
+        largest = bundle.recipe.max_batch
+        found["options"] = EngineOptions(**({"batches": (1, largest, largest)} | given))
+    return found
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -367,7 +392,10 @@ def _deploy(options: argparse.Namespace) -> int:
     bundle = _exported(options)
     _built(bundle, options)
     print()
-    report = _verified(bundle, options)
+    try:
+        report = _verified(bundle, options)
+    except NotExecutedError as error:
+        return _built_only(bundle, options, str(error))
     if options.data:
         print()
         _evaluated(bundle, options)
@@ -381,6 +409,18 @@ def _deploy(options: argparse.Namespace) -> int:
     print(f"\ndeployed: {options.output}")
     print(f"next: algm-deploy predict {options.output} PHOTO --runtime {options.runtime}")
     return 0
+
+
+def _built_only(bundle: Bundle, options: argparse.Namespace, reason: str) -> int:
+    """What is left to say when nothing here can execute what was built."""
+    from algm_deploy.deployment import note_not_run
+    from algm_deploy.report.tables import text_table
+
+    steps = note_not_run(bundle, options.runtime, reason)
+    print(text_table(("step", "result"), [(step, "not run") for step in steps]))
+    print(f"\nBUILT, NOT EXECUTED: {options.output}\nreason: {reason}")
+    print(f"next, on a machine that can: algm-deploy verify {options.output} --runtime {options.runtime}")
+    return NotExecutedError.exit_code
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -431,10 +471,10 @@ def _parser() -> argparse.ArgumentParser:
             "deploy",
             _deploy,
             "checkpoint to a verified bundle: export, build, verify, evaluate, time",
-            (_export_options, _runtime, _verify_options, _data_options, _deploy_options),
+            (_export_options, _runtime, _engine, _verify_options, _data_options, _deploy_options),
         ),
         ("export", _export, "checkpoint to a bundle", (_export_options,)),
-        ("build", _build, "a runtime's own executable, added to a bundle", (_bundle, _runtime)),
+        ("build", _build, "a runtime's own executable, added to a bundle", (_bundle, _runtime, _engine)),
         ("verify", _verify, "parity chain of a bundle on a runtime", (_bundle, _runtime, _verify_options)),
         ("evaluate", _evaluate, "mIoU of a bundle on a data set", (_bundle, _runtime, _data_options)),
         (
@@ -489,6 +529,20 @@ def _demo_options(command: argparse.ArgumentParser) -> None:
 
 def _runtime(command: argparse.ArgumentParser) -> None:
     command.add_argument("--runtime", choices=RUNTIMES, default="onnxruntime-cpu")
+
+
+def _engine(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("TensorRT engines")
+    group.add_argument("--engine-precision", choices=("fp32", "fp16", "bf16"), help="default: the bundle's")
+    group.add_argument("--opt-batch", type=_positive, help="batch the engine is tuned for; default: the largest")
+    group.add_argument("--level", type=int, choices=range(6), help="optimisation level of the builder")
+    group.add_argument("--workspace-mib", type=_positive, help="scratch memory the builder may plan with")
+    group.add_argument("--timing-cache", type=Path, help="tensorrt only: file of measured times, read and written")
+    group.add_argument("--version-compatible", action="store_true", help="tensorrt only: runs on later releases too")
+    group.add_argument("--hardware-compatible", action="store_true", help="tensorrt only: runs on later GPUs too")
+    group.add_argument(
+        "--compute-capabilities", nargs="+", metavar="CC", help="tensorrt-rtx only: GPUs to build for, such as 8.9"
+    )
 
 
 def _verify_options(command: argparse.ArgumentParser) -> None:

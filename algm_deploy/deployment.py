@@ -82,9 +82,9 @@ def _threshold_note(recipe: Recipe, layers: Sequence[tuple[str, Mapping[str, Any
     )
 
 
-def build_bundle(bundle: Bundle, runtime: str) -> list[str]:
+def build_bundle(bundle: Bundle, runtime: str, **options: Any) -> list[str]:
     """Makes a runtime's executable and adds it to the bundle; returns what was done, one printable line each."""
-    return runner_type(runtime).build(bundle)
+    return runner_type(runtime).build(bundle, **options)
 
 
 def find_images(paths: Sequence[Path]) -> list[Path]:
@@ -223,6 +223,13 @@ def _kind_of_pictures(windows: NDArray[Any], paths: Sequence[Path]) -> dict[str,
     kind = "photos" if paths else "synthetic scenes"
     is_natural = natural(windows)
     return {"pictures": kind if is_natural else "constant or random", "representative": is_natural and bool(paths)}
+
+
+def note_not_run(bundle: Bundle, runtime: str, reason: str) -> list[str]:
+    """Writes into the manifest that the steps behind the build did not run, and why; returns their names."""
+    steps = [f"{step} {runtime}" for step in ("parity", "evaluation", "speed")]
+    bundle.update({"not_run": {**bundle.manifest.get("not_run", {}), **dict.fromkeys(steps, reason)}})
+    return steps
 
 
 def device_of(runtime: str) -> str:

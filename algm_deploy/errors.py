@@ -53,6 +53,10 @@ class NotExecutedError(RuntimeUnavailableError):
     exit_code = 3
 
 
+class ExecutionError(AlgmDeployError):
+    """A runtime took the executable and failed while running it."""
+
+
 class GateError(AlgmDeployError):
     """A measured value missed its gate."""
 

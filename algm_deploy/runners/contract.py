@@ -8,6 +8,7 @@ Checks are done here, once; a runtime fills in `_open`, `_infer` and `_close`.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -18,15 +19,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from algm_deploy.bundle import Bundle
-from algm_deploy.errors import BundleError, RuntimeUnavailableError
+from algm_deploy.errors import AlgmDeployError, BuildError, BundleError, ExecutionError, RuntimeUnavailableError
 from algm_deploy.signature import Signature
 
 Array = NDArray[Any]
+
+# How PyTorch and ONNX Runtime say it, on the host and on a device; they have no error class of their own in common.
+_MEMORY = re.compile("out of memory|allocate memory|bad.?alloc", re.IGNORECASE)
 
 RUNTIMES = {
     "torch": "algm_deploy.runners.torch:TorchRunner",
     "onnxruntime-cpu": "algm_deploy.runners.onnxruntime:OnnxRuntimeCpuRunner",
     "onnxruntime-cuda": "algm_deploy.runners.onnxruntime:OnnxRuntimeCudaRunner",
+    "tensorrt": "algm_deploy.runners.tensorrt:TensorRTRunner",
+    "tensorrt-rtx": "algm_deploy.runners.tensorrt:TensorRTRtxRunner",
 }
 
 
@@ -37,6 +43,7 @@ class Runner(ABC):
     """
 
     runtime: ClassVar[str]
+    failures: ClassVar[tuple[type[Exception], ...]] = (RuntimeError,)  # what the runtime raises while it runs
 
     def __init__(self, bundle: Bundle) -> None:
         self.bundle = bundle
@@ -49,8 +56,17 @@ class Runner(ABC):
 
         Returns:
             What was done, one line each, for people.
+
+        Raises:
+            BuildError: options that the runtime does not have.
         """
+        cls._refuse(options)
         return []
+
+    @classmethod
+    def _refuse(cls, options: Mapping[str, Any]) -> None:
+        if options:
+            raise BuildError(f"{cls.runtime} has no build options, got {', '.join(options)}: leave them out")
 
     def __enter__(self) -> Self:
         self._open()
@@ -73,12 +89,28 @@ class Runner(ABC):
 
         Raises:
             BundleError: an unknown name, or a dtype or shape that differs from the signature.
+            RuntimeUnavailableError: there is not enough memory for the batch.
+            ExecutionError: the runtime failed while it ran the network.
         """
         if not self._opened:
             raise RuntimeUnavailableError(f"the {self.runtime} runner is closed: use it inside a `with` block")
         wanted = tuple(outputs) if outputs is not None else tuple(t.name for t in self.signature.outputs[:2])
         self._check_outputs(wanted)
-        return self._infer(self._checked(feeds), wanted)
+        complete = self._checked(feeds)
+        try:
+            return self._infer(complete, wanted)
+        except (MemoryError, self.failures) as error:
+            raise self._failure(error, len(complete["image"])) from error
+
+    def _failure(self, error: Exception, images: int) -> AlgmDeployError:
+        said = next(iter(str(error).splitlines()), type(error).__name__)[:300]
+        if isinstance(error, MemoryError) or _MEMORY.search(str(error)):
+            return RuntimeUnavailableError(
+                f"expected enough memory for a batch of {images} on {self.runtime}, got {said!r}: send smaller batches"
+            )
+        return ExecutionError(
+            f"expected {self.runtime} to run the network, it failed with {said!r}: export and build the bundle again"
+        )
 
     @abstractmethod
     def _open(self) -> None:
