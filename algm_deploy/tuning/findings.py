@@ -226,12 +226,16 @@ def _verdict(knob: str, tuned: Tuned) -> str:
     if tuned.chosen is None:
         return f"no {knob} qualifies to {tuned.goal}; nearest: {tuned.nearest.value:g} with {_figures(tuned.nearest)}"
     line = f"{knob} {tuned.chosen.value:g} to {tuned.goal}: {_figures(tuned.chosen)}"
-    if tuned.goal.aim == "reference":
-        lone = [p for p in tuned.points if p.value < tuned.chosen.value and tuned.goal.meets(p)]
-        if lone:
-            values = ", ".join(f"{point.value:g}" for point in lone)
-            line += f"; {values} would qualify alone, but a larger value between does not"
-    return line
+    return line + (_exceptions(tuned, tuned.chosen) if tuned.goal.aim == "reference" else "")
+
+
+def _exceptions(tuned: Tuned, chosen: Point) -> str:
+    """Measured candidates on the wrong side of the chosen one, where accuracy does not simply rise."""
+    alone = [f"{p.value:g}" for p in tuned.points if p.value < chosen.value and tuned.goal.meets(p)]
+    missing = [f"{p.value:g}" for p in tuned.points if p.value > chosen.value and not tuned.goal.meets(p)]
+    below = f"; {', '.join(alone)} would qualify alone, but a larger value between does not" if alone else ""
+    above = f"; {', '.join(missing)} would not qualify, although larger" if missing else ""
+    return below + above
 
 
 def _where(verb: str, record: Record) -> str:

@@ -184,7 +184,8 @@ def test_a_lone_candidate_that_would_qualify_is_mentioned() -> None:
 
     def evaluate(_: Dataset, thresholds: Mapping[str, float] | None) -> dict[str, Any]:
         tau = (thresholds or {}).get("clap_threshold", 1)
-        return record_of(75 if tau == 0.5 or tau > 0.9 else 70, 7)
+        return record_of(70 if 0.5 < tau <= 0.8 else 74 if tau > 0.99 else 75 + tau * (tau > 0.8), 7)
 
     finding = find_threshold(DEMO, "tau", Goal("reference", 75), TAUS, evaluate, tuning, held_out)
     assert "0.5 would qualify alone" in finding.lines[0]
+    assert "0.995 would not qualify, although larger" in finding.lines[0]
