@@ -1,0 +1,85 @@
+"""`bench` and `deploy --bench`: what they print and keep, and what they refuse."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from algm_deploy.bundle import Bundle
+from algm_deploy.cli import main
+from algm_deploy.report.page import report_page
+
+SHORT = ("--count", "2", "--warmup", "0", "--rounds", "2")
+
+
+@pytest.fixture(scope="module")
+def bundle(tiny_bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the tiny bundle, verified on PyTorch."""
+    folder = Path(shutil.copytree(tiny_bundle.path, tmp_path_factory.mktemp("bench") / "tiny"))
+    assert main(["verify", str(folder), "--runtime", "torch", "--count", "1"]) == 0
+    return folder
+
+
+def test_bench_prints_and_keeps_what_it_timed(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", str(bundle), "--runtime", "torch", *SHORT]) == 0
+    printed = capsys.readouterr().out
+    assert [line.split()[4] for line in printed.splitlines()[2:5]] == ["dense", "merged", "truncated"]
+    assert "2 synthetic scenes" in printed
+    assert "not representative" in printed
+    opened = Bundle.open(bundle)
+    assert set(opened.fact("speed")) == {f"torch latency {name} batch 1" for name in ("dense", "merged", "truncated")}
+    assert "torch latency merged" not in report_page(opened)  # keys are not for readers
+    assert "latency" in report_page(opened)
+
+
+def test_bench_of_batches(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--runtime", "torch", "--protocol", "mixed", "--batch", "2")
+    assert main(["bench", str(bundle), *options, *SHORT]) == 0
+    assert " mixed " in capsys.readouterr().out
+    assert "torch mixed merged batch 2" in Bundle.open(bundle).fact("speed")
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "said"),
+    [
+        (("--runtime", "onnxruntime-cpu"), 2, "--runtime onnxruntime-cpu` first"),
+        (("--runtime", "torch", "--batch", "2"), 2, "expected a batch of 1 for latency, got 2"),
+        (("--runtime", "torch", "--protocol", "mixed", "--batch", "4", "--count", "3"), 2, "at least 4 different"),
+        (("--runtime", "torch", "--images", "nowhere"), 2, "nowhere: expected a picture or a folder"),
+    ],
+)
+def test_bench_refuses(
+    bundle: Path, options: tuple[str, ...], code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", str(bundle), *options]) == code
+    message = capsys.readouterr().err
+    assert message.startswith("algm-deploy bench: ")
+    assert message.count("\n") == 1
+    assert said in message
+
+
+def test_bench_refuses_what_failed(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy = Bundle.open(shutil.copytree(bundle, tmp_path / "failed"))
+    copy.update({"parity": {"torch": {**copy.fact("parity")["torch"], "passed": False}}})
+    assert main(["bench", str(copy.path), "--runtime", "torch"]) == 1
+    assert "so nothing is timed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", [("--count", "0"), ("--rounds", "-1"), ("--warmup", "many"), ("--batch", "2.5")])
+def test_numbers_that_are_none(bundle: Path, option: tuple[str, str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["bench", str(bundle), *option])
+    assert stopped.value.code == 2
+
+
+@pytest.mark.slow
+def test_deploy_times_when_asked(tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "deployed"
+    options = ("--runtime", "torch", "--count", "1", "--max-batch", "1", "--bench")
+    assert main(["deploy", str(tiny_checkpoint), "-o", str(target), *options]) == 0
+    assert "merge efficiency" in capsys.readouterr().out
+    merged = Bundle.open(target).fact("speed")["torch latency merged batch 1"]
+    assert merged["samples"] >= 100
+    assert merged["latency_ms_p99"] >= merged["latency_ms_p90"]
