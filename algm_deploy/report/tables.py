@@ -171,7 +171,14 @@ def speed_notes(rows: Sequence[Measured]) -> list[str]:
     if not first["stable"]:
         drifts = ", ".join(f"{row.record['variant']} {shown(row.record['drift_percent'], 1)} %" for row in rows)
         notes.append(f"not stable: the halves of the run differ ({drifts}): close what else runs here, then repeat")
+    elif "stages" in first:
+        notes += [f"p50 of {row.record['variant']}: {_stages(row.record['stages'])}" for row in rows]
     return notes
+
+
+def _stages(stages: Record) -> str:
+    """Parts of a latency in milliseconds: `network_ms_p50` becomes `network 12.3 ms`."""
+    return ", ".join(f"{name.removesuffix('_ms_p50').replace('_', ' ')} {ms:.1f} ms" for name, ms in stages.items())
 
 
 def joined_table(pairs: Sequence[tuple[Measured, Measured]]) -> Table:

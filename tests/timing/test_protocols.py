@@ -244,6 +244,12 @@ def test_speed_up_efficiency_and_throughput(
     assert "latency_ms_p50" not in records["merged"]
 
 
+def test_stages_are_told_where_times_are(verified: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    timed_as(monkeypatch, dense=8.0, merged=5.0, truncated=4.0)
+    rows = bench_bundle(verified, CPU, [], Request("latency", count=2, effort=QUICK), progress=False)
+    assert "p50 of merged: network 1.0 ms, copies and label map 0.5 ms" in speed_notes(rows)
+
+
 def test_no_efficiency_where_dropping_saves_nothing(
     verified: Bundle, windows: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,6 +288,7 @@ def test_an_unsteady_run_prints_no_time(verified: Bundle, monkeypatch: pytest.Mo
     notes = " ".join(speed_notes(rows))
     assert "dense 20.0 %, merged 0.0 %" in notes
     assert "not representative" in notes
+    assert "p50" not in notes
 
 
 def test_scenes_and_noise_are_stamped(verified: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
