@@ -266,7 +266,7 @@ def _objective(bundle: Bundle, options: argparse.Namespace) -> Finding:
     from algm_deploy.signature import CLAP_THRESHOLD, GBM_THRESHOLD
     from algm_deploy.timing.protocols import check_verified
     from algm_deploy.tuning.findings import find_threshold
-    from algm_deploy.tuning.objective import THROUGHPUT, default_candidates
+    from algm_deploy.tuning.objective import default_candidates
     from algm_deploy.tuning.search import steps
 
     def evaluate(dataset: Dataset, thresholds: Mapping[str, float] | None) -> dict[str, Any]:
@@ -274,7 +274,7 @@ def _objective(bundle: Bundle, options: argparse.Namespace) -> Finding:
         tau, gbm = given.get(CLAP_THRESHOLD, options.tau), given.get(GBM_THRESHOLD)
         record = evaluate_bundle(bundle, options.runtime, dataset, tau, gbm, merge=thresholds is not None).record()
         if timed and thresholds and dataset is tuning:
-            record[THROUGHPUT] = _throughput(bundle, options, dataset, tau, gbm)
+            record |= _throughput(bundle, options, dataset, tau, gbm)
         return record
 
     timed = options.objective == "throughput"
@@ -290,12 +290,12 @@ def _objective(bundle: Bundle, options: argparse.Namespace) -> Finding:
 
 def _throughput(
     bundle: Bundle, options: argparse.Namespace, dataset: Dataset, tau: float | None, gbm: float | None
-) -> float:
-    """Pictures a second of the merging network alone, in batches of different pictures of a data set."""
+) -> dict[str, Any]:
+    """Pictures a second of the merging network alone, in batches of different pictures of a data set; and if steady."""
     from algm_deploy.deployment import bench_bundle
     from algm_deploy.signature import CLAP_THRESHOLD, GBM_THRESHOLD
     from algm_deploy.timing.protocols import usual_request
-    from algm_deploy.tuning.objective import THROUGHPUT
+    from algm_deploy.tuning.objective import STABLE, THROUGHPUT
 
     given = {CLAP_THRESHOLD: tau, GBM_THRESHOLD: gbm}
     thresholds = {name: value for name, value in given.items() if value is not None}
@@ -303,7 +303,7 @@ def _throughput(
     batch = min(bundle.recipe.max_batch, len(paths))
     request = replace(usual_request(bundle.recipe, "mixed", None, batch, thresholds=thresholds), variants=("merged",))
     (row,) = bench_bundle(bundle, options.runtime, paths, request)
-    return float(row.record[THROUGHPUT])
+    return {name: row.record[name] for name in (THROUGHPUT, STABLE)}
 
 
 def _positions(bundle: Bundle, options: argparse.Namespace) -> Finding:

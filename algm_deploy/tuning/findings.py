@@ -12,6 +12,7 @@ from algm_deploy.evaluation.evaluate import merge_names
 from algm_deploy.recipes import MergePlan, Recipe
 from algm_deploy.tuning.objective import (
     KNOBS,
+    STABLE,
     THROUGHPUT,
     Evaluate,
     Goal,
@@ -212,7 +213,7 @@ def _finding(
     recipe: Recipe | None,
 ) -> Finding:
     shown = tuned.chosen or tuned.nearest
-    lines = (_verdict(knob, tuned), _where("tuned on", dense), *_held_out_lines(tuned, held))
+    lines = (_verdict(knob, tuned), _where("tuned on", dense), *_held_out_lines(tuned, held), *_unsteady(tuned))
     tables = (_point_table(knob, tuned, dense, plan), _held_out_table(held))
     record = {
         **tuned.record(),
@@ -247,6 +248,11 @@ def _held_out_lines(tuned: Tuned, held: Mapping[str, Record]) -> list[str]:
     name, change = worst_slice(dense, chosen)
     whole = f"{miou_of(chosen):.2f} % ({miou_of(chosen) - miou_of(dense):+.2f} points)"
     return [f"{_where('held out', dense)}, {_state(tuned)} {whole}; the weakest slice: {name} ({change:+.2f} points)"]
+
+
+def _unsteady(tuned: Tuned) -> list[str]:
+    shaky = [f"{point.value:g}" for point in tuned.points if not point.record.get(STABLE, True)]
+    return [f"times were not steady at {', '.join(shaky)}: tune on a device that does nothing else"] if shaky else []
 
 
 def _figures(point: Point) -> str:

@@ -20,14 +20,15 @@ Record = Mapping[str, Any]
 Aim = Literal["reference", "best", "gmacs", "throughput"]
 AIMS: tuple[Aim, ...] = get_args(Aim)
 KNOBS = {"tau": CLAP_THRESHOLD, "gbm": GBM_THRESHOLD}
-THROUGHPUT = "throughput_img_per_s"
+THROUGHPUT, STABLE = "throughput_img_per_s", "stable"
 NOTHING_IS_THAT_SIMILAR = 1.01
 
 
 Evaluate = Callable[[Dataset, Mapping[str, float] | None], Record]
 """Evaluates the bundle that is tuned, at thresholds by input name (what is left out is the bundle's), None: dense.
 
-For an aim in throughput the record of merged points also holds `throughput_img_per_s`.
+For an aim in throughput the record of merged points also holds `throughput_img_per_s` and `stable`, whether its times
+were.
 """
 
 

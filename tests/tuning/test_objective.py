@@ -189,3 +189,16 @@ def test_a_lone_candidate_that_would_qualify_is_mentioned() -> None:
     finding = find_threshold(DEMO, "tau", Goal("reference", 75), TAUS, evaluate, tuning, held_out)
     assert "0.5 would qualify alone" in finding.lines[0]
     assert "0.995 would not qualify, although larger" in finding.lines[0]
+
+
+def test_unsteady_times_are_told() -> None:
+    tuning, held_out = halves(dataset_of("a1", "a2"))
+
+    def evaluate(_: Dataset, thresholds: Mapping[str, float] | None) -> dict[str, Any]:
+        tau = (thresholds or {}).get("clap_threshold", 1.0)
+        return {**measure(tau), "throughput_img_per_s": 100 - 50 * tau, "stable": tau < 0.99}
+
+    finding = find_threshold(DEMO, "tau", Goal("throughput", 10), TAUS, evaluate, tuning, held_out)
+    assert finding.lines[-1].startswith("times were not steady at 0.995:")
+    assert finding.tables[0].header[-2] == "img/s"
+    assert [plot.x_label for plot in finding.plots] == ["GMACs per window", "clap_threshold", "img/s"]
