@@ -11,6 +11,15 @@ class AlgmDeployError(Exception):
     exit_code = 2
 
 
+def shown(value: object) -> str:
+    """Up to 100 characters of a value from a file, for a message."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python refuses to write numbers of more than 4300 digits; hexadecimal ones can be read
+        text = "a number of thousands of digits"
+    return text[:100]
+
+
 class CheckpointError(AlgmDeployError):
     """A checkpoint or its `variant.yml` cannot be used."""
 

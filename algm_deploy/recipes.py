@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from algm_deploy.content import content
-from algm_deploy.errors import PlanError, RecipeError
+from algm_deploy.errors import PlanError, RecipeError, shown
 
 SCHEMA = 1
 
@@ -270,12 +270,12 @@ def settings_of(table: Mapping[str, Any], source: str) -> Settings:
     version = table.get("schema")
     if version != SCHEMA:
         raise RecipeError(
-            f"{source}: expected `schema = {SCHEMA}` of this release, got {version!r}: write it or update"
+            f"{source}: expected `schema = {SCHEMA}` of this release, got {shown(version)}: write it or update"
         )
     flat: dict[str, Any] = {}
     for key, value in table.items():
         if key in _SECTIONS and not isinstance(value, Mapping):
-            raise RecipeError(f"{source}: expected a table as {key}, got {value!r:.100}")
+            raise RecipeError(f"{source}: expected a table as {key}, got {shown(value)}")
         flat |= {f"{key}.{name}": part for name, part in value.items()} if key in _SECTIONS else {key: value}
     del flat["schema"]
     try:
@@ -371,11 +371,11 @@ def _convert(kind: Any, value: object, key: str) -> Any:
             return tuple(_convert(part_kind, part, key) for part_kind, part in zip(args, value, strict=True))
     elif kind is float and isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300:
         return float(value)
-    elif (kind is int and isinstance(value, int) and not isinstance(value, bool)) or (
+    elif (kind is int and isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 63) or (
         kind is str and isinstance(value, str)
     ):
         return value
-    raise RecipeError(f"expected {_described(kind)} as {key}, got {value!r:.100}")
+    raise RecipeError(f"expected {_described(kind)} as {key}, got {shown(value)}")
 
 
 def _described(kind: Any) -> str:

@@ -19,7 +19,7 @@ from algm_deploy.evaluation.preprocessing import (
     read_photo,
     window_anchors,
 )
-from algm_deploy.evaluation.sliding import Labels, Prediction, best_labels, predict_labels
+from algm_deploy.evaluation.sliding import Labels, Prediction, best_labels, check_finite, predict_labels
 from algm_deploy.recipes import Recipe
 from algm_deploy.runners.contract import runner
 from algm_deploy.signature import CLAP_THRESHOLD, GBM_THRESHOLD
@@ -129,6 +129,7 @@ class Predictor:
             )
         outputs = self.infer(np.ascontiguousarray(canvas.transpose(2, 0, 1)[None]))
         if "scores" in outputs:
+            check_finite(outputs["scores"])
             labels = best_labels(outputs["scores"][0], pixels.shape[:2])
         else:
             labels = cv2.resize(outputs["labels"][0], pixels.shape[1::-1], interpolation=cv2.INTER_NEAREST)
@@ -162,8 +163,8 @@ def _check_preprocessing(bundle: Bundle) -> None:
     ours = preprocessing_fingerprint(bundle.recipe.protocol)
     if (theirs := bundle.fact("preprocessing_sha256")) != ours:
         raise BundleError(
-            f"{bundle.path}: made with other preprocessing rules ({theirs!s:.12} instead of {ours:.12}): export it again "
-            "with this release"
+            f"{bundle.path}: made with other preprocessing rules ({theirs!s:.12} instead of {ours:.12}): export it "
+            "again with this release"
         )
 
 

@@ -100,6 +100,14 @@ def _checked(
             f"expected scores ({windows}, classes, {side}, {side}) and {windows} rows of token counts, "
             f"got {scores.shape} and {tokens.shape}: the protocol's window must be the network's image size"
         )
-    if not np.isfinite(scores).all():
-        raise GateError("the network returned scores that are not finite: verify the bundle, or use a wider precision")
+    check_finite(scores)
     return scores, tokens
+
+
+def check_finite(scores: NDArray[np.float32]) -> None:
+    """GateError where scores are NaN or infinite: they would become labels without a word."""
+    if not np.isfinite(scores).all():
+        raise GateError(
+            "expected scores of every class, the network returned some that are not finite: its values leave the range "
+            "of fp16, or the bundle is broken; verify it, or export with --precision fp32"
+        )

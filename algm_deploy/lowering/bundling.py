@@ -8,17 +8,18 @@ from typing import Any, BinaryIO
 
 import onnx_ir as ir
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from algm_deploy.bundle import Bundle, BundleWriter, sha256_of
-from algm_deploy.errors import ExportError
+from algm_deploy.errors import BundleError, ExportError
 from algm_deploy.lowering.export import base_onnx
 from algm_deploy.lowering.portable import add_function_bodies
 from algm_deploy.merging import insert_merging
 from algm_deploy.models.checkpoints import Checkpoint, state_dict_for
 from algm_deploy.models.deployed import Deployed
-from algm_deploy.models.families import DTYPES, network_module
+from algm_deploy.models.families import DTYPES, network_module, parameter_shapes
 from algm_deploy.models.vit import VitNetwork
 from algm_deploy.recipes import Recipe
 from algm_deploy.signature import signature_of
@@ -74,8 +75,24 @@ def write_network(writer: BundleWriter, model: VitNetwork, network: Deployed, so
 
 
 def load_network(bundle: Bundle, dtype: torch.dtype | None = None) -> VitNetwork:
-    """The network of a bundle, merge slots empty, in the bundle's precision or in `dtype`."""
-    weights = load_file(bundle.file(WEIGHTS))
+    """The network of a bundle, merge slots empty, in the bundle's precision or in `dtype`.
+
+    Raises:
+        BundleError: the weights cannot be read or are those of another network.
+    """
+    path = bundle.file(WEIGHTS)
+    try:
+        weights = load_file(path)
+    except SafetensorError as error:
+        raise BundleError(f"{path}: expected weights as safetensors ({error}): export the bundle again") from error
+    expected = parameter_shapes(bundle.recipe.network)
+    found = {name: tuple(weight.shape) for name, weight in weights.items()}
+    if found != expected:
+        name, _ = min(expected.items() ^ found.items())
+        raise BundleError(
+            f"{path}: expected {name} of shape {expected.get(name)} for the recipe's network, got {found.get(name)}: "
+            "export the bundle again"
+        )
     return network_module(bundle.recipe.network, weights, dtype or DTYPES[bundle.recipe.precision])
 
 

@@ -22,16 +22,19 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from algm_deploy.bundle import Bundle
-from algm_deploy.errors import ExportError
+from algm_deploy.errors import BundleError, ExportError
 from algm_deploy.lowering.bundling import ONNX, ONNX_DATA
 from algm_deploy.lowering.portable import operator_of
+from algm_deploy.ops.bodies import OPSET
 from algm_deploy.ops.schema import DOMAIN, VERSION
 from algm_deploy.recipes import Recipe
 
@@ -56,13 +59,28 @@ def single_image(recipe: Recipe, provider: Provider) -> bool:
 
 
 def write_onnxruntime_onnx(bundle: Bundle, provider: Provider, custom_operators: bool) -> Counter[str]:
-    """Adds the provider's graph to the bundle; returns how often each rewrite fired."""
-    model = ir.load(bundle.file(ONNX))
+    """Adds the provider's graph to the bundle; returns how often each rewrite fired.
+
+    Raises:
+        BundleError: the portable graph cannot be read, or was not written by this package.
+    """
+    model = _portable(bundle.file(ONNX))
     counts = rewrite(model, provider, custom_operators, single_image(bundle.recipe, provider))
     made_from = {ONNX: bundle.files[ONNX].sha256}
     with bundle.add(graph_file(provider), made_from, uses=(ONNX_DATA,)) as path:
         ir.save(model, path)
     return counts
+
+
+def _portable(path: Path) -> ir.Model:
+    try:
+        model = ir.load(path)
+    except (DecodeError, ir.serde.SerdeError) as error:
+        raise BundleError(f"{path}: expected an ONNX file, it cannot be decoded: export the bundle again") from error
+    found = model.graph.opset_imports.get("")
+    if found != OPSET or not model.graph.outputs:
+        raise BundleError(f"{path}: expected a network in ONNX opset {OPSET}, got {found}: export the bundle again")
+    return model
 
 
 def rewrite(model: ir.Model, provider: Provider, custom_operators: bool, single: bool) -> Counter[str]:

@@ -44,6 +44,8 @@ ENUMERATIONS = {
     "order": {"published": 0, "raster": 1},
     "mode": {"adaptive": 0, "fixed": 1},
 }
+# The largest K of a TopK in every TensorRT release so far. A merge in standard operators sorts its windows with one.
+TOPK_LIMIT = 3840
 # Same name at opset 18 and 23, another meaning.
 _CHANGED_SINCE_18 = frozenset({"DFT", "GroupNormalization"})
 
@@ -126,6 +128,20 @@ def _check_operators(model: onnx.ModelProto) -> None:
             )
         if node.op_type in _CHANGED_SINCE_18:
             raise ExportError(f"node {node.name}: {node.op_type} changed its meaning between opset 18 and {OPSET}")
+    for node in model.graph.node:
+        if node.op_type == "TopK":
+            _check_topk(node, model.graph)
+
+
+def _check_topk(node: NodeProto, graph: onnx.GraphProto) -> None:
+    """A K that is no constant can be as large as its axis, which the builder does not know either."""
+    constants = {tensor.name: tensor for tensor in graph.initializer}
+    k = int(numpy_helper.to_array(constants[node.input[1]]).item()) if node.input[1] in constants else None
+    if k is None or k > TOPK_LIMIT:
+        raise ExportError(
+            f"node {node.name}: TensorRT sorts out at most {TOPK_LIMIT} values with TopK, this one asks for "
+            f"{k or 'a number known only at run time'}: merge with the operators of domain {DOMAIN}, which are plugins"
+        )
 
 
 def _label_types(graph: onnx.GraphProto) -> dict[str, int]:

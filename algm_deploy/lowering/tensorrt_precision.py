@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
@@ -164,7 +165,14 @@ def _scalar(value: float, data_type: int) -> TensorProto:
 def _retype_tensor(tensor: TensorProto, wanted: int, name: str) -> TensorProto:
     """The tensor in another floating type, rounded to nearest even."""
     values = numpy_helper.to_array(tensor)
-    return numpy_helper.from_array(values.astype(helper.tensor_dtype_to_np_dtype(wanted)), name)
+    with np.errstate(over="ignore"):
+        rounded = values.astype(helper.tensor_dtype_to_np_dtype(wanted))
+    if np.isinf(rounded).any() and np.isfinite(values).all():
+        raise ExportError(
+            f"expected weights within the range of {TensorProto.DataType.Name(wanted).lower()}, {name} holds "
+            f"{np.abs(values).max():g}: build in fp32 or bf16"
+        )
+    return numpy_helper.from_array(rounded, name)
 
 
 def _rebuilt(model: onnx.ModelProto, out: _Retyped) -> onnx.ModelProto:

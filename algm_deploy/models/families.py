@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from algm_deploy.errors import RecipeError
+from algm_deploy.errors import ExportError, RecipeError
 from algm_deploy.models import segvit, setr
 from algm_deploy.models.naming import Naming
 from algm_deploy.models.segmenter import Segmenter
@@ -43,10 +43,21 @@ def network_module(network: Network, weights: Mapping[str, Tensor], dtype: torch
 
     Raises:
         RecipeError: an unknown family.
+        ExportError: a weight is beyond the range of `dtype`.
     """
     if network.family not in FAMILIES:
         raise RecipeError(f"unknown network family {network.family!r}: choose from {', '.join(FAMILIES)}")
     with torch.device("meta"):
         model = FAMILIES[network.family](network)
-    model.load_state_dict({k: v.to(dtype) for k, v in weights.items()}, assign=True)
+    model.load_state_dict({k: _converted(k, v, dtype) for k, v in weights.items()}, assign=True)
     return model.eval().requires_grad_(False)
+
+
+def _converted(name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    converted = weight.to(dtype)
+    if dtype != torch.float32 and not converted.isfinite().all():
+        raise ExportError(
+            f"expected weights up to {torch.finfo(dtype).max:g} for {str(dtype).removeprefix('torch.')}, {name} holds "
+            f"{weight.abs().max().item():g}: export with --precision fp32"
+        )
+    return converted

@@ -43,7 +43,7 @@ class Runner(ABC):
     """
 
     runtime: ClassVar[str]
-    failures: ClassVar[tuple[type[Exception], ...]] = (RuntimeError,)  # what the runtime raises while it runs
+    failures: ClassVar[tuple[type[Exception], ...]] = (MemoryError, RuntimeError)  # while a network runs
 
     def __init__(self, bundle: Bundle) -> None:
         self.bundle = bundle
@@ -99,7 +99,7 @@ class Runner(ABC):
         complete = self._checked(feeds)
         try:
             return self._infer(complete, wanted)
-        except (MemoryError, self.failures) as error:
+        except self.failures as error:
             raise self._failure(error, len(complete["image"])) from error
 
     def _failure(self, error: Exception, images: int) -> AlgmDeployError:

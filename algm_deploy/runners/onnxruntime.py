@@ -17,6 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import onnxruntime as ort
 import torch
+from onnxruntime.capi import onnxruntime_pybind11_state
 
 from algm_deploy.bundle import Bundle
 from algm_deploy.errors import BundleError, RuntimeUnavailableError
@@ -30,6 +31,12 @@ FACT = "onnxruntime"  # in the manifest: rewrites of each provider's graph
 LIBRARY = "ort_custom_op"
 
 
+# Its errors share no base class.
+ORT_ERRORS: tuple[type[Exception], ...] = tuple(
+    kind for kind in vars(onnxruntime_pybind11_state).values() if isinstance(kind, type) and issubclass(kind, Exception)
+)
+
+
 class Placement(NamedTuple):
     """Where the nodes of a run were executed: nodes by provider, and copies between host and device among them."""
 
@@ -40,6 +47,7 @@ class Placement(NamedTuple):
 class OnnxRuntimeRunner(Runner):
     """What both providers share."""
 
+    failures = (MemoryError, *ORT_ERRORS)
     provider: ClassVar[Provider]
     provider_name: ClassVar[str]
 
@@ -50,6 +58,7 @@ class OnnxRuntimeRunner(Runner):
     @classmethod
     def build(cls, bundle: Bundle, **options: Any) -> list[str]:
         """Adds the provider's graph, with custom operators where their library has been built."""
+        cls._refuse(options)
         custom = find_library(LIBRARY) is not None
         counts = write_onnxruntime_onnx(bundle, cls.provider, custom)
         bundle.record(FACT, cls.provider, counts)
@@ -106,7 +115,14 @@ def checked_session(
     path: Path, options: ort.SessionOptions, provider: str, provider_options: dict[str, str]
 ) -> ort.InferenceSession:
     """A session on this provider; RuntimeUnavailableError where ONNX Runtime fell back to another."""
-    session = ort.InferenceSession(path, options, providers=[(provider, provider_options)])
+    try:
+        session = ort.InferenceSession(path, options, providers=[(provider, provider_options)])
+    except ORT_ERRORS as error:
+        said = next(iter(str(error).splitlines()), "nothing")[:300]
+        raise BundleError(
+            f"{path}: expected a graph that ONNX Runtime {ort.__version__} can load, it says {said!r}: export or build "
+            "it again"
+        ) from error
     active = session.get_providers()
     if active[0] != provider:
         raise RuntimeUnavailableError(
