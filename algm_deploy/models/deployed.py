@@ -22,9 +22,9 @@ NORMALIZATIONS = {
     "vit": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
     "deit": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
 }
-# A power of two, so that scaling pixels by it is exact even in 16 bits; it keeps the folded weights in fp16's normal
-# range.
-PIXEL_SCALE = 128
+# Pixels enter the convolution as (pixel - 128) / 128, exact even in 16 bits. Centred, because a grey picture would
+# otherwise be the difference of two large sums; scaled by a power of two that keeps the folded weights in fp16's range.
+PIXEL_CENTRE = PIXEL_SCALE = 128
 
 
 class PixelEmbedding(nn.Module):
@@ -38,11 +38,11 @@ class PixelEmbedding(nn.Module):
         self.stride = proj.stride
         self.weight = nn.Parameter((weight * (PIXEL_SCALE / 255)).to(proj.weight.dtype), requires_grad=False)
         bias = proj.bias.detach().double() if proj.bias is not None else 0
-        shift = (weight * mean[:, None, None]).sum((1, 2, 3))
+        shift = (weight * (mean - PIXEL_CENTRE / 255)[:, None, None]).sum((1, 2, 3))
         self.bias = nn.Parameter((bias - shift).to(proj.weight.dtype), requires_grad=False)
 
     def forward(self, image: Tensor) -> Tensor:
-        pixels = image.to(self.weight.dtype) * (1 / PIXEL_SCALE)
+        pixels = (image.to(self.weight.dtype) - PIXEL_CENTRE) * (1 / PIXEL_SCALE)
         return F.conv2d(pixels, self.weight, self.bias, self.stride).flatten(2).transpose(1, 2)
 
 

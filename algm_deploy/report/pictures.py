@@ -15,8 +15,8 @@ from PIL import Image
 from algm_deploy.bundle import Bundle, write_atomically
 from algm_deploy.errors import GateError, ImageError
 from algm_deploy.evaluation.datasets import Classes
-from algm_deploy.evaluation.predictor import Predictor
-from algm_deploy.evaluation.preprocessing import Pixels, canvas_of, read_photo
+from algm_deploy.evaluation.predictor import Predictor, network_canvas
+from algm_deploy.evaluation.preprocessing import Pixels, read_photo
 from algm_deploy.evaluation.sliding import Labels, Prediction
 from algm_deploy.recipes import MergePlan, Size
 from algm_deploy.report.colors import classes_of, value_colors
@@ -166,7 +166,7 @@ def token_panels(
 ) -> tuple[list[Panel], int]:
     """The photo, CLAP's window similarity and the tokens behind each merge, and how many go side by side."""
     recipe, signature = predictor.bundle.recipe, predictor.signature
-    canvas = canvas_of(photo, recipe.protocol)
+    canvas = network_canvas(photo, recipe)
     columns = columns_for(1 + bool(similarity_of) + len(signature.merges), canvas.shape[:2])
     height, width = signature.image.shape[2:]
     mosaic = Mosaic(canvas, prediction.anchors, (height, width), recipe.network.patch_size, columns)
