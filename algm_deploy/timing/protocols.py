@@ -41,12 +41,14 @@ from algm_deploy.recipes import DENSE, Recipe
 from algm_deploy.runners.contract import Array, Runner, runner
 from algm_deploy.signature import threshold_defaults
 from algm_deploy.timing.timers import (
+    MOST_DRIFT,
     SAMPLES_FOR_P99,
     Call,
     Effort,
     Times,
     cuda_ms,
     drift,
+    halves_of,
     host_ms,
     merge_efficiency,
     percentiles,
@@ -250,14 +252,16 @@ class _Contestant:
         self.on_cuda = run.runtime != "onnxruntime-cpu" and torch.cuda.is_available()
 
     def network(self, windows: Array) -> Callable[[], float]:
-        """Milliseconds of the network alone, on its device; pictures lie there already."""
-        return partial(cuda_ms if self.on_cuda else host_ms, self._network(windows))
+        """Milliseconds of the network alone, on its device, when the pictures are there."""
+        clock = cuda_ms if self.on_cuda else host_ms
+        return lambda: clock(self._network(windows))
 
     def whole(self, windows: Array) -> Callable[[], float]:
         """Milliseconds of the host's clock from pictures to label maps, both in host memory."""
         return partial(host_ms, lambda: self._labels(self.run.infer(self._feeds(windows), [self.output])))
 
     def _network(self, windows: Array) -> Call:
+        """The call to time; pictures are uploaded here, and freed with it."""
         if not self.on_cuda:
             feeds = self._feeds(windows)
             return lambda: self.run.infer(feeds, [self.output])
@@ -321,7 +325,8 @@ def _records(
             "batch": request.batch,
             "thresholds": _thresholds(recipe, request) if name == "merged" else {},
             "stable": stable,
-            "drift_percent": 100 * drift(times[name]) if len(times[name]) > 1 else None,
+            "drift_percent": 100 * drift(times[name]),
+            "drift_percent_allowed": 100 * MOST_DRIFT,
             "rounds": len(times[name]),
             "samples": int(times[name].size),
             "throughput_img_per_s": 1e3 * request.batch / typical[name],
@@ -331,6 +336,8 @@ def _records(
             record |= {f"latency_ms_{share}": value for share, value in percentiles(times[name]).items()}
             record["stages"] = stages[name]
         records[name] = record | _tokens(recipe, name, tokens) | _against_dense(name, typical)
+    if "merge_efficiency" in records.get("merged", {}):
+        records["merged"]["merge_efficiency_by_half"] = _efficiency_by_half(times)
     return records
 
 
@@ -366,6 +373,12 @@ def _against_dense(variant: Variant, typical: Mapping[str, float]) -> dict[str, 
         efficiency = merge_efficiency(typical["dense"], typical["merged"], typical["truncated"])
         found |= {} if efficiency is None else {"merge_efficiency": efficiency}
     return found
+
+
+def _efficiency_by_half(times: Mapping[str, Times]) -> list[float | None]:
+    """The efficiency in each half of the run: how far it can be trusted, as it is a ratio of small differences."""
+    halves = ({name: typical_ms(halves_of(one)[part]) for name, one in times.items()} for part in (0, 1))
+    return [merge_efficiency(half["dense"], half["merged"], half["truncated"]) for half in halves]
 
 
 def _conditions(contestant: _Contestant) -> dict[str, Any]:

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from algm_deploy.errors import BundleError
+
 Call = Callable[[], object]
 Times = NDArray[np.float64]
 
@@ -28,6 +30,13 @@ class Effort:
     warmup: int = 5
     rounds: int = 4
     most_rounds: int = 16
+
+    def __post_init__(self) -> None:
+        if self.warmup < 0 or not 2 <= self.rounds <= self.most_rounds:
+            raise BundleError(
+                f"expected warm-up calls from 0 and 2 rounds or more, whose halves tell whether times are steady, got "
+                f"{self.warmup} and {self.rounds} to {self.most_rounds}: change --warmup or --rounds"
+            )
 
 
 def host_ms(call: Call) -> float:
@@ -92,12 +101,16 @@ def typical_ms(times: Times) -> float:
     return float(np.median(times, axis=0).mean())
 
 
-def drift(times: Times) -> float:
-    """How much the second half of the rounds differs from the first, as a share; infinite for a single round."""
+def halves_of(times: Times) -> tuple[Times, Times]:
+    """The first and the last half of the rounds, of two at least; a middle one is in neither."""
     half = len(times) // 2
-    if half == 0:
-        return float("inf")
-    return abs(typical_ms(times[-half:]) / typical_ms(times[:half]) - 1)
+    return times[:half], times[-half:]
+
+
+def drift(times: Times) -> float:
+    """How much the second half of the rounds differs from the first, as a share."""
+    first, second = map(typical_ms, halves_of(times))
+    return abs(second / first - 1)
 
 
 def steady(times: Times) -> bool:

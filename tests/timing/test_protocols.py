@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from algm_deploy.bundle import Bundle
 from algm_deploy.demo.scenes import scene
 from algm_deploy.deployment import bench_bundle, build_bundle, parity_windows, verify_bundle
-from algm_deploy.errors import BundleError, GateError
+from algm_deploy.errors import BundleError, GateError, RuntimeUnavailableError
 from algm_deploy.evaluation.flops import multiply_adds
 from algm_deploy.recipes import DENSE
 from algm_deploy.report.records import Measured, measured
@@ -184,6 +185,20 @@ def test_another_tail_is_refused(verified: Bundle, monkeypatch: pytest.MonkeyPat
         variant_runner(dense, CPU, verified)
 
 
+def test_tensors_of_the_device_go_through_the_torch_runner(verified: Bundle, windows: np.ndarray) -> None:
+    run = VariantTorchRunner(verified)
+    with run:
+        image = torch.from_numpy(windows).to(run.device)
+        ours = run.infer_device({"image": image, "clap_threshold": 0.8})
+        theirs = run.infer({"image": windows, "clap_threshold": np.float32(0.8)})
+        assert list(ours) == list(theirs) == ["scores", "token_counts"]
+        for name, tensor in ours.items():
+            np.testing.assert_array_equal(tensor.cpu().numpy(), theirs[name])
+        assert list(run.infer_device({"image": image}, ["token_map_gbm_3"])) == ["token_map_gbm_3"]
+    with pytest.raises(RuntimeUnavailableError, match="closed"):
+        run.infer_device({"image": image})
+
+
 # --- records ---------------------------------------------------------------------------------------------------------
 
 
@@ -235,6 +250,7 @@ def test_speed_up_efficiency_and_throughput(
     timed_as(monkeypatch, dense=8.0, merged=5.0, truncated=4.0)
     records = benchmark(verified, CPU, windows, Request("mixed", batch=2, effort=QUICK), progress=False)
     assert records["merged"]["merge_efficiency"] == pytest.approx(0.75)
+    assert records["merged"]["merge_efficiency_by_half"] == pytest.approx([0.75, 0.75])
     assert records["merged"]["speedup"] == pytest.approx(1.6)
     assert records["truncated"]["speedup"] == pytest.approx(2.0)
     assert records["merged"]["throughput_img_per_s"] == pytest.approx(400.0)

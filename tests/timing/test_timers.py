@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from algm_deploy.errors import BundleError
 from algm_deploy.timing import timers
 from algm_deploy.timing.timers import (
     Effort,
@@ -84,9 +85,10 @@ def test_drift_compares_the_halves() -> None:
     assert not steady(np.array([[100.0], [94.9]]))
 
 
-def test_one_round_is_never_steady() -> None:
-    assert drift(np.array([[10.0, 10.0]])) == float("inf")
-    assert not steady(np.array([[10.0, 10.0]]))
+@pytest.mark.parametrize("effort", [(5, 1, 16), (5, 0, 16), (-1, 4, 16), (5, 17, 16)])
+def test_rounds_that_could_not_tell(effort: tuple[int, int, int]) -> None:
+    with pytest.raises(BundleError, match="2 rounds or more, whose halves tell"):
+        Effort(*effort)
 
 
 def test_typical_time_is_the_mean_of_medians() -> None:
