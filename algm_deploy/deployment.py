@@ -27,6 +27,7 @@ from algm_deploy.report.records import SPEED, Measured, artifact_of
 from algm_deploy.runners.contract import runner_type
 from algm_deploy.signature import signature_of
 from algm_deploy.timing.protocols import Request, benchmark, check_verified, natural, reading_ms
+from algm_deploy.timing.variant_bundles import executables
 
 IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff"}
 
@@ -138,7 +139,8 @@ def verify_bundle(
     """Runs the parity chain and keeps its record in the manifest."""
     report = verify(bundle, runtime, parity_windows(bundle.recipe, paths, count), progress)
     source = "photos" if paths else "synthetic scenes"
-    _keep(bundle, "parity", runtime, {**report.record(), "pictures": source, "device": device_of(runtime)})
+    facts = {"pictures": source, "device": device_of(runtime), "files": executables(bundle, runtime)}
+    _keep(bundle, "parity", runtime, {**report.record(), **facts})
     return report
 
 

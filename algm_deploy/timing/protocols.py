@@ -56,7 +56,7 @@ from algm_deploy.timing.timers import (
     take_turns,
     typical_ms,
 )
-from algm_deploy.timing.variant_bundles import variant_bundle, variant_runner
+from algm_deploy.timing.variant_bundles import executables, variant_bundle, variant_runner
 from algm_deploy.timing.variants import VARIANTS, Variant
 
 SCHEMA_VERSION = 1
@@ -164,7 +164,7 @@ def check_verified(bundle: Bundle, runtime: str) -> None:
     """Nothing is timed that has not passed the parity chain on its runtime.
 
     Raises:
-        BundleError: it was never run.
+        BundleError: it was never run, or not on the files there are now.
         GateError: it failed.
     """
     record = bundle.section("parity").get(runtime)
@@ -173,6 +173,10 @@ def check_verified(bundle: Bundle, runtime: str) -> None:
         raise BundleError(f"expected a bundle that was verified on {runtime}, this one was not: run {command} first")
     if not record["passed"]:
         raise GateError(f"the parity chain failed on {runtime}, so nothing is timed: {command} shows where")
+    if record.get("files") not in (None, executables(bundle, runtime)):
+        raise BundleError(
+            f"expected the files that were verified on {runtime}, some were built since: run {command} again"
+        )
 
 
 def batches_of(protocol: ProtocolName, pictures: int, batch: int) -> list[tuple[int, ...]]:
@@ -213,9 +217,10 @@ def _verify_dense(dense: Bundle, runtime: str, windows: Array, bundle: Bundle) -
     with variant_runner(dense, runtime, bundle):
         pass  # builds what is missing, so that what is verified is what is timed
     known = dense.section("parity")
-    if not known.get(runtime, {}).get("passed"):
+    passed = known.get(runtime, {}).get("passed") and known[runtime].get("files") == executables(dense, runtime)
+    if not passed:
         report = verify(dense, runtime, windows[:1], progress=False)
-        dense.update({"parity": {**known, runtime: report.record()}})
+        dense.update({"parity": {**known, runtime: {**report.record(), "files": executables(dense, runtime)}}})
     check_verified(dense, runtime)
 
 

@@ -51,6 +51,12 @@ def _rows(bundle: Bundle, variant: Variant, tokens: Sequence[int]) -> list[list[
     return [[layer, prefix + count] for layer, count in pairs]
 
 
+def executables(bundle: Bundle, runtime: str) -> dict[str, str]:
+    """SHA-256 of each file that a runtime may execute, by name; its own executable is the last where it has one."""
+    names = (WEIGHTS, ONNX, f"model.{runtime}.onnx", f"engines/{runtime}.engine")
+    return {name: bundle.files[name].sha256 for name in names if name in bundle.files}
+
+
 def variant_runner(bundle: Bundle, runtime: str, like: Bundle) -> Runner:
     """A closed runner of a variant, whose executable is built as that of the bundle `like` was.
 
@@ -59,8 +65,8 @@ def variant_runner(bundle: Bundle, runtime: str, like: Bundle) -> Runner:
     """
     if runtime == "torch":
         return VariantTorchRunner(bundle)
-    own = any(runtime in name for name in like.files)
-    if own and (not any(runtime in name for name in bundle.files) or _tail(bundle, runtime) != _tail(like, runtime)):
+    wanted, built = set(executables(like, runtime)), set(executables(bundle, runtime))
+    if wanted != built or _tail(bundle, runtime) != _tail(like, runtime):
         runner_type(runtime).build(bundle)
     if _tail(bundle, runtime) != _tail(like, runtime):
         raise BundleError(

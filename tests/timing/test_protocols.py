@@ -125,6 +125,14 @@ def test_nothing_that_failed_is_timed(verified: Bundle, windows: np.ndarray, tmp
     assert "speed" not in Bundle.open(bundle.path).manifest
 
 
+def test_what_was_built_since_is_not_timed(tiny_bundle: Bundle, windows: np.ndarray, tmp_path: Path) -> None:
+    bundle = Bundle.open(shutil.copytree(tiny_bundle.path, tmp_path / "bundle"))
+    verify_bundle(bundle, CPU, [], 1, progress=False)
+    build_bundle(bundle, CPU)
+    with pytest.raises(BundleError, match=r"some were built since: run `algm-deploy verify"):
+        benchmark(bundle, CPU, windows, Request("latency"), progress=False)
+
+
 def test_a_dense_network_that_fails_stops_the_run(
     verified: Bundle, windows: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
