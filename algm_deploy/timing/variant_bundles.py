@@ -65,8 +65,8 @@ def variant_runner(bundle: Bundle, runtime: str, like: Bundle) -> Runner:
     """
     if runtime == "torch":
         return VariantTorchRunner(bundle)
-    wanted, built = set(executables(like, runtime)), set(executables(bundle, runtime))
-    if wanted != built or _tail(bundle, runtime) != _tail(like, runtime):
+    missing = set(executables(like, runtime)) - set(executables(bundle, runtime))
+    if missing or _tail(bundle, runtime) != _tail(like, runtime):
         runner_type(runtime).build(bundle)
     if _tail(bundle, runtime) != _tail(like, runtime):
         raise BundleError(
