@@ -31,6 +31,8 @@ from algm_deploy.recipes import Recipe, from_table, to_table
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
+# Facts that are tables of records, to which steps add one at a time.
+SECTIONS = ("engines", "evaluation", "onnxruntime", "parity", "speed", "tuning")
 _RESERVED = {"schema", "environment", "recipe", "files", "replacing"}
 _WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO)
 
@@ -71,6 +73,7 @@ class Bundle:
             raise BundleError(
                 f"{self.path / MANIFEST}: expected the facts of a bundle, got {_reason(error)}: export it again"
             ) from error
+        _check_sections(self.path, manifest)
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
@@ -108,7 +111,7 @@ class Bundle:
         return self.manifest[name]
 
     def section(self, name: str) -> dict[str, Any]:
-        """A fact that is a table of tables, such as `parity` by runtime; empty where no step has written one yet."""
+        """One of `SECTIONS`, such as `parity` by runtime; empty where no step has written to it yet."""
         return dict(_section(self.path, self.manifest, name))
 
     def verify(self) -> None:
@@ -150,6 +153,7 @@ class Bundle:
         with _locked(self.path):
             manifest = _read_manifest(self.path)
             change(manifest)
+            _check_sections(self.path, manifest)
             _write_manifest(self.path, manifest)
         self._read(manifest)
 
@@ -323,6 +327,11 @@ def _section(path: Path, manifest: Mapping[str, Any], name: str) -> Mapping[str,
             f"{path / MANIFEST}: expected a table of tables as {name}, got {section!r:.100}: export the bundle again"
         )
     return section
+
+
+def _check_sections(path: Path, manifest: Mapping[str, Any]) -> None:
+    for name in SECTIONS:
+        _section(path, manifest, name)
 
 
 def _check_facts(facts: Iterable[str]) -> None:

@@ -688,7 +688,7 @@ def _parsed(value: str) -> Any:
 
     try:
         return tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return value
 
 

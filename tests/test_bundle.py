@@ -58,9 +58,12 @@ def current_umask() -> int:
 
 def test_facts_are_added_later(tmp_path: Path) -> None:
     bundle = write(tmp_path / "bundle")
-    bundle.update({"parity": {"passed": True}, "inputs": None})
+    bundle.update({"parity": {"torch": {"passed": True}}, "inputs": None})
+    bundle.record("parity", "onnxruntime-cpu", {"passed": False})
     again = Bundle.open(bundle.path)
-    assert again.fact("parity") == {"passed": True}
+    assert again.fact("parity") == again.section("parity")
+    assert again.section("parity") == {"torch": {"passed": True}, "onnxruntime-cpu": {"passed": False}}
+    assert again.section("speed") == {}
     with pytest.raises(BundleError, match="expected 'inputs' in its manifest: run the step that writes it"):
         again.fact("inputs")
 
@@ -76,8 +79,10 @@ def test_facts_that_are_no_json_leave_the_manifest(tmp_path: Path) -> None:
     bundle = write(tmp_path / "bundle")
     for value in (float("nan"), {1, 2}):
         with pytest.raises(BundleError, match="expected finite JSON values"):
-            bundle.update({"parity": value})
-    assert "parity" not in Bundle.open(bundle.path).manifest
+            bundle.update({"shares": value})
+    with pytest.raises(BundleError, match="expected a table of tables as parity"):
+        bundle.update({"parity": {"passed": True}})
+    assert not {"shares", "parity"} & set(Bundle.open(bundle.path).manifest)
 
 
 # Changes after writing

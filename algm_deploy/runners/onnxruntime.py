@@ -92,7 +92,7 @@ class OnnxRuntimeRunner(Runner):
 
     def _session_options(self) -> ort.SessionOptions:
         options = ort.SessionOptions()
-        options.log_severity_level = 3  # warnings about symbolic shapes that merging makes unavoidable
+        options.log_severity_level = 4  # it warns about shapes that merging makes unavoidable; its errors are raised
         if self.custom_operators:
             options.register_custom_ops_library(str(require_library(LIBRARY)))
         return options

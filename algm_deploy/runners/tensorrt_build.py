@@ -22,7 +22,7 @@ import torch
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from tqdm import tqdm
 
-from algm_deploy.bundle import Bundle, sha256_of
+from algm_deploy.bundle import Bundle, sha256_of, write_atomically
 from algm_deploy.errors import BuildError, RuntimeUnavailableError
 from algm_deploy.lowering.tensorrt import TENSORRT_ONNX, write_tensorrt_onnx
 from algm_deploy.native import REBUILD, require_library
@@ -475,7 +475,8 @@ def _progress(trt: Any, config: Any, show: bool) -> Iterator[threading.Event]:
 
 def _save_timing_cache(config: Any, options: EngineOptions) -> None:
     if options.timing_cache is not None:
-        options.timing_cache.write_bytes(bytes(config.get_timing_cache().serialize()))
+        with write_atomically(options.timing_cache) as path:
+            path.write_bytes(bytes(config.get_timing_cache().serialize()))
 
 
 def _inspect(trt: Any, logger: Any, engine: bytes, log: Log) -> tuple[list[Any] | None, str | None]:

@@ -1,0 +1,133 @@
+"""Small networks with random weights, as bundles; commands in processes that lack something."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from algm_deploy.bundle import Bundle, BundleWriter
+from algm_deploy.evaluation.preprocessing import preprocessing_fingerprint
+from algm_deploy.lowering.bundling import deployed, write_network
+from algm_deploy.models.families import DTYPES, network_module, parameter_shapes
+from algm_deploy.models.vit import VitNetwork
+from algm_deploy.recipes import MergePlan, Network, Protocol, Recipe
+
+Weights = dict[str, torch.Tensor]
+PLAN = MergePlan(clap_layers=(1,), gbm_layers=(2,), clap_threshold=0.8)
+NETWORK = Network("segmenter", 32, 2, 2, 5, (64, 64), decoder="linear")
+# What a machine without the optional packages answers when they are imported, and the commands it is given.
+SCRIPT = """
+import json, sys
+absent, commands = json.load(sys.stdin)
+sys.modules.update(dict.fromkeys(absent))
+import contextlib, io
+from algm_deploy.cli import main
+for command in commands:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as errors:
+        code = main(command)
+    print(json.dumps([code, errors.getvalue()]))
+"""
+_PR_CAPBSET_DROP, _CAP_DAC_OVERRIDE = 24, 1
+
+
+def random_weights(network: Network) -> Weights:
+    """Weights as a fresh network has them: unit variance stays unit variance."""
+    torch.manual_seed(0)
+    return {
+        name: torch.ones(shape)
+        if "norm" in name and name.endswith("weight")
+        else torch.randn(shape) * (0.0 if name.endswith("bias") else max(shape[-1], 1) ** -0.5)
+        for name, shape in parameter_shapes(network).items()
+    }
+
+
+def write(target: Path, recipe: Recipe, weights: Weights) -> Bundle:
+    model = network_module(recipe.network, weights, DTYPES[recipe.precision])
+    with BundleWriter(target, recipe) as writer:
+        write_network(writer, model, deployed(model, recipe), {})
+        writer.facts["preprocessing_sha256"] = preprocessing_fingerprint(recipe.protocol)
+    return Bundle.open(target)
+
+
+@pytest.fixture(scope="session")
+def random_network() -> Callable[[Callable[[Weights], object]], tuple[VitNetwork, Network]]:
+    """The two-block network itself: `random_network(change)`."""
+
+    def make(change: Callable[[Weights], object]) -> tuple[VitNetwork, Network]:
+        weights = random_weights(NETWORK)
+        change(weights)
+        return network_module(NETWORK, weights, torch.float32), NETWORK
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def small_bundle(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Bundle]:
+    """A bundle of a two-block network: `small_bundle(image_size, change=..., output=..., ...)`."""
+
+    def make(
+        image_size: tuple[int, int] = (64, 64),
+        plan: MergePlan = PLAN,
+        change: Callable[[Weights], object] = lambda weights: None,
+        network: Network = NETWORK,
+        **settings: object,
+    ) -> Bundle:
+        network = Network(**{**vars(network), "image_size": image_size})
+        side = min(image_size)
+        recipe = Recipe("small", network, plan, Protocol("camvid", side, side, side), **settings)  # type: ignore[arg-type]
+        weights = random_weights(network)
+        change(weights)
+        return write(tmp_path_factory.mktemp("small") / "bundle", recipe, weights)
+
+    return make
+
+
+@pytest.fixture
+def degenerate() -> Callable[[int, int], dict[str, np.ndarray]]:
+    """Pictures (3, H, W) uint8 that no photo looks like, by name."""
+
+    def draw(height: int, width: int) -> dict[str, np.ndarray]:
+        constant = np.full((3, height, width), 127, np.uint8)
+        half, pixel = constant.copy(), np.zeros_like(constant)
+        half[:, :, width // 2 :] = 255
+        pixel[:, height // 3, width // 3] = 255
+        noise = np.random.default_rng(0).integers(0, 256, constant.shape, dtype=np.uint8)
+        return {"constant": constant, "noise": noise, "half": half, "bright_pixel": pixel}
+
+    return draw
+
+
+def commands(
+    given: Sequence[Sequence[object]], absent: Sequence[str] = (), may_write_anywhere: bool = True
+) -> list[tuple[int, str]]:
+    """Exit code and errors of commands in one new process.
+
+    It lacks the packages `absent` and, on demand, root's power to write where permissions forbid it.
+    """
+
+    def obey_permissions() -> None:
+        ctypes.CDLL(None).prctl(_PR_CAPBSET_DROP, _CAP_DAC_OVERRIDE)
+
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        input=json.dumps([list(absent), [[str(word) for word in command] for command in given]]),
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=None if may_write_anywhere else obey_permissions,
+    )
+    assert done.returncode == 0, done.stderr
+    return [(code, errors) for code, errors in map(json.loads, done.stdout.splitlines())]
+
+
+@pytest.fixture(scope="session")
+def in_new_process() -> Callable[..., list[tuple[int, str]]]:
+    return commands
