@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -32,7 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         run: Callable[[argparse.Namespace], int] = options.run
-        return run(options)
+        code = run(options)
+        sys.stdout.flush()  # here, where a failure is caught
+        return code
     except AlgmDeployError as error:
         message, code = str(error), error.exit_code
     except KeyboardInterrupt:
@@ -42,9 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"expected more free memory ({error}): use smaller pictures or batches",
             AlgmDeployError.exit_code,
         )
+    except BrokenPipeError:  # such as `algm-deploy list | head`: whoever reads has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # as a shell counts a process that ended by SIGPIPE
     except OSError as error:
-        place = f"{error.filename or 'a file'!s:.200}"
-        message, code = f"expected to use {place}, got {error.strerror}: name another one", AlgmDeployError.exit_code
+        place, reason = f"{error.filename or 'a file'!s:.200}", error.strerror or str(error)
+        message, code = f"expected to use {place}, got {reason}: name another one", AlgmDeployError.exit_code
     print(f"algm-deploy {options.command}: {message}", file=sys.stderr)
     return code
 

@@ -213,7 +213,7 @@ class TensorRTRunner(Runner):
         if record is None:
             command = build_command(self.bundle, self.runtime)
             raise BundleError(f"{self.bundle.path} holds no engine for {self.runtime}: build one with `{command}`")
-        return EngineFacts.from_json(record["facts"])
+        return EngineFacts.from_json(record.get("facts"))
 
     def _engine_file(self) -> Any:
         try:

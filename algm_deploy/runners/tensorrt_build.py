@@ -23,7 +23,7 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from tqdm import tqdm
 
 from algm_deploy.bundle import Bundle, sha256_of, write_atomically
-from algm_deploy.errors import BuildError, RuntimeUnavailableError
+from algm_deploy.errors import BuildError, BundleError, RuntimeUnavailableError, shown
 from algm_deploy.lowering.tensorrt import TENSORRT_ONNX, write_tensorrt_onnx
 from algm_deploy.native import REBUILD, require_library
 from algm_deploy.ops.schema import DOMAIN
@@ -80,12 +80,15 @@ class EngineFacts:
     engine_bytes: int
 
     @classmethod
-    def from_json(cls, facts: dict[str, Any]) -> EngineFacts:
-        """The facts as a manifest holds them."""
-        values: dict[str, Any] = {**facts}
-        for name in ("batches", "compute_capabilities"):
-            values[name] = tuple(facts[name])
-        return cls(**values)
+    def from_json(cls, facts: Any) -> EngineFacts:
+        """The facts as a manifest holds them; BundleError where it does not."""
+        try:
+            lists = {name: tuple(facts[name]) for name in ("batches", "compute_capabilities")}
+            return cls(**{**facts, **lists})
+        except (KeyError, TypeError) as error:
+            raise BundleError(
+                f"expected the facts of an engine in the manifest, got {shown(facts)}: build it again"
+            ) from error
 
 
 @dataclass(frozen=True)

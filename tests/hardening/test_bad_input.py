@@ -258,6 +258,11 @@ CASES: dict[str, tuple[Edit, tuple[str, ...], str]] = {
     "a section that is none": (fact("parity", 5), VERIFY, "expected a table of tables as parity, got 5"),
     "a section of the report": (fact("evaluation", {"a": 1}), REPORT, "expected a table of tables as evaluation"),
     "a section of the builder": (fact("onnxruntime", []), BUILD, "expected a table of tables as onnxruntime"),
+    "an engine without facts": (
+        fact("engines", {"tensorrt": {"facts": {"batches": 5}}}),
+        (*PREDICT, "--runtime", "tensorrt"),
+        "expected the facts of an engine in the manifest, got {'batches': 5}: build it again",
+    ),
     # pictures
     "an animation": (picture("animated"), PREDICT, "2 frames"),
     "a picture that is cut": (picture("cut"), PREDICT, "may be truncated"),

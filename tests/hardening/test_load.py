@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -187,3 +189,13 @@ def test_missing_packages_are_named_and_stop_nothing_else(
             assert f"runtime {runtime} needs the package onnxruntime: `pip install 'algm-deploy[{runtime}]'`" in errors
         else:  # looked for once an engine has been built
             assert f"holds no engine for {runtime}: build one" in errors
+
+
+def test_a_reader_that_has_enough_is_no_error(root_dir: Path) -> None:
+    """`algm-deploy list | head -1`"""
+    writer = [sys.executable, "-c", "import sys; from algm_deploy.cli import main; sys.exit(main(['list']))"]
+    with subprocess.Popen(writer, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=root_dir) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait() == 141
