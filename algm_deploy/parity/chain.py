@@ -14,10 +14,12 @@ and everything merges, so one that ignores its threshold inputs, or has built th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import torch
 from tqdm import tqdm
 
 from algm_deploy.bundle import Bundle
@@ -27,6 +29,7 @@ from algm_deploy.parity.links import Link, graph_link, network_link, operators_l
 from algm_deploy.parity.replay import Replayed, Replays
 from algm_deploy.recipes import MergePlan
 from algm_deploy.runners.contract import Array, Runner, runner
+from algm_deploy.runners.torch import TorchRunner
 from algm_deploy.signature import CLAP_THRESHOLD, GBM_THRESHOLD, signature_of, threshold_defaults
 
 SCHEMA_VERSION = 1
@@ -95,8 +98,12 @@ def verify(bundle: Bundle, runtime: str, images: Array, progress: bool = True) -
     if len({image.tobytes() for image in images}) < len(images):
         raise BundleError("parity needs different images to tell them apart, got two equal ones: leave one out")
     trials = trials_of(len(images), bundle.recipe.max_batch, bundle.recipe.merging)
-    with runner(bundle, runtime) as run, runner(bundle, "torch") as torch_run:
-        chain = _Chain(bundle, run, torch_run, images)
+    with ExitStack() as stack:
+        run, torch_run = (stack.enter_context(runner(bundle, name)) for name in (runtime, "torch"))
+        exact = torch_run
+        if bundle.recipe.precision != "fp32":
+            exact = stack.enter_context(TorchRunner(bundle, torch.float32))
+        chain = _Chain(bundle, run, (torch_run, exact), images)
         work = sum(len(trial.images) for trial in trials)
         with tqdm(total=work, desc=f"verify {runtime}", unit="image", disable=None if progress else True) as bar:
             for trial in trials:
@@ -110,9 +117,10 @@ def verify(bundle: Bundle, runtime: str, images: Array, progress: bool = True) -
 class _Chain:
     """One verification."""
 
-    def __init__(self, bundle: Bundle, run: Runner, torch_run: Runner, images: Array) -> None:
+    def __init__(self, bundle: Bundle, run: Runner, pytorch: tuple[Runner, Runner], images: Array) -> None:
         self._bundle, self._recipe = bundle, bundle.recipe
-        self._run, self._torch_run, self._images = run, torch_run, images
+        self._run, self._images = run, images
+        self._torch_run, self._exact = pytorch  # in the bundle's precision, and in fp32
         self._signature = signature_of(self._recipe)
         self._replays = Replays(bundle, images)
         self._first: list[Replayed] = []
@@ -138,7 +146,9 @@ class _Chain:
         self._decisions.compare(batch, trial.plan(self._recipe.merging), counted=not trial.thresholds)
         if len(batch) == 1 and not trial.thresholds:
             self._first += [batch[0].replayed] if len(self._first) < OPERATOR_IMAGES else []
-            self._labels.compare(self._run.infer(feeds), self._torch_run.infer(feeds))
+            free = self._torch_run.infer(feeds)
+            exact = free if self._exact is self._torch_run else self._exact.infer(feeds)
+            self._labels.compare(self._run.infer(feeds), free, exact)
 
     def _outputs(self, feeds: dict[str, Array]) -> tuple[dict[str, Array], str | None]:
         """All outputs of the runtime, or why there are none."""

@@ -18,12 +18,13 @@ _THRESHOLDS = (CLAP_THRESHOLD, GBM_THRESHOLD)
 
 
 class TorchRunner(Runner):
-    """Runs on the first CUDA device, or on the CPU."""
+    """Runs on the first CUDA device, or on the CPU; in the bundle's precision, or in `dtype`."""
 
     runtime = "torch"
 
-    def __init__(self, bundle: Bundle) -> None:
+    def __init__(self, bundle: Bundle, dtype: torch.dtype | None = None) -> None:
         super().__init__(bundle)
+        self._dtype = dtype
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._model: Deployed | None = None
 
@@ -31,7 +32,7 @@ class TorchRunner(Runner):
         self._model = self._network().to(self.device)
 
     def _network(self) -> Deployed:
-        return deployed(load_network(self.bundle), self.bundle.recipe)
+        return deployed(load_network(self.bundle, self._dtype), self.bundle.recipe)
 
     def _infer(self, feeds: dict[str, Array], outputs: Sequence[str]) -> dict[str, Array]:
         given = {name: torch.tensor(value, device=self.device) for name, value in feeds.items()}
