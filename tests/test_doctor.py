@@ -408,8 +408,9 @@ def test_packages_missing_for_real(tmp_path: Path) -> None:
         "import sys; from algm_deploy import doctor; print(doctor.json_text(doctor.diagnose()));"
         "assert not {'torch', 'onnx', 'onnxruntime', 'cv2'} & set(sys.modules)"
     )
-    package = Path(algm_deploy.__file__).parents[1]
-    surroundings = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{package}"}
+    package = Path(algm_deploy.__file__).parents[1]  # site-packages itself where the wheel is installed
+    searched = [str(tmp_path), *([str(package)] if package not in places else [])]
+    surroundings = {**os.environ, "PYTHONPATH": os.pathsep.join(searched)}
     command = [sys.executable, "-S", "-P", "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=surroundings)
     assert done.returncode == 0, done.stderr

@@ -12,6 +12,7 @@ import pytest
 
 from algm_deploy.bundle import Bundle
 from algm_deploy.errors import BundleError, RuntimeUnavailableError
+from algm_deploy.native import find_library
 from algm_deploy.runners.contract import RUNTIMES, Runner, runner, runner_type
 
 MAPS = ["token_map_clap_1", "token_map_gbm_3"]
@@ -21,6 +22,8 @@ MAPS = ["token_map_clap_1", "token_map_gbm_3"]
 def built(request: pytest.FixtureRequest, tiny_bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A runtime's name and a bundle with its executable; skipped, with the reason, where it cannot be opened."""
     runtime = request.param
+    if runtime.startswith("tensorrt") and find_library("trt_plugin") is None:
+        pytest.skip(f"{runtime}: the plugin library is not built here: algm-deploy build-native trt_plugin")
     bundle = Bundle.open(shutil.copytree(tiny_bundle.path, tmp_path_factory.mktemp(runtime) / "bundle"))
     try:
         runner_type(runtime).build(bundle)

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -285,7 +286,17 @@ def test_a_fixed_batch_outside_the_profile(rtx: None, models: Any, tmp_path: Pat
         build(changed(models["labels", "fp32"], tmp_path, fixed))
 
 
-def test_ctrl_c_stops_a_build_at_its_next_step(rtx: None, models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Python's own handling of Ctrl-C, which a shell switches off for what it starts in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_stops_a_build_at_its_next_step(
+    rtx: None, models: Any, monkeypatch: pytest.MonkeyPatch, ctrl_c: None
+) -> None:
     monkeypatch.setattr(tqdm, "update", lambda *_: signal.raise_signal(signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         build(models["labels", "fp32"])
