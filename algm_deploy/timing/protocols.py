@@ -220,7 +220,7 @@ def _verify_dense(dense: Bundle, runtime: str, windows: Array, bundle: Bundle) -
     passed = known.get(runtime, {}).get("passed") and known[runtime].get("files") == executables(dense, runtime)
     if not passed:
         report = verify(dense, runtime, windows[:1], progress=False)
-        dense.update({"parity": {**known, runtime: {**report.record(), "files": executables(dense, runtime)}}})
+        dense.record("parity", runtime, {**report.record(), "files": executables(dense, runtime)})
     check_verified(dense, runtime)
 
 
