@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from algm_deploy.bundle import MANIFEST, Bundle
-from algm_deploy.cli import _parsed
+from algm_deploy.cli.settings import parsed
 from algm_deploy.content import content
 from algm_deploy.errors import AlgmDeployError, BundleError, CheckpointError, RecipeError
 from algm_deploy.models.checkpoints import Checkpoint, read_variant, settings_from_variant
@@ -98,7 +98,7 @@ def test_recipes(tmp_path: Path, text: str) -> None:
 @given(st.sampled_from(sorted(recipe_settings("demo"))), st.text(max_size=20) | SCRAPS | VALUES.map(str))
 def test_settings_of_the_command_line(key: str, text: str) -> None:
     with soon(RecipeError):
-        checked(key, _parsed(text))
+        checked(key, parsed(text))
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,38 @@
+"""The command line. Exit codes: 0 done, 1 a gate failed, 2 bad input, 3 built but nothing here can execute it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from algm_deploy.cli.parser import parser
+from algm_deploy.errors import AlgmDeployError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code; errors made for users are one sentence, without a traceback."""
+    options = parser().parse_args(arguments)
+    try:
+        run: Callable[[argparse.Namespace], int] = options.run
+        code = run(options)
+        sys.stdout.flush()  # here, where a failure is caught
+        return code
+    except AlgmDeployError as error:
+        message, code = str(error), error.exit_code
+    except KeyboardInterrupt:
+        message, code = "interrupted", 130
+    except MemoryError as error:
+        message, code = (
+            f"expected more free memory ({error}): use smaller pictures or batches",
+            AlgmDeployError.exit_code,
+        )
+    except BrokenPipeError:  # such as `algm-deploy list | head`: whoever reads has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # as a shell counts a process that ended by SIGPIPE
+    except OSError as error:
+        place, reason = f"{error.filename or 'a file'!s:.200}", error.strerror or str(error)
+        message, code = f"expected to use {place}, got {reason}: name another one", AlgmDeployError.exit_code
+    print(f"algm-deploy {options.command}: {message}", file=sys.stderr)
+    return code

@@ -1,0 +1,290 @@
+"""One function a command: flags in, exit code out. Imports are inside, so that help and errors come at once."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from algm_deploy.cli.settings import settings_of
+from algm_deploy.errors import GateError, NotExecutedError
+from algm_deploy.recipes import recipe, recipe_names
+
+if TYPE_CHECKING:
+    from algm_deploy.bundle import Bundle
+    from algm_deploy.parity.chain import ParityReport
+    from algm_deploy.timing.protocols import Request
+
+
+def list_recipes(_: argparse.Namespace) -> int:
+    """Recipes that come with the package."""
+    from algm_deploy.report.tables import text_table
+
+    rows = []
+    for name in recipe_names():
+        facts = recipe(name)
+        plan, network = facts.merging, facts.network
+        layers = f"CLAP {', '.join(map(str, plan.clap_layers))}; GBM {', '.join(map(str, plan.gbm_layers))}"
+        size = "x".join(map(str, network.image_size))
+        published = facts.published.get("miou_percent")
+        miou = f"{published:g}" if published else "-"
+        rows.append((name, facts.protocol.dataset, size, layers, f"{plan.clap_threshold:g}", miou))
+    print(text_table(("recipe", "dataset", "input", "merging layers", "tau", "published mIoU %"), rows))
+    return 0
+
+
+def export_bundle(options: argparse.Namespace) -> int:
+    """Checkpoint to a bundle."""
+    _exported(options)
+    print(f"next: algm-deploy verify {options.output} --runtime onnxruntime-cpu")
+    return 0
+
+
+def _exported(options: argparse.Namespace) -> Bundle:
+    from algm_deploy.deployment import export
+
+    result = export(options.checkpoint, options.output, options.recipe, settings_of(options))
+    for line in (*result.conflicts, *result.notes):
+        print(f"note: {line}")
+    bundle = result.bundle
+    if unused := bundle.fact("unused_checkpoint_keys"):
+        print(f"unused in the checkpoint: {', '.join(unused)}")
+    for name, entry in sorted(bundle.files.items()):
+        print(f"{entry.size_bytes / 1e6:9.1f} MB  {options.output / name}")
+    return bundle
+
+
+def build(options: argparse.Namespace) -> int:
+    """A runtime's own executable, added to a bundle."""
+    from algm_deploy.bundle import Bundle
+
+    _built(Bundle.open(options.bundle), options)
+    print(f"next: algm-deploy verify {options.bundle} --runtime {options.runtime}")
+    return 0
+
+
+def _built(bundle: Bundle, options: argparse.Namespace) -> None:
+    from algm_deploy.deployment import build_bundle
+
+    for line in build_bundle(bundle, options.runtime, **_engine_options(bundle, options)):
+        print(line)
+
+
+def _engine_options(bundle: Bundle, options: argparse.Namespace) -> dict[str, Any]:
+    """What the flags say about an engine; nothing where none is given, and the builder's defaults hold."""
+    flags = ("level", "workspace_mib", "timing_cache", "version_compatible", "hardware_compatible")
+    given = {name: getattr(options, name) for name in flags if getattr(options, name)}
+    if options.compute_capabilities:
+        given["compute_capabilities"] = tuple(options.compute_capabilities)
+    if options.opt_batch:
+        given["batches"] = (1, options.opt_batch, bundle.recipe.max_batch)
+    found: dict[str, Any] = {"precision": options.engine_precision} if options.engine_precision else {}
+    if given:
+        from algm_deploy.runners.tensorrt_build import EngineOptions
+
+        largest = bundle.recipe.max_batch
+        found["options"] = EngineOptions(**({"batches": (1, largest, largest)} | given))
+    return found
+
+
+def verify(options: argparse.Namespace) -> int:
+    """Parity chain of a bundle on a runtime."""
+    from algm_deploy.bundle import Bundle
+
+    report = _verified(Bundle.open(options.bundle), options)
+    return 0 if report.passed else GateError.exit_code
+
+
+def _verified(bundle: Bundle, options: argparse.Namespace) -> ParityReport:
+    from algm_deploy.deployment import find_images, verify_bundle
+    from algm_deploy.report.tables import text_table
+
+    paths = find_images(options.images) if options.images else []
+    report = verify_bundle(bundle, options.runtime, paths, options.count)
+    rows = [
+        (str(link.number), link.name, "ok" if link.passed else "FAILED", link.measured, link.gate)
+        for link in report.links
+    ]
+    print(text_table(("", "link", "result", f"measured, {report.runtime}", "would pass at"), rows))
+    batches = ", ".join(map(str, report.batches))
+    pictures = "photos" if paths else "synthetic scenes (give --images for your own)"
+    print(f"{report.images} {pictures}; batches of {batches}; {'passed' if report.passed else 'FAILED'}")
+    return report
+
+
+def predict(options: argparse.Namespace) -> int:
+    """Label map, overlay and merged-token pictures of photos."""
+    from tqdm import tqdm
+
+    from algm_deploy.deployment import find_images
+    from algm_deploy.evaluation.predictor import Predictor
+    from algm_deploy.report.pictures import PictureWriter
+
+    photos = find_images(options.images)
+    with Predictor(options.bundle, options.runtime, options.tau) as predictor:
+        writer = PictureWriter(predictor, options.output)
+        for photo in tqdm(photos, "predict", unit="photo", disable=None if len(photos) > 1 else True):
+            for path in writer.write(photo):
+                tqdm.write(str(path))
+    return 0
+
+
+def evaluate(options: argparse.Namespace) -> int:
+    """mIoU of a bundle on a data set."""
+    from algm_deploy.bundle import Bundle
+
+    _evaluated(Bundle.open(options.bundle), options)
+    return 0
+
+
+def _evaluated(bundle: Bundle, options: argparse.Namespace) -> None:
+    from algm_deploy.deployment import evaluate_bundle
+    from algm_deploy.evaluation.datasets import open_dataset
+    from algm_deploy.report.tables import text_table
+
+    dataset = open_dataset(
+        options.dataset or bundle.recipe.protocol.dataset, options.data, options.split, options.slice
+    )
+    if options.limit:
+        dataset = dataset.subset(options.limit)
+    merge = not options.dense
+    record = evaluate_bundle(bundle, options.runtime, dataset, options.tau if merge else None, merge=merge).record()
+    print(text_table(*_quality_table(record)))
+    for name, reason in record["failures"].items():
+        print(f"not evaluated: {name}: {reason}")
+
+
+def bench(options: argparse.Namespace) -> int:
+    """Speed beside the dense network, by protocol."""
+    from algm_deploy.bundle import Bundle
+    from algm_deploy.signature import CLAP_THRESHOLD
+    from algm_deploy.timing.protocols import usual_request
+
+    bundle = Bundle.open(options.bundle)
+    thresholds = {} if options.tau is None else {CLAP_THRESHOLD: options.tau}
+    numbers = (options.count, options.batch, options.warmup, options.rounds)
+    _timed(bundle, options, usual_request(bundle.recipe, options.protocol, *numbers, thresholds))
+    return 0
+
+
+def _timed(bundle: Bundle, options: argparse.Namespace, request: Request) -> None:
+    from algm_deploy.deployment import bench_bundle, find_images
+    from algm_deploy.report.tables import speed_notes, speed_table, text_table
+
+    paths = find_images(options.images) if options.images else []
+    rows = bench_bundle(bundle, options.runtime, paths, request)
+    print(text_table(*speed_table(rows)))
+    for line in speed_notes(rows):
+        print(line)
+
+
+def _quality_table(record: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    tokens = [key for key in record if key.startswith("tokens_after_") and key.endswith("_mean")]
+    header = (
+        "slice",
+        "images",
+        "mIoU %",
+        "pixel accuracy %",
+        *(k.removesuffix("_mean").replace("_", " ") for k in tokens),
+    )
+    whole = [("all", record)] + (list(record["slices"].items()) if len(record["slices"]) > 1 else [])
+    return header, [
+        (
+            name,
+            str(part["images"]),
+            f"{part['miou_percent']:.2f}",
+            f"{part['pixel_accuracy_percent']:.2f}",
+            *(f"{part[key]:.0f}" for key in tokens),
+        )
+        for name, part in whole
+    ]
+
+
+def report(options: argparse.Namespace) -> int:
+    """One HTML page about a bundle."""
+    from algm_deploy.bundle import Bundle
+    from algm_deploy.deployment import find_images
+    from algm_deploy.evaluation.datasets import open_dataset
+    from algm_deploy.report.gallery import Photo, draw_gallery, labelled_photos
+    from algm_deploy.report.page import write_report
+
+    bundles = [Bundle.open(path) for path in (options.bundle, *options.beside)]
+    photos = [Photo(path.name, path) for path in find_images(options.images)] if options.images else []
+    if options.data:
+        name = options.dataset or bundles[0].recipe.protocol.dataset
+        photos += labelled_photos(open_dataset(name, options.data, options.split, options.slice), options.count)
+    gallery = draw_gallery(bundles[0], options.runtime, photos) if photos else None
+    print(write_report(bundles, options.output, gallery))
+    return 0
+
+
+def deploy(options: argparse.Namespace) -> int:
+    """Checkpoint to a verified bundle: export, build, verify, evaluate, time."""
+    bundle = _exported(options)
+    _built(bundle, options)
+    print()
+    try:
+        report = _verified(bundle, options)
+    except NotExecutedError as error:
+        return _built_only(bundle, options, str(error))
+    if options.data:
+        print()
+        _evaluated(bundle, options)
+    if not report.passed:
+        raise GateError("the parity chain failed: nothing of this bundle should be trusted before it passes")
+    if options.bench:
+        from algm_deploy.timing.protocols import usual_request
+
+        print()
+        _timed(bundle, options, usual_request(bundle.recipe, "latency"))
+    print(f"\ndeployed: {options.output}")
+    print(f"next: algm-deploy predict {options.output} PHOTO --runtime {options.runtime}")
+    return 0
+
+
+def _built_only(bundle: Bundle, options: argparse.Namespace, reason: str) -> int:
+    """What is left to say when nothing here can execute what was built."""
+    from algm_deploy.deployment import note_not_run
+    from algm_deploy.report.tables import text_table
+
+    steps = note_not_run(bundle, options.runtime, reason)
+    print(text_table(("step", "result"), [(step, "not run") for step in steps]))
+    print(f"\nBUILT, NOT EXECUTED: {options.output}\nreason: {reason}")
+    print(f"next, on a machine that can: algm-deploy verify {options.output} --runtime {options.runtime}")
+    return NotExecutedError.exit_code
+
+
+def demo(options: argparse.Namespace) -> int:
+    """The whole product on an embedded synthetic example."""
+    from algm_deploy.demonstration import demonstrate
+
+    print("A small Segmenter trained on drawn street scenes: synthetic throughout, but really trained.\n")
+    folder = options.output
+    demonstrate(folder, options.runtime, options.scenes, print)
+    print(
+        "\nThe same for a checkpoint of yours:\n"
+        "  algm-deploy deploy CHECKPOINT -o BUNDLE --images PHOTOS --data DATASET\n"
+        "  algm-deploy evaluate BUNDLE --data DATASET --dense\n"
+        "  algm-deploy bench BUNDLE --images PHOTOS\n"
+        "  algm-deploy predict BUNDLE PHOTO\n"
+        "  algm-deploy report BUNDLE --data DATASET"
+    )
+    return 0
+
+
+def doctor(options: argparse.Namespace) -> int:
+    """What can build and execute on this machine, and what to change."""
+    from algm_deploy.doctor import diagnose, json_text, text
+
+    findings = diagnose()
+    print(json_text(findings) if options.json else text(findings))
+    return 0
+
+
+def build_native(options: argparse.Namespace) -> int:
+    """Compile the native libraries for this machine."""
+    from algm_deploy.native import build
+
+    built = build(options.libraries or ("trt_plugin", "ort_custom_op"), options.architectures)
+    for name, path in built.items():
+        print(f"{name}: {path}")
+    return 0
