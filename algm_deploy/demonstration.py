@@ -22,7 +22,7 @@ from algm_deploy.timing.timers import Effort
 
 UNSEEN_SEED = 9_000_000  # behind the seeds of training, selection and testing
 PICTURES, GALLERY = 6, 3
-SHORT = Request("latency", count=2, effort=Effort(warmup=1, rounds=4, most_rounds=4), variants=("dense", "merged"))
+SHORT = Request("latency", count=2, effort=Effort(warmup=2, rounds=6, most_rounds=24), variants=("dense", "merged"))
 
 Say = Callable[[str], None]
 
