@@ -16,6 +16,8 @@ from PIL import Image
 from algm_deploy import __version__
 from algm_deploy.bundle import Bundle
 from algm_deploy.cli import main
+from algm_deploy.cli.commands import _engine_options
+from algm_deploy.cli.parser import RUNTIMES, parser
 from algm_deploy.demo.scenes import scene
 from algm_deploy.errors import NotExecutedError
 from algm_deploy.runners import contract
@@ -315,3 +317,17 @@ def test_interruption(run: Run, bundle: Path, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr("algm_deploy.deployment.verify", interrupted)
     sentence(run("verify", bundle), "verify", "interrupted", code=130)
+
+
+def test_runtimes_to_choose_from_are_those_there_are() -> None:
+    assert set(RUNTIMES) == set(contract.RUNTIMES)
+
+
+def test_flags_of_an_engine(tiny_bundle: Bundle) -> None:
+    def said(*flags: str) -> dict[str, object]:
+        return _engine_options(tiny_bundle, parser().parse_args(["build", "BUNDLE", *flags]))
+
+    assert said() == {}
+    assert said("--engine-precision", "fp16") == {"precision": "fp16"}
+    options = said("--level", "0", "--opt-batch", "2")["options"]
+    assert (options.level, options.batches) == (0, (1, 2, tiny_bundle.recipe.max_batch))

@@ -72,7 +72,8 @@ def _built(bundle: Bundle, options: argparse.Namespace) -> None:
 def _engine_options(bundle: Bundle, options: argparse.Namespace) -> dict[str, Any]:
     """What the flags say about an engine; nothing where none is given, and the builder's defaults hold."""
     flags = ("level", "workspace_mib", "timing_cache", "version_compatible", "hardware_compatible")
-    given = {name: getattr(options, name) for name in flags if getattr(options, name)}
+    said = {name: getattr(options, name) for name in flags}
+    given = {name: value for name, value in said.items() if value is not None and value is not False}  # level 0 counts
     if options.compute_capabilities:
         given["compute_capabilities"] = tuple(options.compute_capabilities)
     if options.opt_batch:
@@ -139,7 +140,7 @@ def evaluate(options: argparse.Namespace) -> int:
 def _evaluated(bundle: Bundle, options: argparse.Namespace) -> None:
     from algm_deploy.deployment import evaluate_bundle
     from algm_deploy.evaluation.datasets import open_dataset
-    from algm_deploy.report.tables import text_table
+    from algm_deploy.report.tables import quality_table, text_table
 
     dataset = open_dataset(
         options.dataset or bundle.recipe.protocol.dataset, options.data, options.split, options.slice
@@ -148,7 +149,7 @@ def _evaluated(bundle: Bundle, options: argparse.Namespace) -> None:
         dataset = dataset.subset(options.limit)
     merge = not options.dense
     record = evaluate_bundle(bundle, options.runtime, dataset, options.tau if merge else None, merge=merge).record()
-    print(text_table(*_quality_table(record)))
+    print(text_table(*quality_table(record)))
     for name, reason in record["failures"].items():
         print(f"not evaluated: {name}: {reason}")
 
@@ -175,28 +176,6 @@ def _timed(bundle: Bundle, options: argparse.Namespace, request: Request) -> Non
     print(text_table(*speed_table(rows)))
     for line in speed_notes(rows):
         print(line)
-
-
-def _quality_table(record: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    tokens = [key for key in record if key.startswith("tokens_after_") and key.endswith("_mean")]
-    header = (
-        "slice",
-        "images",
-        "mIoU %",
-        "pixel accuracy %",
-        *(k.removesuffix("_mean").replace("_", " ") for k in tokens),
-    )
-    whole = [("all", record)] + (list(record["slices"].items()) if len(record["slices"]) > 1 else [])
-    return header, [
-        (
-            name,
-            str(part["images"]),
-            f"{part['miou_percent']:.2f}",
-            f"{part['pixel_accuracy_percent']:.2f}",
-            *(f"{part[key]:.0f}" for key in tokens),
-        )
-        for name, part in whole
-    ]
 
 
 def report(options: argparse.Namespace) -> int:
@@ -226,11 +205,11 @@ def deploy(options: argparse.Namespace) -> int:
         report = _verified(bundle, options)
     except NotExecutedError as error:
         return _built_only(bundle, options, str(error))
+    if not report.passed:
+        raise GateError("the parity chain failed: nothing of this bundle should be trusted before it passes")
     if options.data:
         print()
         _evaluated(bundle, options)
-    if not report.passed:
-        raise GateError("the parity chain failed: nothing of this bundle should be trusted before it passes")
     if options.bench:
         from algm_deploy.timing.protocols import usual_request
 

@@ -61,7 +61,6 @@ from algm_deploy.timing.variants import VARIANTS, Variant
 
 SCHEMA_VERSION = 1
 ProtocolName = Literal["duplicate", "mixed", "latency"]
-PROTOCOLS: tuple[ProtocolName, ...] = ("duplicate", "mixed", "latency")
 _GPU_STATE = {"gpu_clock": "clocks.sm", "gpu_memory_clock": "clocks.mem", "gpu_power_limit": "power.limit"}
 _STAGE_EFFORT = Effort(warmup=1, rounds=2, most_rounds=2)
 
