@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from fvcore.nn import FlopCountAnalysis
 from torch import Tensor, nn
 
 from algm_deploy.errors import PlanError
@@ -19,13 +20,18 @@ def segmenter(dim: int, depth: int, classes: int, side: int, decoder_depth: int 
 
 
 # ALGM (CVPR 2024) and its appendix; the tables say GFLOPs and mean multiply-adds.
+ADE20K = [
+    (segmenter(192, 12, 150, 512), 12.8),
+    (segmenter(384, 12, 150, 512), 38.6),
+    (segmenter(768, 12, 150, 512), 130),
+    (segmenter(1024, 24, 150, 640), 672),
+]
+
+
 @pytest.mark.parametrize(
     ("network", "published_gmacs"),
     [
-        (segmenter(192, 12, 150, 512), 12.8),
-        (segmenter(384, 12, 150, 512), 38.6),
-        (segmenter(768, 12, 150, 512), 130),
-        (segmenter(1024, 24, 150, 640), 672),
+        *ADE20K,
         (segmenter(384, 12, 19, 768), 116),
         (segmenter(1024, 24, 19, 768, decoder_depth=1), 1005),
         (segmenter(384, 12, 60, 480), 32.1),
@@ -63,7 +69,7 @@ class PlainSegmenter(nn.Module):
         super().__init__()
         dim, classes = network.embed_dim, network.classes
         self.network = network
-        self.patches = nn.Conv2d(3, dim, network.patch_size, network.patch_size)
+        self.patches = nn.Linear(3 * network.patch_size**2, dim)  # a convolution cannot be traced without values
         self.blocks, self.norm = nn.Sequential(*blocks), nn.LayerNorm(dim)
         self.into_decoder, self.head = nn.Linear(dim, dim), nn.Linear(dim, classes)
         self.decoder = nn.Sequential(*(PlainBlock(dim) for _ in range(network.decoder_depth)), nn.LayerNorm(dim))
@@ -71,7 +77,7 @@ class PlainSegmenter(nn.Module):
         self.mask_norm = nn.LayerNorm(classes)
 
     def forward(self, image: Tensor) -> Tensor:
-        x = self.patches(image).flatten(2).mT
+        x = self.patches(F.pixel_unshuffle(image, self.network.patch_size).flatten(2).mT)
         x = self.norm(self.blocks(torch.cat([x[:, :1], x], 1)))[:, 1:]
         scores = self.head(x) if self.network.decoder == "linear" else self.masks(x)
         maps = scores.mean(1)[..., None, None].expand(-1, -1, *self.network.grid)
@@ -84,20 +90,33 @@ class PlainSegmenter(nn.Module):
         return self.mask_norm(patches @ self.patch_weight @ (classes @ self.class_weight).mT)
 
 
+def traced_total(network: Network, blocks: list[PlainBlock]) -> int:
+    """fvcore's count; it needs shapes only, so nothing is computed."""
+    with torch.no_grad():
+        module = PlainSegmenter(network, blocks).to("meta")
+        traced = FlopCountAnalysis(module, torch.zeros(1, 3, *network.image_size, device="meta"))
+        return int(traced.unsupported_ops_warnings(False).total())
+
+
 @pytest.mark.parametrize("decoder", ["mask_transformer", "linear"])
 @pytest.mark.parametrize("merged", [False, True])
 def test_every_part_equals_fvcore(decoder: str, merged: bool) -> None:
-    analysis = pytest.importorskip("fvcore.nn", reason="fvcore counts the published figures; pip install fvcore")
     network = Network("segmenter", 128, 4, 2, 7, (80, 112), decoder=decoder, decoder_depth=2)
     plan = MergePlan(clap_layers=(1,), gbm_layers=(3,)) if merged else DENSE
     counts = (23, 14) if merged else ()
     blocks = [PlainBlock(128) for _ in range(4)]
     if merged:
         blocks[0], blocks[2] = PlainBlock(128, 1 + counts[0]), PlainBlock(128, 1 + counts[1], gbm=True)
-    with torch.no_grad():
-        traced = analysis.FlopCountAnalysis(PlainSegmenter(network, blocks), torch.zeros(1, 3, 80, 112))
-        expected = traced.unsupported_ops_warnings(False).total()
-    assert multiply_adds(network, plan, counts).total == expected
+    assert multiply_adds(network, plan, counts).total == traced_total(network, blocks)
+
+
+@pytest.mark.parametrize(("network", "published_gmacs"), ADE20K)
+def test_fvcore_itself_gives_the_published_figures(network: Network, published_gmacs: float) -> None:
+    with torch.device("meta"):
+        blocks = [PlainBlock(network.embed_dim) for _ in range(network.depth)]
+        traced = traced_total(network, blocks)
+    assert traced / 1e9 == pytest.approx(published_gmacs, rel=0.01)
+    assert multiply_adds(network, DENSE).total == traced
 
 
 def test_merging_saves_and_its_own_product_is_stated() -> None:
