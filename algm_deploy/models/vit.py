@@ -20,7 +20,8 @@ class Tokens(NamedTuple):
     """The sequence between two blocks.
 
     values (B, S, D); size (B, S) fp32, patches a row stands for; map (B, N) int64, row of every patch; length (B)
-    int64, valid rows. `padded`: images differ in length, so attention has to be told.
+    int64, valid rows. `padded`: images differ in length, so attention has to be told. `keys` (B, S, D / heads): keys of
+    the block's attention, their mean over heads, for a merge that compares them.
     """
 
     values: Tensor
@@ -28,6 +29,7 @@ class Tokens(NamedTuple):
     map: Tensor
     length: Tensor
     padded: bool
+    keys: Tensor | None = None
 
     @property
     def key_length(self) -> Tensor | None:
@@ -77,6 +79,12 @@ class Attention(nn.Module):
         out: Tensor = self.proj(mixed)
         return out
 
+    def proportional(self, x: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
+        """Attention in which a key weighs as much as the patches it stands for, and the mean key of every row."""
+        qkv = self.qkv(x)
+        keys = qkv.chunk(3, dim=2)[1].unflatten(2, (self.heads, -1)).mean(2)
+        return self.proj(torch.ops.algm.proportional_attention(qkv, size, self.heads, self.scale)), keys
+
 
 class Mlp(nn.Module):
     """Two linear layers with the exact GELU between them."""
@@ -92,19 +100,24 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block; `merge` is the slot."""
+    """Pre-norm transformer block; `merge` is the slot. `proportional`: attention counts the patches of a row (ToMe)."""
 
     def __init__(self, dim: int, heads: int, eps: float = 1e-5) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(dim, eps)
         self.attn = Attention(dim, heads)
         self.merge: nn.Module = KeepTokens()
+        self.proportional = False
         self.norm2 = nn.LayerNorm(dim, eps)
         self.mlp = Mlp(dim, 4 * dim)
 
     def forward(self, tokens: Tokens, inputs: MergeInputs | None = None) -> Tokens:
-        x = tokens.values + self.attn(self.norm1(tokens.values), tokens.key_length)
-        tokens = self.merge(tokens._replace(values=x), inputs)
+        x, keys = self.norm1(tokens.values), None
+        if self.proportional:
+            mixed, keys = self.attn.proportional(x, tokens.size)
+        else:
+            mixed = self.attn(x, tokens.key_length)
+        tokens = self.merge(tokens._replace(values=tokens.values + mixed, keys=keys), inputs)
         return tokens._replace(values=tokens.values + self.mlp(self.norm2(tokens.values)))
 
 
@@ -140,6 +153,7 @@ class VisionTransformer(nn.Module):
         self.patch_embed: nn.Module = PatchEmbedding(patch_size, dim)
         self.blocks = nn.ModuleList(Block(dim, heads, eps) for _ in range(depth))
         self.norm: nn.Module = nn.LayerNorm(dim, eps) if norm else nn.Identity()
+        self.outlet: nn.Module = KeepTokens()  # a slot between encoder and decoder
 
     def embed(self, image: Tensor) -> Tokens:
         """Image (B, 3, H, W) to the sequence [cls | patches] that enters the first block."""
@@ -168,7 +182,7 @@ class VisionTransformer(nn.Module):
             if not isinstance(block.merge, KeepTokens):
                 stages.append(tokens)
             if layer in self.outputs:
-                outputs.append(tokens._replace(values=self.norm(tokens.values)))
+                outputs.append(self.outlet(tokens._replace(values=self.norm(tokens.values)), inputs))
         return outputs, stages
 
 
