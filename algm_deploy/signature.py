@@ -50,7 +50,7 @@ class Signature:
             merges, largest = tuple(map(str, table["merges"])), int(table["max_batch"])
             if not inputs or len(outputs) < 2:
                 raise ValueError("no image or no outputs")
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
             raise BundleError(
                 f"expected the signature of a network in the manifest, got {type(error).__name__} {error}: export the "
                 "bundle again"
@@ -85,7 +85,7 @@ def signature_of(recipe: Recipe) -> Signature:
     network, plan = recipe.network, recipe.merging
     height, width = network.image_size
     # Where the protocol enlarges photos to the window, pixels are interpolated and no longer whole numbers.
-    pixel = "float32" if recipe.protocol.short_side < recipe.protocol.window else "uint8"
+    pixel = "float32" if recipe.protocol.resized_side < recipe.protocol.window else "uint8"
     label = "uint8" if network.classes <= 255 else "int32"
     main = {
         "labels": Tensor("labels", label, (-1, height, width)),

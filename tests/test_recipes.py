@@ -93,6 +93,47 @@ def test_every_recipe_of_other_families_is_consistent(name: str) -> None:
     )
 
 
+# Data set, short side, window, stride, long limit over short side: Segmenter's data/config and ALGM's eval/miou.py;
+# fudan-zvg/SETR and zbwxp/SegVit configs. Windows of ADE20K's networks follow the checkpoint's crop.
+PROTOCOLS = {
+    "segmenter": {
+        "ade20k": (512, None, None, 4),
+        "cityscapes": (1024, 768, 512, 2),
+        "pascal_context": (520, 480, 448, 8),
+        "coco_stuff10k": (512, 512, 341, 8),
+    },
+    "setr": {
+        "ade20k": (512, 512, 341, 4),
+        "cityscapes": (1025, 768, 512, 2049 / 1025),
+        "pascal_context": (520, 480, 320, 8),
+    },
+    "segvit": {
+        "ade20k": (640, 640, 608, 2048 / 640),
+        "pascal_context": (520, 480, 320, 8),
+        "pascal_context_59": (520, 480, 320, 8),
+        "coco_stuff10k": (512, 512, 341, 8),
+    },
+}
+
+
+@pytest.mark.parametrize("name", sorted({*PUBLISHED, *OTHERS} - {"segmenter_vit_s16_camvid"}))
+def test_protocols_are_the_published_ones(name: str) -> None:
+    recipe = recipes.recipe(name)
+    protocol = recipe.protocol
+    short_side, window, stride, ratio = PROTOCOLS[recipe.network.family][protocol.dataset]
+    window = window or recipe.network.image_size[0]
+    expected = Protocol(protocol.dataset, short_side, window, stride or window - 32, ratio)
+    assert protocol == expected
+
+
+def test_the_long_limit_of_a_checkpoint_without_a_recipe() -> None:
+    for dataset, ratio in {"ade20k": 4, "cityscapes": 2, "pascal_context": 8, "pascal_context_59": 8}.items():
+        assert recipes.dataset_ratio(dataset) == ratio
+    for name in PUBLISHED:
+        protocol = recipes.recipe(name).protocol
+        assert protocol.max_ratio == recipes.dataset_ratio(protocol.dataset), name
+
+
 @pytest.mark.parametrize(
     ("name", "threshold", "gmacs"),
     [
@@ -168,6 +209,7 @@ WRONG = {
     "protocol.window": ("0", "protocol.window between 1 and 16384"),
     "protocol.stride": ("65", "protocol.stride between 1 and 64"),
     "protocol.max_ratio": ("inf", "a finite number"),
+    "protocol.resize": ('"twice"', "double or single"),
     "gates.label_agreement": ("99.9", "gates.label_agreement between 0 and 1"),
     "gates.excused_windows": ("-0.1", "gates.excused_windows between 0 and 1"),
     "gates.miou_drop_points": ('"0.1"', "a finite number"),

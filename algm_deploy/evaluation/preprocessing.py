@@ -10,7 +10,6 @@ import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +38,13 @@ _RULES = {
 
 def preprocessing_fingerprint(protocol: Protocol) -> str:
     """SHA-256 (hex) of every fact that decides which numbers a network sees; the data set's name is not one of them."""
-    facts = {**_RULES, **asdict(protocol), "max_ratio": float(protocol.max_ratio)}
-    del facts["dataset"]
+    facts = {
+        **_RULES,
+        "short_side": protocol.resized_side,
+        "window": protocol.window,
+        "stride": protocol.stride,
+        "max_ratio": float(protocol.max_ratio),
+    }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
@@ -92,8 +96,8 @@ def canvas_of(photo: NDArray[np.uint8], protocol: Protocol) -> Pixels:
 
 def published_size(size: tuple[int, int], protocol: Protocol) -> tuple[int, int]:
     """(height, width) after the published resize, which keeps the aspect up to rounding."""
-    long_limit = round(protocol.max_ratio * protocol.short_side)
-    factor = min(long_limit / max(size), protocol.short_side / min(size))
+    long_limit = round(protocol.max_ratio * protocol.resized_side)
+    factor = min(long_limit / max(size), protocol.resized_side / min(size))
     height, width = (int(side * factor + 0.5) for side in size)
     return height, width
 

@@ -27,7 +27,8 @@ from algm_deploy.evaluation.preprocessing import (
     resize_bilinear,
     window_anchors,
 )
-from algm_deploy.recipes import Protocol
+from algm_deploy.recipes import Protocol, recipe
+from algm_deploy.signature import signature_of
 
 ADE = Protocol("ade20k", short_side=512, window=512, stride=480, max_ratio=4)
 CITYSCAPES = Protocol("cityscapes", short_side=1024, window=768, stride=512, max_ratio=2)
@@ -64,6 +65,37 @@ def test_a_canvas_is_uint8_unless_it_was_enlarged() -> None:
     assert canvas_of(photo, Protocol("x", 64, 64, 32)).dtype == np.uint8
     double_resize = canvas_of(photo, Protocol("x", 64, 80, 32))
     assert (double_resize.dtype, double_resize.shape) == (np.float32, (80, 106, 3))
+
+
+def test_double_and_single_resize_of_the_large_network() -> None:
+    """Segmenter-L on ADE20K: 512 then 640 as published by default, or 640 at once; both numerically, pixel by pixel."""
+    photo = picture(600, 801)
+    double = recipe("segmenter_vit_l16_ade20k").protocol
+    assert (double.resize, double.short_side, double.window) == ("double", 512, 640)
+    shrunk = cv2.resize(photo, (684, 512), interpolation=cv2.INTER_LINEAR)  # int(801 * 512 / 600 + 0.5)
+    assert shrunk.dtype == np.uint8
+    planes = torch.from_numpy(shrunk).permute(2, 0, 1)[None].float()
+    interpolated = torch.nn.functional.interpolate(planes, (640, 855), mode="bilinear")  # int(684 / 512 * 640)
+    twice = canvas_of(photo, double)
+    assert twice.dtype == np.float32
+    assert np.abs(twice - interpolated[0].permute(1, 2, 0).numpy()).max() < 0.03
+
+    single = replace(double, resize="single")
+    once = canvas_of(photo, single)
+    assert once.dtype == np.uint8
+    assert (once == cv2.resize(photo, (854, 640), interpolation=cv2.INTER_LINEAR)).all()
+    assert (once == canvas_of(photo, replace(double, short_side=640))).all()
+    assert np.abs(once[:, :854].astype(float) - twice[:, :854]).max() > 50  # noise that the detour blurs
+    # The name of a way that leads to the same pixels is none of the facts behind them.
+    assert preprocessing_fingerprint(single) == preprocessing_fingerprint(replace(double, short_side=640))
+    assert preprocessing_fingerprint(single) != preprocessing_fingerprint(double)
+    assert preprocessing_fingerprint(replace(ADE, resize="single")) == preprocessing_fingerprint(ADE)
+
+
+def test_a_single_resize_keeps_pixels_whole() -> None:
+    double = replace(recipe("segmenter_vit_l16_ade20k"), precision="fp32")
+    single = replace(double, protocol=replace(double.protocol, resize="single"))
+    assert [signature_of(one).image.dtype for one in (double, single)] == ["float32", "uint8"]
 
 
 def test_the_published_resize_is_opencvs_not_pillows() -> None:
