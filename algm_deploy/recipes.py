@@ -20,8 +20,10 @@ SCHEMA = 1
 
 Size = tuple[int, int]
 Color = tuple[int, int, int]
-Family = Literal["segmenter", "setr", "segvit"]
-Decoder = Literal["mask_transformer", "linear", "naive", "pup", "mla", "naive_mmseg", "mla_mmseg", "atm"]
+Family = Literal["segmenter", "setr", "segvit", "dinov2", "deit", "eomt"]
+Decoder = Literal[
+    "mask_transformer", "linear", "linear_ms", "naive", "pup", "mla", "naive_mmseg", "mla_mmseg", "atm", "queries"
+]
 Normalization = Literal["vit", "deit"]
 Semantics = Literal["code", "paper"]
 Batching = Literal["per_image", "batch_min"]
@@ -38,8 +40,16 @@ _DECODERS = {
     "segmenter": ("mask_transformer", "linear"),
     "setr": ("naive", "pup", "mla", "naive_mmseg", "mla_mmseg"),
     "segvit": ("atm",),
+    "dinov2": ("linear", "linear_ms"),
+    "deit": ("linear",),
+    "eomt": ("queries",),
 }
-_STAGES = {"mla": 4, "mla_mmseg": 4, "atm": 3}
+_STAGES = {"mla": 4, "mla_mmseg": 4, "atm": 3, "linear_ms": 4}
+_WITHOUT_CLS = ("mla", "mla_mmseg", "atm")
+# Most tokens beside cls that stand in front of the patches: a distillation token, or registers.
+_EXTRA_TOKENS = {"segmenter": 1, "deit": 1, "dinov2": 16, "eomt": 16}
+# Pictures of other families are cut into whole patches; DINOv2's evaluation pads them with zeros.
+_PADDED = "dinov2"
 
 
 @dataclass(frozen=True)
@@ -48,6 +58,8 @@ class Network:
 
     `stages` are the 1-based encoder blocks whose tokens the decoder reads, where it reads several. `decoder_dim` is the
     width of a SETR or SegViT decoder. `naive_mmseg` and `mla_mmseg` are mmsegmentation's, which differ from SETR's own.
+    `extra_tokens` stand behind cls: DINOv2's registers or DeiT's distillation token. `queries` join the last
+    `decoder_depth` of EoMT's `depth` blocks.
     """
 
     family: Family
@@ -62,14 +74,17 @@ class Network:
     normalization: Normalization = "vit"
     stages: tuple[int, ...] = ()
     decoder_dim: int = 256
+    extra_tokens: int = 0
+    queries: int = 0
 
     def __post_init__(self) -> None:
         _check_ranges("network", self, decoder_dim=(1, 8192), stages=(1, self.depth))
         _check_ranges("network", self, embed_dim=(1, 8192), depth=(1, 256), heads=(1, 256), classes=(1, 65535))
         _check_ranges("network", self, patch_size=(1, 256), decoder_depth=(0, 256), image_size=(self.patch_size, 16384))
+        _check_ranges("network", self, extra_tokens=(0, _EXTRA_TOKENS.get(self.family, 0)), queries=(0, 1024))
         if self.embed_dim % self.heads:
             raise RecipeError(f"expected network.heads to divide the width {self.embed_dim}, got {self.heads}")
-        if any(side % self.patch_size for side in self.image_size):
+        if self.family != _PADDED and any(side % self.patch_size for side in self.image_size):
             raise RecipeError(
                 f"expected network.image_size in multiples of the patch size {self.patch_size}, got {self.image_size}"
             )
@@ -89,16 +104,27 @@ class Network:
                 f"expected network.decoder_depth of at least 1 and network.heads to divide network.decoder_dim for "
                 f"decoder atm, got {self.decoder_depth} and {self.heads} in {self.decoder_dim}"
             )
+        if self.decoder == "queries" and not (self.queries and 1 <= self.decoder_depth < self.depth):
+            raise RecipeError(
+                f"expected network.queries of at least 1 and network.decoder_depth from 1 to {self.depth - 1} for "
+                f"decoder queries, got {self.queries} and {self.decoder_depth}"
+            )
 
     @property
     def prefix(self) -> int:
-        """Leading rows of the sequence that are no patches: the cls token, which some networks drop before block 1."""
-        return 0 if self.decoder in _STAGES else 1
+        """Leading rows of the sequence that are no patches: cls, which some networks drop before block 1, and others."""
+        return 0 if self.decoder in _WITHOUT_CLS else 1 + self.extra_tokens
+
+    @property
+    def encoder_depth(self) -> int:
+        """Blocks that may merge tokens: all, but for those that EoMT's queries pass."""
+        return self.depth - self.decoder_depth if self.decoder == "queries" else self.depth
 
     @property
     def grid(self) -> Size:
         """Patch grid (rows, columns)."""
-        return self.image_size[0] // self.patch_size, self.image_size[1] // self.patch_size
+        height, width = self.image_size
+        return -(-height // self.patch_size), -(-width // self.patch_size)
 
 
 @dataclass(frozen=True)
@@ -217,8 +243,8 @@ class Recipe:
     def __post_init__(self) -> None:
         _check_ranges("recipe", self, max_batch=(1, 1024), palette=(0, 255))
         _check_ranges("merging", self.merging, clap_threshold=(-2, 2), gbm_threshold=(-1000, 1000))
-        if any(layer > self.network.depth for layer in self.merging.layers):
-            raise RecipeError(f"expected merging layers up to {self.network.depth}, got {self.merging.layers}")
+        if any(layer > self.network.encoder_depth for layer in self.merging.layers):
+            raise RecipeError(f"expected merging layers up to {self.network.encoder_depth}, got {self.merging.layers}")
         if any(side > limit for side, limit in zip(self.merging.window, self.network.grid, strict=True)):
             raise RecipeError(
                 f"expected a merging.window within the grid {self.network.grid}, got {self.merging.window}"

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import algm_deploy.ops  # noqa: F401  registers torch.ops.algm
-from algm_deploy.models.vit import Tokens
+from algm_deploy.models.vit import MergeInputs, Tokens, VitNetwork
 from algm_deploy.ops._rows import wide
 from algm_deploy.ops.label_map import label_dtype
 from algm_deploy.recipes import Size
@@ -39,6 +39,17 @@ class GridScores(NamedTuple):
 Scores = TokenScores | GridScores
 
 
+class GridNetwork(VitNetwork):
+    """A network whose decoder makes grid scores (B, K, h, w) of the list of tokens its encoder hands out."""
+
+    decoder: nn.Module
+
+    def forward(self, image: Tensor, inputs: MergeInputs | None = None) -> GridScores:
+        """Image (B, 3, H, W), normalised, to class scores."""
+        levels, stages = self.encoder(image, inputs)
+        return GridScores(self.decoder(levels), self.encoder.prefix, stages)
+
+
 def to_grid(values: Tensor, map: Tensor, prefix: int, grid: Size) -> Tensor:
     """Unmerged rows (B, S', C) on the patch grid: (B, C, rows, columns)."""
     patches = torch.ops.algm.unmerge(values, map, prefix)
@@ -51,6 +62,15 @@ def resize(maps: Tensor, size: Size, align_corners: bool = False) -> Tensor:
     if maps.shape[-2:] == size:
         return maps
     return F.interpolate(maps, size=size, mode="bilinear", align_corners=align_corners)
+
+
+def scores_of_masks(masks: Tensor, classes: Tensor, size: Size) -> Tensor:
+    """Masks (B, Q, h, w) and classes (B, Q, K + 1) of queries, both before their activation, to scores (B, K, H, W).
+
+    Every mask is enlarged and weighted with its query's probabilities; the last class stands for no object.
+    """
+    probability = wide(classes).softmax(-1)[..., :-1]
+    return torch.einsum("bqk,bqhw->bkhw", probability, resize(wide(masks), size).sigmoid())
 
 
 def upsample_scores(output: Scores, grid: Size, size: Size) -> Tensor:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from algm_deploy.models.scores import TokenScores
-from algm_deploy.models.vit import Block, MergeInputs, Tokens, VisionTransformer, VitNetwork
+from algm_deploy.models.vit import Block, MergeInputs, Tokens, VitNetwork, encoder_of
 from algm_deploy.ops._rows import wide
 from algm_deploy.recipes import Network
 
@@ -67,9 +67,7 @@ class Segmenter(VitNetwork):
     def __init__(self, network: Network) -> None:
         super().__init__()
         self.network = network
-        self.encoder = VisionTransformer(
-            network.grid, network.patch_size, network.embed_dim, network.depth, network.heads
-        )
+        self.encoder = encoder_of(network)
         self.decoder: nn.Module = (
             LinearDecoder(network.embed_dim, network.classes)
             if network.decoder == "linear"

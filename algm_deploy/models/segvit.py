@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from algm_deploy.models.naming import Naming, dropped, mmseg_encoder
-from algm_deploy.models.scores import GridScores, resize, to_grid
-from algm_deploy.models.vit import Attention, MergeInputs, Tokens, VisionTransformer, VitNetwork
+from algm_deploy.models.scores import GridNetwork, scores_of_masks, to_grid
+from algm_deploy.models.vit import Attention, Tokens, encoder_of
 from algm_deploy.ops._rows import wide
 from algm_deploy.recipes import Network
 
@@ -93,32 +93,16 @@ class AtmDecoder(nn.Module):
         for stage, tokens in zip(self.stages, reversed(levels), strict=True):
             queries, attention = stage(queries, tokens)
             masks.append(to_grid(attention, tokens.map, 0, self.grid))
-        full = resize(torch.stack(masks).sum(0), self.size).sigmoid()
-        probability = wide(self.classes(queries)).softmax(-1)[..., :-1]  # without the class of no object
-        return torch.einsum("bqk,bqhw->bkhw", probability, full)
+        return scores_of_masks(torch.stack(masks).sum(0), self.classes(queries), self.size)
 
 
-class Segvit(VitNetwork):
+class Segvit(GridNetwork):
     """Image (B, 3, H, W), normalised, to class scores (B, K, H, W) in [0, K]."""
 
     def __init__(self, network: Network) -> None:
         super().__init__()
-        self.encoder = VisionTransformer(
-            network.grid,
-            network.patch_size,
-            network.embed_dim,
-            network.depth,
-            network.heads,
-            prefix=network.prefix,
-            eps=ENCODER_EPS,
-            norm=False,
-            outputs=network.stages,
-        )
+        self.encoder = encoder_of(network, ENCODER_EPS, norm=False)
         self.decoder = AtmDecoder(network)
-
-    def forward(self, image: Tensor, inputs: MergeInputs | None = None) -> GridScores:
-        levels, stages = self.encoder(image, inputs)
-        return GridScores(self.decoder(levels), self.encoder.prefix, stages)
 
 
 def namings(network: Network) -> tuple[Naming, ...]:

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from algm_deploy.models.naming import Naming, dropped, mmseg_encoder
-from algm_deploy.models.scores import GridScores, resize, to_grid
-from algm_deploy.models.vit import MergeInputs, Tokens, VisionTransformer, VitNetwork
+from algm_deploy.models.scores import GridNetwork, resize, to_grid
+from algm_deploy.models.vit import Tokens, encoder_of
 from algm_deploy.recipes import Network
 
 EPS = 1e-6
@@ -86,27 +86,13 @@ class MultiLevelHead(nn.Module):
         return scores
 
 
-class Setr(VitNetwork):
+class Setr(GridNetwork):
     """Image (B, 3, H, W), normalised, to class scores on a grid."""
 
     def __init__(self, network: Network) -> None:
         super().__init__()
-        self.encoder = VisionTransformer(
-            network.grid,
-            network.patch_size,
-            network.embed_dim,
-            network.depth,
-            network.heads,
-            prefix=network.prefix,
-            eps=EPS,
-            norm=False,
-            outputs=network.stages,
-        )
-        self.decoder: nn.Module = UpHead(network) if network.decoder in _HEADS else MultiLevelHead(network)
-
-    def forward(self, image: Tensor, inputs: MergeInputs | None = None) -> GridScores:
-        levels, stages = self.encoder(image, inputs)
-        return GridScores(self.decoder(levels), self.encoder.prefix, stages)
+        self.encoder = encoder_of(network, EPS, norm=False)
+        self.decoder = UpHead(network) if network.decoder in _HEADS else MultiLevelHead(network)
 
 
 # ---------------------------------------------------------------------------------------------------- checkpoint keys

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from algm_deploy.recipes import Size
+from algm_deploy.recipes import Network, Size
 
 
 class Tokens(NamedTuple):
@@ -52,15 +52,27 @@ class KeepTokens(nn.Module):
         return tokens
 
 
+def padded(image: Tensor, patch_size: int) -> Tensor:
+    """Zeros around a picture (B, 3, H, W) so that its sides are whole patches, half of them on each side.
+
+    As DINOv2's evaluation does (facebookresearch/dinov2, CenterPadding); an odd one goes to the right or the bottom.
+    """
+    rows, columns = (-side % patch_size for side in image.shape[-2:])
+    if rows == columns == 0:
+        return image
+    return F.pad(image, (columns // 2, columns - columns // 2, rows // 2, rows - rows // 2))
+
+
 class PatchEmbedding(nn.Module):
-    """Pixels (B, 3, H, W) to patch tokens (B, N, D), patches in raster order."""
+    """Normalised pixels (B, 3, H, W) to patch tokens (B, N, D), patches in raster order."""
 
     def __init__(self, patch_size: int, dim: int) -> None:
         super().__init__()
+        self.patch_size = patch_size
         self.proj = nn.Conv2d(3, dim, patch_size, patch_size)
 
     def forward(self, image: Tensor) -> Tensor:
-        patches: Tensor = self.proj(image)
+        patches: Tensor = self.proj(padded(image, self.patch_size))
         return patches.flatten(2).transpose(1, 2)
 
 
@@ -122,7 +134,7 @@ class Block(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """Encoder of patches behind `prefix` cls tokens (0 or 1).
+    """Encoder of patches behind `prefix` tokens that are none: cls, a distillation token or registers.
 
     Args:
         grid, patch_size, dim, depth, heads: its shape.
@@ -156,7 +168,7 @@ class VisionTransformer(nn.Module):
         self.outlet: nn.Module = KeepTokens()  # a slot between encoder and decoder
 
     def embed(self, image: Tensor) -> Tokens:
-        """Image (B, 3, H, W) to the sequence [cls | patches] that enters the first block."""
+        """Image (B, 3, H, W) to the sequence [prefix | patches] that enters the first block."""
         patches = self.patch_embed(image)
         images, count, _ = patches.shape
         values = torch.cat([self.cls_token.expand(images, -1, -1), patches], 1) if self.prefix else patches
@@ -184,6 +196,21 @@ class VisionTransformer(nn.Module):
             if layer in self.outputs:
                 outputs.append(self.outlet(tokens._replace(values=self.norm(tokens.values)), inputs))
         return outputs, stages
+
+
+def encoder_of(network: Network, eps: float = 1e-5, norm: bool = True) -> VisionTransformer:
+    """The encoder of a network: all its blocks that may merge."""
+    return VisionTransformer(
+        network.grid,
+        network.patch_size,
+        network.embed_dim,
+        network.encoder_depth,
+        network.heads,
+        prefix=network.prefix,
+        eps=eps,
+        norm=norm,
+        outputs=network.stages,
+    )
 
 
 class VitNetwork(nn.Module):
