@@ -1,4 +1,4 @@
-"""The five operators of adaptive token merging, registered with PyTorch as `algm::*` (torch.ops.algm).
+"""The operators of token merging, registered with PyTorch as `algm::*` (torch.ops.algm).
 
 One file an operator: schema, PyTorch operator with fake kernel and gradient, NumPy reference, ONNX body. They are
 registered here once: a second registration of the same name would silently drop the fake kernels.
@@ -8,6 +8,8 @@ from algm_deploy.ops.attention import attention
 from algm_deploy.ops.clap import clap
 from algm_deploy.ops.gbm import gbm
 from algm_deploy.ops.label_map import label_map
+from algm_deploy.ops.proportional_attention import proportional_attention
+from algm_deploy.ops.tome import tome
 from algm_deploy.ops.unmerge import unmerge
 
-__all__ = ["attention", "clap", "gbm", "label_map", "unmerge"]
+__all__ = ["attention", "clap", "gbm", "label_map", "proportional_attention", "tome", "unmerge"]

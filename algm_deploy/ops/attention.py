@@ -11,7 +11,7 @@ An opaque operator on purpose: a visible mask would let the exporter specialise 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,7 +29,8 @@ _SWITCH = threading.Lock()  # PyTorch's choice of backends is one for the whole 
 
 
 @contextmanager
-def _without_cudnn(device: torch.device) -> Iterator[None]:
+def without_cudnn(device: torch.device) -> Iterator[None]:
+    """PyTorch's attention does not take cuDNN's kernels."""
     if device.type != "cuda":
         yield
         return
@@ -45,7 +46,7 @@ def _attend(qkv: Tensor, length: Tensor | None, heads: int, scale: float) -> Ten
         mask = valid[:, None, None, :]
         qkv = torch.where(valid[:, :, None], qkv, 0)  # zero times a NaN behind the mask would be NaN
     query, key, value = qkv.view(images, rows, 3, heads, width // (3 * heads)).permute(2, 0, 3, 1, 4)
-    with _without_cudnn(qkv.device):
+    with without_cudnn(qkv.device):
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
     return out.transpose(1, 2).reshape(images, rows, width // 3)
 
@@ -77,22 +78,35 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 attention.register_autograd(_backward, setup_context=_save_for_backward)
 
 
-def onnx_body(
-    body: Body, attributes: Mapping[str, Any], inputs: Sequence[Value | None], dtypes: Sequence[Any]
-) -> list[Value]:
-    """Attention in standard ops; the softmax is fp32 for every token type."""
-    qkv, length = inputs[0], inputs[1] if len(inputs) > 1 else None
-    assert qkv is not None
+def onnx_attention(
+    body: Body, qkv: Value, attributes: Mapping[str, Any], adjust: Callable[[Value, Value], tuple[Value, Value]]
+) -> Value:
+    """Attention in standard ops; the softmax is fp32 for every token type. `adjust` changes scores (B, H, S, S) fp32
+    and values (B, H, S, D / H) before it."""
     heads = body("Transpose", body("Reshape", qkv, [0, 0, 3, attributes["heads"], -1]), perm=[2, 0, 3, 1, 4])
     query, key, value = (body("Squeeze", part, [0]) for part in body.several(3, "Split", heads, axis=0, num_outputs=3))
     scaled = body("Mul", query, body.like(body.number(attributes["scale"]), qkv))
     scores = body.fp32(body("MatMul", scaled, body("Transpose", key, perm=[0, 1, 3, 2])))
-    if length is not None:
+    scores, value = adjust(scores, value)
+    mixed = body("MatMul", body.like(body("Softmax", scores, axis=-1), qkv), value)
+    return body("Reshape", body("Transpose", mixed, perm=[0, 2, 1, 3]), [0, 0, -1])
+
+
+def onnx_body(
+    body: Body, attributes: Mapping[str, Any], inputs: Sequence[Value | None], dtypes: Sequence[Any]
+) -> list[Value]:
+    """Attention in standard ops, keys behind the length masked."""
+    qkv, length = inputs[0], inputs[1] if len(inputs) > 1 else None
+    assert qkv is not None
+
+    def masked(scores: Value, value: Value) -> tuple[Value, Value]:
+        if length is None:
+            return scores, value
         valid = body("Less", body.indices(body.size_of(qkv, 1)), body("Unsqueeze", length, [1]))
         scores = body("Where", body("Unsqueeze", valid, [1, 2]), scores, -np.inf)
-        value = body("Where", body("Unsqueeze", valid, [1, 3]), value, body.like(body.number(0.0), qkv))
-    mixed = body("MatMul", body.like(body("Softmax", scores, axis=-1), qkv), value)
-    return [body("Reshape", body("Transpose", mixed, perm=[0, 2, 1, 3]), [0, 0, -1])]
+        return scores, body("Where", body("Unsqueeze", valid, [1, 3]), value, body.like(body.number(0.0), qkv))
+
+    return [onnx_attention(body, qkv, attributes, masked)]
 
 
 def reference(qkv: np.ndarray, length: np.ndarray | None, *, heads: int, scale: float) -> np.ndarray:

@@ -5,6 +5,8 @@ from algm_deploy.ops.attention import onnx_body as attention
 from algm_deploy.ops.clap import onnx_body as clap
 from algm_deploy.ops.gbm import onnx_body as gbm
 from algm_deploy.ops.label_map import onnx_body as label_map
+from algm_deploy.ops.proportional_attention import onnx_body as proportional_attention
+from algm_deploy.ops.tome import onnx_body as tome
 from algm_deploy.ops.unmerge import onnx_body as unmerge
 
 BODIES: dict[str, BodyBuilder] = {
@@ -12,6 +14,8 @@ BODIES: dict[str, BodyBuilder] = {
     "clap": clap,
     "gbm": gbm,
     "label_map": label_map,
+    "proportional_attention": proportional_attention,
+    "tome": tome,
     "unmerge": unmerge,
 }
 

@@ -185,7 +185,7 @@ gbm.register_autograd(_backward, setup_context=_save_for_backward)
 # --- ONNX body ------------------------------------------------------------------------------------------------------
 
 
-def _onnx_similarity(body: Body, tokens: Value, allowed: Value, first: int) -> tuple[Value, Value]:
+def onnx_similarity(body: Body, tokens: Value, allowed: Value, first: int) -> tuple[Value, Value]:
     """Best similarity (B, |A|) of every A row, -inf where it may not merge, and its match in B."""
     unit = unit_rows(body, tokens, NORM_EPS)
     source, target = (body.rows(unit, start, END, 2) for start in (first, first + 1))
@@ -225,7 +225,9 @@ def _onnx_decisions(body: Body, best: Value, limit: Value, attributes: Mapping[s
     return merged
 
 
-def _onnx_rows(body: Body, merged: Value, match: Value, valid: Value, prefix: int, first: int) -> tuple[Value, Value]:
+def _onnx_rows(
+    body: Body, merged: Value, match: Value, valid: Value, prefix: int, first: int, place: Value | None = None
+) -> tuple[Value, Value]:
     """Output row (B, S) of every input row (meaningless where invalid), and the flags of rows that join another."""
     rows = body.indices(body.size_of(valid, 1))
     offset = body("Sub", rows, first)
@@ -237,7 +239,10 @@ def _onnx_rows(body: Body, merged: Value, match: Value, valid: Value, prefix: in
     joins = body("And", body("Gather", merged, in_source, axis=1), is_source)
     stays = body("And", body("And", valid, is_source), body("Not", joins))
     targets = body("And", body("And", valid, patch), body("Not", is_source))
-    stay_row = body("Add", body.running_count(stays), prefix - 1)
+    if place is None:
+        stay_row = body("Add", body.running_count(stays), prefix - 1)
+    else:
+        stay_row = body("Gather", place, in_source, axis=1)
     target_row = body("Add", body("Add", body.count(stays), body.running_count(targets)), prefix - 1)
     row = body("Where", patch, body("Where", is_source, stay_row, target_row), rows)
     target = body("Add", body("Mul", body("Gather", match, in_source, axis=1), 2), first + 1)
@@ -277,17 +282,41 @@ def _onnx_means(
 def onnx_body(
     body: Body, attributes: Mapping[str, Any], inputs: Sequence[Value | None], dtypes: Sequence[Any]
 ) -> list[Value]:
-    """GBM in standard ops: the joins are one product with a 0/1 matrix, so nothing is scattered by addition."""
+    """GBM in standard ops."""
     tokens, size, map, length, threshold = inputs
     assert tokens is not None and size is not None and map is not None and length is not None and threshold is not None
     prefix, first = attributes["prefix"], first_source(attributes["semantics"], attributes["prefix"])
     rows = body.indices(body.size_of(tokens, 1))
     valid = body("Less", rows, body("Unsqueeze", length, [1]))
     allowed = body("And", valid, body("GreaterOrEqual", rows, prefix))
-    best, match = _onnx_similarity(body, tokens, allowed, first)
+    best, match = onnx_similarity(body, tokens, allowed, first)
     limit = _onnx_threshold(body, best, threshold, attributes)
     merged = _onnx_decisions(body, best, limit, attributes)
-    row, joins = _onnx_rows(body, merged, match, valid, prefix, first)
+    return onnx_joined(body, (tokens, size, map), valid, merged, match, attributes)
+
+
+def onnx_joined(
+    body: Body,
+    inputs: tuple[Value, Value, Value],
+    valid: Value,
+    merged: Value,
+    match: Value,
+    attributes: Mapping[str, Any],
+    place: Value | None = None,
+) -> list[Value]:
+    """Tokens, size, map and length behind a bipartite merge. The joins are one product with a 0/1 matrix, so nothing is
+    scattered by addition.
+
+    Args:
+        inputs: tokens, size and map.
+        valid: (B, S) bool, rows that exist.
+        merged, match: (B, |A|), which A rows merge, and into which of B.
+        attributes: `prefix` and `semantics`.
+        place: (B, |A|) int64, order of the A rows that stay where it is not that of the sequence; for no prefix.
+    """
+    tokens, size, map = inputs
+    prefix, first = attributes["prefix"], first_source(attributes["semantics"], attributes["prefix"])
+    row, joins = _onnx_rows(body, merged, match, valid, prefix, first, place)
     values, sizes = _onnx_means(body, tokens, size, merged, match, attributes)
 
     def reordered(x: Value) -> Value:
@@ -296,7 +325,7 @@ def onnx_body(
         return body("Concat", *([body.rows(x, 0, first)] if first else []), *halves, axis=1)
 
     kept = body("And", valid, body("Not", joins))
-    length_out = body("Sub", body("Unsqueeze", length, [1]), body.count(joins))
+    length_out = body.count(kept)
     out = body.select(reordered(row), reordered(kept), length_out, values, sizes)
     return [*out, body("GatherElements", row, map, axis=1), body("Squeeze", length_out, [1])]
 

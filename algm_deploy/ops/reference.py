@@ -10,6 +10,10 @@ from algm_deploy.ops.gbm import reference_decisions as gbm_decisions
 from algm_deploy.ops.gbm import reference_rows as gbm_rows
 from algm_deploy.ops.gbm import reference_similarity as gbm_similarity
 from algm_deploy.ops.label_map import reference as label_map
+from algm_deploy.ops.proportional_attention import reference as proportional_attention
+from algm_deploy.ops.tome import reference as tome
+from algm_deploy.ops.tome import reference_decisions as tome_decisions
+from algm_deploy.ops.tome import reference_order as tome_order
 from algm_deploy.ops.unmerge import reference as unmerge
 
 __all__ = [
@@ -22,6 +26,10 @@ __all__ = [
     "gbm_rows",
     "gbm_similarity",
     "label_map",
+    "proportional_attention",
+    "tome",
+    "tome_decisions",
+    "tome_order",
     "unmerge",
     "window_similarity",
 ]

@@ -1,4 +1,4 @@
-"""The schema of the five operators as ONNX sees them: domain `algm`, version 1.
+"""The schema of the operators as ONNX sees them: domain `algm`, version 1.
 
 Names, inputs, attributes and outputs are those of the PyTorch operators; a test compares the two. The ONNX exporter,
 the function bodies and the native libraries follow this table.
@@ -67,6 +67,20 @@ SCHEMAS: dict[str, OpSchema] = {
             "values:T",
             {"heads": _INT, "scale": _FLOAT},
             "Self-attention from packed queries, keys and values; keys behind `length` are not attended to.",
+        ),
+        _schema(
+            "proportional_attention",
+            "qkv:T size:f32",
+            "values:T",
+            {"heads": _INT, "scale": _FLOAT},
+            "Self-attention in which a key weighs as much as the patches it stands for.",
+        ),
+        _schema(
+            "tome",
+            "tokens:T size:f32 map:i64 keys:T",
+            "tokens:T size:f32 map:i64",
+            {"r": _INT, "prefix": _INT},
+            "Token merging: the r pairs of most similar keys join.",
         ),
         _schema(
             "unmerge", "values:T map:i64", "values:T", {"prefix": _INT}, "Every patch gets the row that stands for it."

@@ -34,10 +34,18 @@ def gbm_inputs() -> tuple[Tensor, ...]:
     return doubles(2, 21, 4), size, torch.from_numpy(patch_row), torch.from_numpy(length), torch.tensor(0.5)
 
 
+def tome_inputs() -> tuple[Tensor, ...]:
+    rng = np.random.default_rng(1)
+    tokens, size, patch_row, _ = sequence(similar_tokens(rng, 2, 21, 4), 1, rng)
+    return doubles(2, 21, 4), *(torch.from_numpy(x) for x in (size, patch_row, tokens))
+
+
 CASES: dict[str, tuple[Callable[[], tuple[Any, ...]], dict[str, Any]]] = {
     "clap": (clap_inputs, CLAP),
     "gbm": (gbm_inputs, GBM),
     "attention": (lambda: (doubles(2, 5, 12), torch.tensor([5, 3])), HEADS),
+    "proportional_attention": (lambda: (doubles(2, 5, 12), torch.tensor([[1.0, 2, 1, 4, 1]] * 2)), HEADS),
+    "tome": (tome_inputs, {"r": 6, "prefix": 1}),
     "unmerge": (lambda: (doubles(2, 3, 4), torch.tensor([[1, 1, 3, 2], [2, 3, 1, 1]])), {"prefix": 1}),
 }
 

@@ -34,13 +34,13 @@ from algm_deploy.ops import reference
 from algm_deploy.ops.gbm import (
     _onnx_decisions,
     _onnx_rows,
-    _onnx_similarity,
     _onnx_threshold,
     first_source,
     gbm_decisions,
     gbm_rows,
     gbm_similarity,
     gbm_threshold,
+    onnx_similarity,
 )
 
 PLAIN: dict[str, Any] = {
@@ -96,7 +96,7 @@ def test_similarities_agree(semantics: str, prefix: int, dtype: str) -> None:
     allowed = (rows >= prefix) & (rows < length[:, None])
     first = first_source(semantics, prefix)
     body = run_steps(
-        ("gbm similarity", first, dtype), lambda body, *x: _onnx_similarity(body, *x, first), tokens, allowed
+        ("gbm similarity", first, dtype), lambda body, *x: onnx_similarity(body, *x, first), tokens, allowed
     )
     assert {len(b) for b in best} != {len(best[0])}  # lengths differ
     for similarity, partner in (found, body):

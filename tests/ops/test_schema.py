@@ -24,7 +24,9 @@ CHOICES = {
     "mode": ("adaptive", "fixed"),
 }
 OTHERS = {
+    "tome": {"r": 3, "prefix": 1},
     "attention": {"heads": 2, "scale": 0.5},
+    "proportional_attention": {"heads": 2, "scale": 0.5},
     "unmerge": {"prefix": 1},
     "label_map": {"prefix": 1, "grid": [4, 4], "size": [8, 8]},
 }
@@ -42,7 +44,17 @@ VARIANTS = [
     *(("gbm", a) for a in combinations(GBM, "mode", "semantics", "batch")),
     *OTHERS.items(),
 ]
-INPUT_RANKS = {"tokens": 3, "qkv": 3, "values": 3, "scores": 3, "size": 2, "map": 2, "length": 1, "threshold": 0}
+INPUT_RANKS = {
+    "tokens": 3,
+    "keys": 3,
+    "qkv": 3,
+    "values": 3,
+    "scores": 3,
+    "size": 2,
+    "map": 2,
+    "length": 1,
+    "threshold": 0,
+}
 
 
 def body_nodes(op: str, attributes: dict[str, Any], dtype: str) -> list[ir.Node]:
@@ -99,7 +111,7 @@ def test_bodies_are_portable(op: str, attributes: dict[str, Any], dtype: str) ->
             assert "reduction" not in node.attributes
 
 
-@pytest.mark.parametrize(("op", "attributes"), VARIANTS[:16], ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(("op", "attributes"), VARIANTS[:17], ids=lambda value: value if isinstance(value, str) else "")
 def test_similarities_are_fp32_for_16_bit_tokens(op: str, attributes: dict[str, Any]) -> None:
     """Between tokens and their products stands a Cast to fp32, and statistics are fp64."""
     nodes = body_nodes(op, attributes, "float16")

@@ -1,0 +1,151 @@
+"""ToMe, token merging by a constant number of rows (ICLR 2023, section 3; facebookresearch/ToMe, tome/merge.py).
+
+The sequence is split into its even rows A and odd rows B; every A row looks for its most similar B row, and the `r`
+most similar pairs merge. What is compared are keys of the block's attention.
+
+    tome(tokens (B,S,D), size (B,S), map (B,N), keys (B,S,K)) -> tokens (B,S-r,D), size (B,S-r), map (B,N)
+
+Attributes: `r`, at most half of the rows behind the prefix; `prefix` P. Dtypes as for GBM. All images have S rows, and
+merge as many, so there is no padding and S - r is known beforehand. Prefix rows never merge and are never joined.
+Output rows are [prefix | A rows that stay | all B rows, ascending]; A rows that stay are ascending, or, without prefix,
+in the order of descending similarity, as published. Merged values are means weighted by size; `map` is composed. Ties
+go to the lower row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from algm_deploy.ops._onnx import Body, Value
+from algm_deploy.ops._rows import merge_rows, merge_rows_backward, merge_rows_reference, row_of, sum_rows
+from algm_deploy.ops.gbm import (
+    gbm_rows,
+    gbm_similarity,
+    onnx_joined,
+    onnx_similarity,
+    reference_rows,
+    reference_similarity,
+)
+
+SEMANTICS = "code"  # GBM's split of the published program, which took it from ToMe
+
+
+def most_merges(rows: int, prefix: int) -> int:
+    """The largest `r` for a sequence of `rows` rows."""
+    return (rows - prefix) // 2
+
+
+# --- torch -----------------------------------------------------------------------------------------------------------
+
+
+def tome_similarity(keys: Tensor, prefix: int) -> tuple[Tensor, Tensor]:
+    """Best cosine (B, |A|) fp32 of every A row, -inf for prefix rows, and the index in B that has it."""
+    return gbm_similarity(keys, _full_length(keys), prefix, SEMANTICS)
+
+
+def tome_rows(best: Tensor, match: Tensor, r: int, rows_in: int, prefix: int) -> Tensor:
+    """Output row (B, S) of every input row."""
+    rank = best.sort(dim=1, descending=True, stable=True).indices.argsort(dim=1)
+    length = torch.full((len(best),), rows_in, device=best.device)
+    row, _ = gbm_rows(rank < r, match, length, rows_in, prefix, SEMANTICS)
+    if prefix == 0:
+        row[:, ::2] = torch.where(rank < r, row[:, ::2], rank - r)
+    return row
+
+
+def _full_length(x: Tensor) -> Tensor:
+    return torch.full((x.shape[0],), x.shape[1], device=x.device)
+
+
+@torch.library.custom_op("algm::tome", mutates_args=())
+def tome(tokens: Tensor, size: Tensor, map: Tensor, keys: Tensor, r: int, prefix: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Merges the r most similar pairs; see the module's docstring for shapes, dtypes and attributes."""
+    rows_in = tokens.shape[1]
+    best, match = tome_similarity(keys, prefix)
+    row = tome_rows(best, match, r, rows_in, prefix)
+    sizes = sum_rows(size, row, rows_in - r).contiguous()
+    return merge_rows(tokens, size, row, rows_in - r), sizes, row.gather(1, map)
+
+
+@tome.register_fake
+def _(tokens: Tensor, size: Tensor, map: Tensor, keys: Tensor, r: int, prefix: int) -> tuple[Tensor, Tensor, Tensor]:
+    images, rows, width = tokens.shape
+    return tokens.new_empty(images, rows - r, width), size.new_empty(images, rows - r), torch.empty_like(map)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, size, map_in, _, _, prefix = inputs
+    ctx.save_for_backward(size, row_of(map_in, output[2], size.shape[1], prefix))
+
+
+def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
+    size, row = ctx.saved_tensors
+    return (merge_rows_backward(grad, size, row), *[None] * 5)
+
+
+tome.register_autograd(_backward, setup_context=_save_for_backward)
+
+
+# --- ONNX body ------------------------------------------------------------------------------------------------------
+
+
+def onnx_body(
+    body: Body, attributes: Mapping[str, Any], inputs: Sequence[Value | None], dtypes: Sequence[Any]
+) -> list[Value]:
+    """ToMe in standard ops: GBM's body with the r best instead of those that reach a threshold."""
+    tokens, size, map, keys = inputs
+    assert tokens is not None and size is not None and map is not None and keys is not None
+    prefix, r = attributes["prefix"], attributes["r"]
+    valid = body("GreaterOrEqual", size, 0.0)  # every row exists
+    allowed = body("GreaterOrEqual", body.indices(body.size_of(tokens, 1)), prefix)
+    best, match = onnx_similarity(body, keys, body("And", valid, allowed), 0)
+    rank = body.rank(best)
+    place = None if prefix else body("Sub", rank, r)
+    attributes = {"prefix": prefix, "semantics": SEMANTICS}
+    return onnx_joined(body, (tokens, size, map), valid, body("Less", rank, r), match, attributes, place)[:3]
+
+
+# --- NumPy reference -------------------------------------------------------------------------------------------------
+
+
+def reference_decisions(best: Sequence[np.ndarray], r: int) -> list[np.ndarray]:
+    """For every image: which of its A rows behind the prefix merge (bool)."""
+    merged = []
+    for values in best:
+        flags = np.zeros(len(values), bool)
+        flags[sorted(range(len(values)), key=lambda i: (-values[i], i))[:r]] = True
+        merged.append(flags)
+    return merged
+
+
+def reference_order(
+    best: Sequence[np.ndarray], merged: Sequence[np.ndarray], row: np.ndarray, prefix: int
+) -> np.ndarray:
+    """Output rows (B, S) in the published order: without prefix, A rows that stay by descending similarity."""
+    if prefix:
+        return row
+    row = row.copy()
+    for image, (values, joins) in enumerate(zip(best, merged, strict=True)):
+        stays = np.flatnonzero(~joins)
+        order = sorted(range(len(stays)), key=lambda i: (-values[stays[i]], i))
+        row[image, 2 * stays[order]] = np.arange(len(stays))
+    return row
+
+
+def reference(
+    tokens: np.ndarray, size: np.ndarray, map: np.ndarray, keys: np.ndarray, *, r: int, prefix: int = 1
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """ToMe in plain NumPy; arguments and results as the torch operator."""
+    rows = tokens.shape[1]
+    length = np.full(len(tokens), rows)
+    best, match = reference_similarity(keys, length, prefix, SEMANTICS)
+    merged = reference_decisions(best, r)
+    row, _ = reference_rows(merged, match, rows, length, prefix, SEMANTICS)
+    row = reference_order(best, merged, row, prefix)
+    merged_tokens, merged_size = merge_rows_reference(tokens, size, row, rows - r, weighted=True)
+    return merged_tokens, merged_size, np.take_along_axis(row, map, 1)
