@@ -79,6 +79,14 @@ class Runner(ABC):
         self._opened = False
         self._close()
 
+    @property
+    def execution(self) -> dict[str, str]:
+        """How the open runner has really executed so far, in words by name, for records and people.
+
+        Such as {"cuda_graph": "no", "custom_operators": "clap, gbm, label_map"}; empty where there is nothing to tell.
+        """
+        return {}
+
     def infer(self, feeds: Mapping[str, Array], outputs: Sequence[str] | None = None) -> dict[str, Array]:
         """Runs the network once.
 
