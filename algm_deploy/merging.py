@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
 import algm_deploy.ops  # noqa: F401  registers torch.ops.algm
 from algm_deploy.errors import PlanError
-from algm_deploy.models.vit import KeepTokens, MergeInputs, Model, Tokens, share_parameters
+from algm_deploy.models.vit import Block, KeepTokens, MergeInputs, Model, Tokens, VitNetwork, share_parameters
 from algm_deploy.ops._rows import merge_rows, row_of, sum_rows
+from algm_deploy.ops.tome import most_merges
 from algm_deploy.recipes import MergePlan, Size
 
 
@@ -50,6 +54,39 @@ class Gbm(nn.Module):
         return Tokens(values, size, map, length, padded=plan.batch == "per_image")
 
 
+class Tome(nn.Module):
+    """ToMe in a merge slot of a block whose attention hands over its keys."""
+
+    def __init__(self, r: int, prefix: int) -> None:
+        super().__init__()
+        self.r, self.prefix = r, prefix
+
+    def forward(self, tokens: Tokens, inputs: MergeInputs) -> Tokens:
+        assert tokens.keys is not None
+        values, size, map = torch.ops.algm.tome(*tokens[:3], tokens.keys, self.r, self.prefix)
+        return tokens._replace(values=values, size=size, map=map, length=tokens.length - self.r)
+
+
+class Unmerge(nn.Module):
+    """Every patch gets its token back, between encoder and decoder: the decoder does not know of ToMe."""
+
+    def __init__(self, prefix: int) -> None:
+        super().__init__()
+        self.prefix = prefix
+
+    def forward(self, tokens: Tokens, inputs: MergeInputs) -> Tokens:
+        patches = torch.ops.algm.unmerge(tokens.values, tokens.map, 0)
+        values = torch.cat([tokens.values[:, : self.prefix], patches], 1)
+        rows = torch.arange(self.prefix, values.shape[1], device=values.device)
+        return Tokens(
+            values,
+            size=tokens.size.new_ones(values.shape[:2]),
+            map=rows.expand_as(tokens.map),
+            length=torch.full_like(tokens.length, values.shape[1]),
+            padded=False,
+        )
+
+
 class Replay(nn.Module):
     """Merges as a recorded token map says instead of deciding."""
 
@@ -76,13 +113,40 @@ def insert_merging(model: Model, plan: MergePlan) -> Model:
     merged = share_parameters(model)
     encoder = merged.encoder
     _check_plan(plan, len(merged.blocks), encoder.grid)
-    for block in merged.blocks:
-        block.merge = KeepTokens()
+    encoder.outlet = KeepTokens()
+    for block in cast(Iterable[Block], merged.blocks):
+        block.merge, block.proportional = KeepTokens(), False
     for layer in plan.clap_layers:
         merged.blocks[layer - 1].merge = Clap(plan, encoder.grid, encoder.prefix)
     for layer in plan.gbm_layers:
         merged.blocks[layer - 1].merge = Gbm(plan, layer, encoder.prefix)
+    if plan.method == "tome":
+        _insert_tome(merged, plan)
     return merged
+
+
+def tome_merges(plan: MergePlan, patches: int) -> dict[int, int]:
+    """By layer, how many of `patches` tokens ToMe merges: as published, at most half of those that are left."""
+    merges = {}
+    for layer in plan.layers:
+        merges[layer] = min(plan.tome_r[layer - 1], most_merges(patches, 0))
+        patches -= merges[layer]
+    return merges
+
+
+def _insert_tome(merged: VitNetwork, plan: MergePlan) -> None:
+    encoder = merged.encoder
+    for layer, r in tome_merges(plan, encoder.grid[0] * encoder.grid[1]).items():
+        merged.blocks[layer - 1].merge = Tome(r, encoder.prefix)
+    if plan.layers:
+        count_sizes(merged)
+
+
+def count_sizes(merged: VitNetwork) -> None:
+    """What ToMe changes beside the merges, in place: attention counts patches, and the decoder gets all of them."""
+    for block in cast(Iterable[Block], merged.blocks):
+        block.proportional = True
+    merged.encoder.outlet = Unmerge(merged.encoder.prefix)
 
 
 def replay_merging(model: Model, plan: MergePlan) -> Model:

@@ -31,6 +31,8 @@ TokenOrder = Literal["published", "raster"]
 GbmMode = Literal["adaptive", "fixed"]
 Resize = Literal["double", "single"]
 Output = Literal["labels", "scores"]
+Method = Literal["algm", "tome"]
+Merge = Literal["clap", "gbm", "tome"]
 Precision = Literal["fp32", "fp16", "bf16"]
 Settings = Mapping[str, Any]
 
@@ -135,6 +137,9 @@ class MergePlan:
     deviation's share in `adaptive` mode (published: 1) and the similarity threshold in `fixed` mode.
     """
 
+
+    With method `tome`, the baseline, `tome_r` says how many tokens vanish in each block from the first, none behind its
+    end; of everything else nothing is read, and `clap_layers` and `gbm_layers` are empty.
     clap_layers: tuple[int, ...] = (1,)
     gbm_layers: tuple[int, ...] = (5,)
     window: Size = (2, 2)
@@ -146,8 +151,11 @@ class MergePlan:
     order: TokenOrder = "published"
 
     def __post_init__(self) -> None:
+    method: Method = "algm"
+    tome_r: tuple[int, ...] = ()
         layers = (*self.clap_layers, *self.gbm_layers)
         if len(set(layers)) != len(layers) or any(layer < 1 for layer in layers):
+        self._check_method()
             raise PlanError(
                 f"merge layers must be distinct and at least 1, got CLAP {self.clap_layers}, GBM {self.gbm_layers}"
             )
@@ -162,8 +170,26 @@ class MergePlan:
 
     @property
     def layers(self) -> tuple[int, ...]:
+    def _check_method(self) -> None:
+        if self.method == "tome" and (self.clap_layers or self.gbm_layers):
+            raise PlanError(
+                f"method tome has neither CLAP nor GBM, got layers {self.clap_layers} and {self.gbm_layers}: set "
+                "merging.clap_layers and merging.gbm_layers to []"
+            )
+        if self.method != "tome" and self.tome_r:
+            raise PlanError(f"merging.tome_r is read by method tome, got {self.tome_r} for {self.method}")
+        if any(r < 0 for r in self.tome_r):
+            raise PlanError(f"merging.tome_r counts the tokens that vanish in each block, got {self.tome_r}")
+
         """All merging layers in the order they run."""
-        return tuple(sorted((*self.clap_layers, *self.gbm_layers)))
+        tome = (layer for layer, r in enumerate(self.tome_r, 1) if r)
+        return tuple(sorted((*self.clap_layers, *self.gbm_layers, *tome)))
+
+    def merge_in(self, layer: int) -> Merge:
+        """What merges in one of `layers`."""
+        if self.method == "tome":
+            return "tome"
+        return "clap" if layer in self.clap_layers else "gbm"
 
 
 DENSE = MergePlan(clap_layers=(), gbm_layers=())
