@@ -204,6 +204,8 @@ WRONG = {
     "merging.semantics": ('"both"', "code or paper"),
     "merging.batch": ("1", "per_image or batch_min"),
     "merging.order": ('""', "published or raster"),
+    "merging.method": ('"cts"', "algm or tome"),
+    "merging.tome_r": ("[3]", "merging.tome_r is read by method tome, got (3,) for algm"),
     "protocol.dataset": ("[]", "a text"),
     "protocol.short_side": ("[64]", "a whole number"),
     "protocol.window": ("0", "protocol.window between 1 and 16384"),
