@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints, is_typeddict
 
 from algm_deploy.content import content
 from algm_deploy.errors import PlanError, RecipeError, shown
@@ -29,10 +31,10 @@ Semantics = Literal["code", "paper"]
 Batching = Literal["per_image", "batch_min"]
 TokenOrder = Literal["published", "raster"]
 GbmMode = Literal["adaptive", "fixed"]
-Resize = Literal["double", "single"]
-Output = Literal["labels", "scores"]
 Method = Literal["algm", "tome"]
 Merge = Literal["clap", "gbm", "tome"]
+Resize = Literal["double", "single"]
+Output = Literal["labels", "scores"]
 Precision = Literal["fp32", "fp16", "bf16"]
 Settings = Mapping[str, Any]
 
@@ -135,11 +137,11 @@ class MergePlan:
 
     `clap_threshold` is CLAP's cosine-similarity threshold (tau). `gbm_threshold` is the multiplier of the standard
     deviation's share in `adaptive` mode (published: 1) and the similarity threshold in `fixed` mode.
-    """
-
 
     With method `tome`, the baseline, `tome_r` says how many tokens vanish in each block from the first, none behind its
     end; of everything else nothing is read, and `clap_layers` and `gbm_layers` are empty.
+    """
+
     clap_layers: tuple[int, ...] = (1,)
     gbm_layers: tuple[int, ...] = (5,)
     window: Size = (2, 2)
@@ -149,13 +151,13 @@ class MergePlan:
     semantics: Semantics = "code"
     batch: Batching = "per_image"
     order: TokenOrder = "published"
-
-    def __post_init__(self) -> None:
     method: Method = "algm"
     tome_r: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        self._check_method()
         layers = (*self.clap_layers, *self.gbm_layers)
         if len(set(layers)) != len(layers) or any(layer < 1 for layer in layers):
-        self._check_method()
             raise PlanError(
                 f"merge layers must be distinct and at least 1, got CLAP {self.clap_layers}, GBM {self.gbm_layers}"
             )
@@ -168,8 +170,6 @@ class MergePlan:
         if min(self.window) < 1 or self.window[0] * self.window[1] < 2:
             raise PlanError(f"a CLAP window covers at least two patches, got {self.window[0]}x{self.window[1]}")
 
-    @property
-    def layers(self) -> tuple[int, ...]:
     def _check_method(self) -> None:
         if self.method == "tome" and (self.clap_layers or self.gbm_layers):
             raise PlanError(
@@ -181,6 +181,8 @@ class MergePlan:
         if any(r < 0 for r in self.tome_r):
             raise PlanError(f"merging.tome_r counts the tokens that vanish in each block, got {self.tome_r}")
 
+    @property
+    def layers(self) -> tuple[int, ...]:
         """All merging layers in the order they run."""
         tome = (layer for layer, r in enumerate(self.tome_r, 1) if r)
         return tuple(sorted((*self.clap_layers, *self.gbm_layers, *tome)))
@@ -352,7 +354,7 @@ def checked(key: str, value: object) -> Any:
     """The value of one setting in its field's type; RecipeError when the key is unknown or the value does not fit."""
     if key not in _FIELDS:
         raise RecipeError(f"expected a setting, got {key!r:.100}{_nearest(key, tuple(_FIELDS))}")
-    return _convert(_FIELDS[key], value, key)
+    return converted(_FIELDS[key], value, key)
 
 
 def resolve(layers: Sequence[tuple[str, Settings]]) -> tuple[Recipe, tuple[str, ...]]:
@@ -420,35 +422,67 @@ def _nearest(name: str, known: Sequence[str]) -> str:
 # ----------------------------------------------------------------------------------------- types of the fields above
 
 
-def _convert(kind: Any, value: object, key: str) -> Any:
-    """`value` in the type of its field: lists become tuples, whole numbers floats where the field is a float."""
+def converted(kind: Any, value: object, key: str) -> Any:
+    """`value` as JSON or TOML gives it, in the type of its field; RecipeError, with `key`, where it does not fit.
+
+    Lists become tuples where the field is one, whole numbers become floats. Tables may hold more than a TypedDict says.
+    """
     origin, args = get_origin(kind), get_args(kind)
-    if origin is Literal:
+    if is_typeddict(kind) and isinstance(value, Mapping):
+        return {**value, **_converted_table(kind, value, key)}
+    if origin is UnionType:
+        for one in args:
+            with suppress(RecipeError):
+                return converted(one, value, key)
+    elif origin is Literal:
         if value in args:
             return value
     elif origin is dict and isinstance(value, Mapping):
-        return {str(name): _convert(args[1], part, f"{key}.{name}") for name, part in value.items()}
+        return {str(name): converted(args[1], part, f"{key}.{name}") for name, part in value.items()}
+    elif origin is list and isinstance(value, list):
+        return [converted(args[0], part, key) for part in value]
     elif origin is tuple and isinstance(value, list | tuple):
         if args[-1] is Ellipsis:
-            return tuple(_convert(args[0], part, key) for part in value)
+            return tuple(converted(args[0], part, key) for part in value)
         if len(args) == len(value):
-            return tuple(_convert(part_kind, part, key) for part_kind, part in zip(args, value, strict=True))
+            return tuple(converted(part_kind, part, key) for part_kind, part in zip(args, value, strict=True))
     elif kind is float and isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300:
         return float(value)
-    elif (kind is int and isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 63) or (
-        kind is str and isinstance(value, str)
-    ):
+    elif _is_plain(kind, value):
         return value
     raise RecipeError(f"expected {_described(kind)} as {key}, got {shown(value)}")
+
+
+def _converted_table(kind: Any, table: Mapping[str, Any], key: str) -> dict[str, Any]:
+    found = {}
+    for name, part_kind in get_type_hints(kind).items():
+        if name in table:
+            found[name] = converted(part_kind, table[name], f"{key}.{name}")
+        elif name in kind.__required_keys__:
+            raise RecipeError(f"expected {_described(part_kind)} as {key}.{name}, found none")
+    return found
+
+
+def _is_plain(kind: Any, value: object) -> bool:
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 63
+    return kind is Any or (kind in (str, bool, NoneType) and isinstance(value, kind))
 
 
 def _described(kind: Any) -> str:
     origin, args = get_origin(kind), get_args(kind)
     if origin is Literal:
         return " or ".join(map(str, args))
+    if origin is UnionType:
+        return " or ".join(map(_described, args))
+    if origin is list or (origin is tuple and args[-1] is Ellipsis):
+        return f"a list of {_described(args[0])}"
     if origin is tuple:
-        return f"a list of {_described(args[0])}" if args[-1] is Ellipsis else f"{len(args)} whole numbers"
-    return {int: "a whole number", float: "a finite number", str: "a text", dict: "a table of numbers"}[origin or kind]
+        return f"{len(args)} whole numbers"
+    if origin is dict:
+        return "a table of numbers" if args[1] is float else "a table"
+    words = {int: "a whole number", float: "a finite number", str: "a text", bool: "true or false", NoneType: "null"}
+    return words.get(kind, "a table")
 
 
 def _required(kind: Any) -> list[str]:
