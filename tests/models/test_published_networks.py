@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import zlib
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from named_weights import weights
 from torch import Tensor
 
 from algm_deploy.errors import CheckpointError, RecipeError
@@ -54,26 +53,6 @@ def golden(name: str) -> Golden:
         arrays = [torch.from_numpy(file[key]) for key in ("dense", "merged", "token_map")]
     facts = {key: tuple(value) if isinstance(value, list) else value for key, value in meta["network"].items()}
     return Golden(meta, {key: tuple(shape) for key, shape in keys.items()}, Network(**facts), *arrays)
-
-
-def weights(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """Weights that depend on names alone; NumPy keeps the stream of RandomState."""
-    made: dict[str, Tensor] = {}
-    for key, shape in shapes.items():
-        if key.endswith("num_batches_tracked"):
-            made[key] = torch.zeros(shape, dtype=torch.int64)
-            continue
-        random = np.random.RandomState(zlib.crc32(key.encode())).standard_normal(shape).astype(np.float32)
-        if key.endswith(("pos_embed", "cls_token")):
-            value = random / 10
-        elif key.endswith("running_var"):
-            value = 0.5 + np.abs(random)
-        elif len(shape) > 1:
-            value = random / np.sqrt(np.prod(shape[1:]))
-        else:
-            value = key.endswith(".weight") + random / 10
-        made[key] = torch.from_numpy(np.asarray(value, dtype=np.float32))
-    return made
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,125 @@
+"""ToMe equals the published code on the same weights.
+
+`tests/data/tome.npz` holds what facebookresearch/ToMe (commit af95e4b: tome/merge.py, tome/utils.py,
+tome/patch/timm.py, on a ViT as timm 0.4.12 has it) gave for the two pictures of `published/images.npz`, divided by 255,
+and weights made by name: tokens behind the last norm, their sizes, and for every patch its row, from the traced
+source.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from named_weights import weights
+from torch import Tensor
+
+from algm_deploy.merging import insert_merging, merge_inputs, replay_merging, tome_merges
+from algm_deploy.models.vit import VisionTransformer, VitNetwork
+from algm_deploy.recipes import MergePlan
+
+DATA = Path(__file__).parents[1] / "data"
+CASES = ("constant", "schedule", "one_block", "halves", "distilled", "no_cls")
+# Two fp32 implementations of four blocks; the tokens reach 3.
+TOLERANCE = 5e-6
+
+
+class Encoder(VitNetwork):
+    """An encoder without a decoder."""
+
+    def __init__(self, prefix: int) -> None:
+        super().__init__()
+        self.encoder = VisionTransformer((6, 6), 16, 32, 4, 2, prefix=prefix)
+
+
+class Case:
+    """One published result, and our network for it."""
+
+    def __init__(self, name: str) -> None:
+        with np.load(DATA / "tome.npz") as file:
+            facts = json.loads(str(file["meta"]))["cases"][name]
+            self.tokens, self.size, self.map = (
+                torch.from_numpy(file[f"{name}_{part}"]) for part in ("tokens", "size", "map")
+            )
+        self.prefix = facts["prefix"]
+        self.plan = MergePlan((), (), method="tome", tome_r=tuple(facts["r"]))
+        self.model = Encoder(self.prefix).eval().requires_grad_(False)
+        shapes = {name: tuple(value.shape) for name, value in self.model.encoder.state_dict().items()}
+        self.model.encoder.load_state_dict(weights(shapes))
+
+    @property
+    def unmerged(self) -> Tensor:
+        """Published tokens of [prefix | every patch]."""
+        patches = self.tokens.gather(1, self.map[:, :, None].expand(-1, -1, 32))
+        return torch.cat([self.tokens[:, : self.prefix], patches], 1)
+
+
+@pytest.fixture(scope="module")
+def images() -> Tensor:
+    with np.load(DATA / "published" / "images.npz") as file:
+        return torch.from_numpy(file["images"]).float() / 255
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_published_code(name: str, images: Tensor) -> None:
+    case = Case(name)
+    (last,), stages = insert_merging(case.model, case.plan).encoder(images, merge_inputs(0.0, 0.0))
+    assert torch.equal(stages[-1].map, case.map)
+    assert torch.equal(stages[-1].size, case.size)
+    torch.testing.assert_close(last.values, case.unmerged, rtol=0, atol=TOLERANCE)
+    dense = case.model.encoder(images)[0][0].values
+    assert (dense - case.unmerged).abs().max() > 1000 * TOLERANCE
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_forced_maps_give_the_same_tokens(name: str, images: Tensor) -> None:
+    case = Case(name)
+    (last,), stages = insert_merging(case.model, case.plan).encoder(images, merge_inputs(0.0, 0.0))
+    forced = merge_inputs(0.0, 0.0, tuple(stage.map for stage in stages))
+    (replayed,), _ = replay_merging(case.model, case.plan).encoder(images, forced)
+    torch.testing.assert_close(replayed.values, last.values, rtol=0, atol=TOLERANCE)
+
+
+def test_attention_counts_patches(images: Tensor) -> None:
+    """Without sizes in the attention the tokens are others."""
+    case = Case("constant")
+    merged: Any = insert_merging(case.model, case.plan)
+    for block in merged.blocks[:1]:
+        block.attn.proportional = lambda x, size, own=block.attn.proportional: own(x, torch.ones_like(size))
+    first = merged.encoder(images, merge_inputs(0.0, 0.0))[0][0].values
+    torch.testing.assert_close(first, case.unmerged, rtol=0, atol=TOLERANCE)  # block 1 has sizes of one
+    second = merged.blocks[1].attn
+    second.proportional = lambda x, size, own=second.proportional: own(x, torch.ones_like(size))
+    other = merged.encoder(images, merge_inputs(0.0, 0.0))[0][0].values
+    assert (other - case.unmerged).abs().max() > 1000 * TOLERANCE
+
+
+def test_the_decoder_gets_every_patch(images: Tensor) -> None:
+    case = Case("distilled")
+    (last,), stages = insert_merging(case.model, case.plan).encoder(images, merge_inputs(0.0, 0.0))
+    assert last.values.shape == (2, 2 + 36, 32)
+    assert last.map.tolist() == [list(range(2, 38))] * 2
+    assert last.length.tolist() == [38, 38]
+    assert not last.padded
+    assert [stage.length.tolist() for stage in stages] == [[31, 31], [24, 24], [17, 17], [10, 10]]
+
+
+def test_another_plan_leaves_nothing_of_tome(images: Tensor) -> None:
+    case = Case("constant")
+    plan = MergePlan((1,), (3,), clap_threshold=0.5)
+    again = insert_merging(insert_merging(case.model, case.plan), plan)
+    inputs = merge_inputs(0.5, 1.0)
+    fresh = insert_merging(case.model, plan).encoder(images, inputs)[0][0]
+    assert torch.equal(again.encoder(images, inputs)[0][0].values, fresh.values)
+
+
+@pytest.mark.parametrize(
+    ("r", "patches", "merges"),
+    [((4, 4), 10, {1: 4, 2: 3}), ((0, 9), 10, {2: 5}), ((1, 1, 1, 1), 2, {1: 1, 2: 0, 3: 0, 4: 0}), ((), 10, {})],
+)
+def test_at_most_half_of_the_tokens_merge(r: tuple[int, ...], patches: int, merges: dict[int, int]) -> None:
+    assert tome_merges(MergePlan((), (), method="tome", tome_r=r), patches) == merges
