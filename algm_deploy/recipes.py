@@ -13,7 +13,7 @@ from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, get_args, get_origin, get_type_hints, is_typeddict
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 from algm_deploy.content import content
 from algm_deploy.errors import PlanError, RecipeError, shown
@@ -430,7 +430,7 @@ def converted(kind: Any, value: object, key: str) -> Any:
     origin, args = get_origin(kind), get_args(kind)
     if is_typeddict(kind) and isinstance(value, Mapping):
         return {**value, **_converted_table(kind, value, key)}
-    if origin is UnionType:
+    if origin in (Union, UnionType):
         for one in args:
             with suppress(RecipeError):
                 return converted(one, value, key)
@@ -473,7 +473,7 @@ def _described(kind: Any) -> str:
     origin, args = get_origin(kind), get_args(kind)
     if origin is Literal:
         return " or ".join(map(str, args))
-    if origin is UnionType:
+    if origin in (Union, UnionType):
         return " or ".join(map(_described, args))
     if origin is list or (origin is tuple and args[-1] is Ellipsis):
         return f"a list of {_described(args[0])}"
