@@ -71,8 +71,8 @@ def threshold_defaults(plan: MergePlan) -> dict[str, float]:
 
 
 def merge_names(plan: MergePlan) -> tuple[str, ...]:
-    """`clap_1`, `gbm_5`, ...: one name a merge, in the order they run; layers count from 1."""
-    return tuple(f"{'clap' if layer in plan.clap_layers else 'gbm'}_{layer}" for layer in plan.layers)
+    """`clap_1`, `gbm_5`, `tome_1`, ...: one name a merge, in the order they run; layers count from 1."""
+    return tuple(f"{plan.merge_in(layer)}_{layer}" for layer in plan.layers)
 
 
 def output_names(plan: MergePlan, output: Output) -> tuple[str, ...]:

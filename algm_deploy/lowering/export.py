@@ -11,7 +11,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, get_args
 
 import onnx_ir as ir
 import torch
@@ -23,7 +23,7 @@ from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.vit import MergeInputs
 from algm_deploy.ops.bodies import OPSET
 from algm_deploy.ops.schema import DOMAIN, SCHEMAS, VERSION
-from algm_deploy.recipes import MergePlan
+from algm_deploy.recipes import Merge, MergePlan
 from algm_deploy.signature import CLAP_THRESHOLD, GBM_THRESHOLD, merge_names, output_names, threshold_defaults
 
 IR_VERSION = 10  # what ONNX Runtime 1.20 reads, the oldest supported
@@ -139,8 +139,9 @@ def _reason(error: BaseException) -> str:
 def _name_axes(model: ir.Model, plan: MergePlan) -> None:
     """Replaces the exporter's symbols (s40, u0) by what the axes are."""
     names = {str(model.graph.inputs[0].shape[0]): "batch"}  # type: ignore[index]
-    merges = (node for node in model.graph if node.op_type in ("clap", "gbm"))
+    merges = (node for node in model.graph if node.op_type in get_args(Merge))
     for node, merge in zip(merges, merge_names(plan), strict=True):
+        # ToMe leaves a constant count, which needs no name and is in none of the axes below.
         names[str(node.outputs[0].shape[1])] = f"tokens_{merge}"  # type: ignore[index]
     for value in _all_values(model):
         if value.shape is not None:

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from algm_deploy.parity.decisions import Ints, clap_problems, gbm_problems, map_problem
+from algm_deploy.parity.decisions import Ints, clap_problems, gbm_problems, map_problem, tome_problems
 from algm_deploy.parity.links import Link
-from algm_deploy.parity.replay import Doubles, Replayed, clap_facts, gbm_facts, largest, rms, torch_maps
+from algm_deploy.parity.replay import Doubles, Replayed, clap_facts, gbm_facts, largest, rms, tome_facts, torch_maps
 from algm_deploy.recipes import MergePlan, Recipe
 from algm_deploy.runners.contract import Array
 from algm_deploy.signature import Signature
@@ -136,11 +136,15 @@ class Decisions:
 
     def _problems(self, stage: int, group: list[Decided], plan: MergePlan) -> list[list[str]]:
         network, replays, maps = self._network, [one.replayed for one in group], [one.maps[stage] for one in group]
-        if plan.layers[stage] in plan.clap_layers:
+        merge = plan.merge_in(plan.layers[stage])
+        if merge == "clap":
             clap = clap_facts(replays, stage, plan, network)
             return [clap_problems(f, m, plan, network.grid, network.prefix) for f, m in zip(clap, maps, strict=True)]
-        gbm = gbm_facts(replays, stage, plan, network)
         before = [replay.truth[stage].map[0].numpy() for replay in replays]
+        if merge == "tome":
+            tome = tome_facts(replays, stage, plan, network)
+            return [tome_problems(f, b, m, network.prefix) for f, b, m in zip(tome, before, maps, strict=True)]
+        gbm = gbm_facts(replays, stage, plan, network)
         return [gbm_problems(f, b, m, plan, network.prefix) for f, b, m in zip(gbm, before, maps, strict=True)]
 
     def link(self, expected: int, count_difference: int | None) -> Link:

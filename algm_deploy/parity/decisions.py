@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -102,28 +103,79 @@ def gbm_problems(facts: GbmFacts, before: Ints, after: Ints, plan: MergePlan, pr
 
     `before` and `after` are the composed token maps (N,) around the merge.
     """
-    row = np.full(before.max() + 1, -1, dtype=np.int64)
-    row[before] = after
-    first = first_source(plan.semantics, prefix)
-    rows = np.arange(prefix, len(row))
-    is_source = (rows - first) % 2 == 0
-    targets, sources = rows[~is_source], rows[is_source]
-    joins = np.isin(row[sources], row[targets])
-    if not np.array_equal(row[np.concatenate([sources[~joins], targets])], np.arange(prefix, row.max() + 1)):
+    join = _join(before, after, prefix, first_source(plan.semantics, prefix))
+    if not join.ascending(prefix):
         return ["GBM: the token map is not one that joining tokens gives"]
     if not np.isfinite([facts.noise, facts.limit_noise]).all():
         return ["GBM: similarities are not finite"]
-    target_of = {int(row[t]): (t - first - 1) // 2 for t in targets}
-    index = (sources - first) // 2
-    best = facts.best[index]
-    taken = [facts.scores[i, target_of[int(row[s])]] for i, s in zip(index[joins], sources[joins], strict=True)]
-    rest = best[~joins & facts.sources[index]]
+    merged, rest = join.best(facts)
     slack = facts.noise + facts.limit_noise
-    problems = _threshold_problems("GBM", "token", best[joins], rest, facts, plan, slack)
-    gap = (best[joins] - np.array(taken)).max(initial=0)
-    if gap > facts.noise:
-        problems.append(f"GBM: a token joined one that is {gap:.1e} less similar than the best")
+    return _threshold_problems("GBM", "token", merged, rest, facts, plan, slack) + join.problems("GBM", facts)
+
+
+def tome_problems(facts: GbmFacts, before: Ints, after: Ints, prefix: int) -> list[str]:
+    """What in ToMe's decision for one image the noise cannot explain; empty when it is excused. As for GBM."""
+    join = _join(before, after, prefix, 0)
+    stays, targets = join.row[join.sources[~join.joins]], join.row[join.targets]
+    numbered = np.array_equal(np.sort(np.concatenate([stays, targets])), np.arange(prefix, join.row.max() + 1))
+    if not numbered or not (np.diff(targets) > 0).all() or (prefix and not join.ascending(prefix)):
+        return ["ToMe: the token map is not one that joining tokens gives"]
+    if not np.isfinite(facts.noise):
+        return ["ToMe: similarities are not finite"]
+    merged, rest = join.best(facts)
+    problems = join.problems("ToMe", facts)
+    if len(merged) != facts.least:
+        problems.append(f"ToMe: merged {len(merged)} tokens instead of {facts.least}")
+    if (higher := rest.max(initial=-np.inf) - merged.min(initial=np.inf)) > facts.noise:
+        problems.append(f"ToMe: left a token {higher:.1e} above one that merged")
+    if not prefix:  # published: by descending similarity
+        in_order = rest[np.argsort(stays)]
+        if (rise := (in_order - np.minimum.accumulate(in_order)).max(initial=0)) > facts.noise:
+            problems.append(f"ToMe: two tokens that stay are in the wrong order, {rise:.1e} apart")
     return problems
+
+
+class _Join(NamedTuple):
+    """A bipartite merge of one image: output `row` (S,) of every input row, rows of A behind the prefix (`sources`) and
+    of B (`targets`), which of the sources join a target, and the first row of A."""
+
+    row: Ints
+    sources: Ints
+    targets: Ints
+    joins: NDArray[np.bool_]
+    first: int
+
+    def ascending(self, prefix: int) -> bool:
+        """Whether the rows that are left are numbered [A | B], each ascending."""
+        left = self.row[np.concatenate([self.sources[~self.joins], self.targets])]
+        return np.array_equal(left, np.arange(prefix, self.row.max() + 1))
+
+    def best(self, facts: GbmFacts) -> tuple[Floats, Floats]:
+        """True best similarities of the sources that merged, and of those that did not though they could."""
+        index = (self.sources - self.first) // 2
+        best = facts.best[index]
+        return best[self.joins], best[~self.joins & facts.sources[index]]
+
+    def problems(self, merge: str, facts: GbmFacts) -> list[str]:
+        """Sources that joined another target than their most similar one."""
+        target_of = {int(self.row[t]): (t - self.first - 1) // 2 for t in self.targets}
+        index, joined = (self.sources - self.first) // 2, self.row[self.sources]
+        taken = [
+            facts.scores[i, target_of[int(row)]] for i, row in zip(index[self.joins], joined[self.joins], strict=True)
+        ]
+        gap = (facts.best[index[self.joins]] - np.array(taken)).max(initial=0)
+        return (
+            [f"{merge}: a token joined one that is {gap:.1e} less similar than the best"] if gap > facts.noise else []
+        )
+
+
+def _join(before: Ints, after: Ints, prefix: int, first: int) -> _Join:
+    row = np.full(before.max() + 1, -1, dtype=np.int64)
+    row[before] = after
+    rows = np.arange(prefix, len(row))
+    is_source = (rows - first) % 2 == 0
+    sources, targets = rows[is_source], rows[~is_source]
+    return _Join(row, sources, targets, np.isin(row[sources], row[targets]), first)
 
 
 def _threshold_problems(

@@ -6,15 +6,16 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import onnx
 
 from algm_deploy.errors import BundleError
 from algm_deploy.lowering.portable import operator_of
+from algm_deploy.merging import tome_merges
 from algm_deploy.ops.schema import DOMAIN
-from algm_deploy.recipes import Recipe
+from algm_deploy.recipes import Merge, MergePlan, Network, Recipe
 from algm_deploy.signature import Tensor, signature_of
 
 
@@ -59,7 +60,7 @@ def graph_problems(facts: dict[str, Any], recipe: Recipe) -> list[str]:
     for node, wanted_node in zip(found, expected_nodes, strict=True):
         if not _same(node, wanted_node):
             problems.append(f"encoder: expected {wanted_node}, found {node}")
-    surplus = [node for node in facts["algm_nodes"][len(expected_nodes) :] if node["operator"] in ("clap", "gbm")]
+    surplus = [node for node in facts["algm_nodes"][len(expected_nodes) :] if node["operator"] in get_args(Merge)]
     return problems + [f"decoder: expected no merging, found {node}" for node in surplus]
 
 
@@ -80,6 +81,8 @@ def _expected(tensor: Tensor) -> dict[str, Any]:
 def _encoder_nodes(recipe: Recipe) -> list[dict[str, Any]]:
     """The `algm` nodes of the encoder in order: an attention a block, and the merge where the plan has one."""
     network, plan = recipe.network, recipe.merging
+    if plan.method == "tome" and plan.layers:
+        return _tome_nodes(network, plan)
     common = {"prefix": network.prefix, "semantics": plan.semantics, "batch": plan.batch}
     clap = {"operator": "clap", "grid": list(network.grid), "window": list(plan.window), "order": plan.order} | common
     attention = {"operator": "attention", "heads": network.heads, "scale": (network.embed_dim / network.heads) ** -0.5}
@@ -90,6 +93,21 @@ def _encoder_nodes(recipe: Recipe) -> list[dict[str, Any]]:
             nodes.append(clap)
         elif layer in plan.gbm_layers:
             nodes.append({"operator": "gbm", "mode": plan.gbm_mode, "divisor": float(layer)} | common)
+    return nodes
+
+
+def _tome_nodes(network: Network, plan: MergePlan) -> list[dict[str, Any]]:
+    """The nodes of an encoder with ToMe, which unmerges what it hands to the decoder."""
+    scale = (network.embed_dim / network.heads) ** -0.5
+    attention = {"operator": "proportional_attention", "heads": network.heads, "scale": scale}
+    merges = tome_merges(plan, network.grid[0] * network.grid[1])
+    nodes = []
+    for layer in range(1, network.encoder_depth + 1):
+        nodes.append(attention)
+        if layer in merges:
+            nodes.append({"operator": "tome", "r": merges[layer], "prefix": network.prefix})
+        if layer in (network.stages or (network.encoder_depth,)):
+            nodes.append({"operator": "unmerge", "prefix": 0})
     return nodes
 
 

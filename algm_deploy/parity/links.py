@@ -21,8 +21,9 @@ from algm_deploy.models.vit import Tokens
 from algm_deploy.ops import reference
 from algm_deploy.ops.clap import window_similarity
 from algm_deploy.ops.gbm import first_source, gbm_similarity
+from algm_deploy.ops.tome import SEMANTICS, tome_similarity
 from algm_deploy.parity.graph import graph_facts, graph_problems, signature_problems
-from algm_deploy.parity.replay import Replayed, rms
+from algm_deploy.parity.replay import Replayed, merges_in, rms
 from algm_deploy.recipes import DENSE, MergePlan, Network
 
 FOLD_ERROR = 1e-9  # fp64 leaves 1e-14; a deviation off by its seventh digit would not pass
@@ -114,7 +115,7 @@ def operators_link(plan: MergePlan, network: Network, replays: Sequence[Replayed
 
 def _compared(plan: MergePlan, layer: int, network: Network, tokens: Tokens) -> tuple[float, bool]:
     """Largest difference of similarities, and whether the token maps are equal on PyTorch's similarities."""
-    return (_clap if layer in plan.clap_layers else _gbm)(plan, layer, network, tokens)
+    return {"clap": _clap, "gbm": _gbm, "tome": _tome}[plan.merge_in(layer)](plan, layer, network, tokens)
 
 
 def _clap(plan: MergePlan, _: int, network: Network, tokens: Tokens) -> tuple[float, bool]:
@@ -146,6 +147,22 @@ def _gbm(plan: MergePlan, layer: int, network: Network, tokens: Tokens) -> tuple
     expected = np.take_along_axis(row, tokens.map.numpy(), 1)
     error = max(float(np.abs(g - e).max(initial=0)) for g, e in zip(given, exact, strict=True))
     return error, np.array_equal(ours, expected)
+
+
+def _tome(plan: MergePlan, layer: int, network: Network, tokens: Tokens) -> tuple[float, bool]:
+    assert tokens.keys is not None
+    prefix, rows, r = network.prefix, tokens.values.shape[1], merges_in(plan, layer, network)
+    ours = torch.ops.algm.tome(*tokens[:3], tokens.keys, r, prefix)[2].numpy()
+    best, match = tome_similarity(tokens.keys, prefix)
+    given = [row[row != -torch.inf].numpy() for row in best]
+    targets = [1 + 2 * row[b != -torch.inf].numpy() for row, b in zip(match, best, strict=True)]
+    length = tokens.length.numpy()
+    exact, _ = reference.gbm_similarity(tokens.keys.float().numpy(), length, prefix, SEMANTICS)
+    merged = reference.tome_decisions(given, r)
+    row, _ = reference.gbm_rows(merged, targets, rows, length, prefix, SEMANTICS)
+    row = reference.tome_order(given, merged, row, prefix)
+    error = max(float(np.abs(g - e).max(initial=0)) for g, e in zip(given, exact, strict=True))
+    return error, np.array_equal(ours, np.take_along_axis(row, tokens.map.numpy(), 1))
 
 
 # --- link 3 -----------------------------------------------------------------------------------------------------------

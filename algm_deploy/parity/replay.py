@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from algm_deploy.bundle import Bundle
 from algm_deploy.lowering.bundling import load_network
-from algm_deploy.merging import Replay, merge_inputs, replay_merging
+from algm_deploy.merging import Replay, merge_inputs, replay_merging, tome_merges
 from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.families import DTYPES
 from algm_deploy.models.scores import Scores, upsample_scores
@@ -25,6 +25,7 @@ from algm_deploy.models.vit import Tokens
 from algm_deploy.ops._rows import wide
 from algm_deploy.ops.clap import clap_decisions, clap_rows, window_similarity
 from algm_deploy.ops.gbm import gbm_decisions, gbm_rows, gbm_scores, gbm_similarity, gbm_threshold
+from algm_deploy.ops.tome import SEMANTICS, tome_rows, tome_similarity
 from algm_deploy.parity.decisions import ClapFacts, GbmFacts, Ints
 from algm_deploy.recipes import MergePlan, Network
 
@@ -148,11 +149,37 @@ def gbm_facts(replays: Sequence[Replayed], stage: int, plan: MergePlan, network:
     return [fact.with_least(count) for fact, count in zip(facts, counts, strict=True)]
 
 
+def tome_facts(replays: Sequence[Replayed], stage: int, plan: MergePlan, network: Network) -> list[GbmFacts]:
+    """As for GBM; the similarity to reach is that of the last one that merges, and all images merge as many."""
+    r = merges_in(plan, plan.layers[stage], network)
+    facts = []
+    for replay in replays:
+        exact, rounded = (
+            gbm_scores(_keys(tokens[stage]), tokens[stage].length, network.prefix, SEMANTICS)
+            for tokens in (replay.truth, replay.baseline)
+        )
+        best = exact[0].amax(2).where(exact[1], torch.tensor(-torch.inf))
+        limit = float(best[0].sort(descending=True).values[r - 1]) if r else np.inf
+        noise = _noise(exact[0][0], rounded[0][0])
+        facts.append(GbmFacts(exact[0][0].numpy(), exact[1][0].numpy(), limit, noise, 0.0, r))
+    return facts
+
+
+def merges_in(plan: MergePlan, layer: int, network: Network) -> int:
+    """How many tokens ToMe merges in a layer."""
+    return tome_merges(plan, network.grid[0] * network.grid[1])[layer]
+
+
 def torch_maps(entering: Sequence[Tokens], stage: int, plan: MergePlan, network: Network) -> list[Ints]:
     """The maps (N,) PyTorch decides on for images that decide together, given the tokens that enter the merge."""
     tokens = _stacked(entering)
     prefix, grid, window = network.prefix, list(network.grid), list(plan.window)
-    if plan.layers[stage] in plan.clap_layers:
+    merge = plan.merge_in(plan.layers[stage])
+    if merge == "tome":
+        best, match = tome_similarity(_keys(tokens), prefix)
+        r = merges_in(plan, plan.layers[stage], network)
+        return list(tome_rows(best, match, r, tokens.values.shape[1], prefix).gather(1, tokens.map).numpy())
+    if merge == "clap":
         similarity = window_similarity(tokens.values, grid, window, prefix)
         threshold = torch.tensor(plan.clap_threshold)
         place = clap_decisions(similarity, threshold, plan.semantics, plan.batch, plan.order)
@@ -161,6 +188,11 @@ def torch_maps(entering: Sequence[Tokens], stage: int, plan: MergePlan, network:
     merged = gbm_decisions(best, _limit(tokens, plan, stage, prefix)[:, None], plan.semantics, plan.batch)
     row, _ = gbm_rows(merged, match, tokens.length, tokens.values.shape[1], prefix, plan.semantics)
     return list(row.gather(1, tokens.map).numpy())
+
+
+def _keys(tokens: Tokens) -> torch.Tensor:
+    assert tokens.keys is not None
+    return tokens.keys
 
 
 def _similarity(tokens: Tokens, plan: MergePlan, network: Network) -> torch.Tensor:
@@ -193,4 +225,5 @@ def _limit_noise(limit: torch.Tensor, other: torch.Tensor) -> float:
 def _stacked(tokens: Sequence[Tokens]) -> Tokens:
     """Images that decide together as one batch; coupled images have equal lengths."""
     values, size, token_map, length = (torch.cat(parts) for parts in zip(*(t[:4] for t in tokens), strict=True))
-    return Tokens(values, size, token_map, length, tokens[0].padded)
+    keys = None if tokens[0].keys is None else torch.cat([_keys(t) for t in tokens])
+    return Tokens(values, size, token_map, length, tokens[0].padded, keys)
