@@ -52,7 +52,11 @@ def tables(plan: MergePlan, network: Network) -> Iterator[tuple[str, list[Row]]]
     )
     yield (
         "GBM alone in block",
-        [(str(layer), replace(plan, clap_layers=(), gbm_layers=(layer,)), ALGM) for layer in (1, 3, 5)],
+        [
+            (" and ".join(map(str, layers)), replace(plan, clap_layers=(), gbm_layers=layers), ALGM)
+            for layers in ((1,), (3,), (5,), (1, 5), (5, 7))
+            if layers[-1] <= network.depth
+        ],
     )
     yield (
         "CLAP in block",
@@ -74,9 +78,9 @@ def tables(plan: MergePlan, network: Network) -> Iterator[tuple[str, list[Row]]]
         "CLAP compares",
         [
             ("tokens after attention", plan, ALGM),
-            ("queries", plan, Variant(feature="query")),
-            ("keys", plan, Variant(feature="key")),
-            ("values", plan, Variant(feature="value")),
+            ("queries", plan, Variant(clap_feature="query")),
+            ("keys", plan, Variant(clap_feature="key")),
+            ("values", plan, Variant(clap_feature="value")),
         ],
     )
     yield (

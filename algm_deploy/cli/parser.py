@@ -133,7 +133,10 @@ def _tune_options(command: argparse.ArgumentParser) -> None:
         help="threshold that merges most at a reference's mIoU (ALGM*), of best mIoU, or for a budget of cost",
     )
     what.add_argument("--positions", action="store_true", help="earliest block for GBM that keeps the reference's mIoU")
-    command.add_argument("-o", "--output", type=Path, default=Path("tuned.toml"), help="recipe to write; and .html")
+    what.add_argument(
+        "--attention", action="store_true", help="attention that each class receives, without and with merging"
+    )
+    command.add_argument("-o", "--output", type=Path, default=Path("tuned.toml"), help="recipe to write; .html, .png")
     command.add_argument("--data", type=Path, help="root folder of a data set in its official layout")
     command.add_argument("--dataset", help="its name; default: the bundle's")
     command.add_argument("--split", help="split to tune on; default: the one its results are published on")
@@ -143,7 +146,23 @@ def _tune_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--images", type=Path, nargs="+", default=[], help="--rule: photos without labels")
     command.add_argument("--layers", choices=("first", "all"), default="first", help="--rule: blocks (default first)")
     command.add_argument("--knob", choices=("tau", "gbm"), default="tau", help="threshold to search (default tau)")
-    command.add_argument("--range", type=float, nargs=3, metavar=("LOW", "HIGH", "STEP"), help="candidates")
+    candidates = command.add_mutually_exclusive_group()
+    candidates.add_argument("--range", type=float, nargs=3, metavar=("LOW", "HIGH", "STEP"), help="candidates")
+    candidates.add_argument("--values", type=float, nargs="+", metavar="VALUE", help="candidates, one by one")
+    command.add_argument(
+        "--curve", action="store_true", help="measure every candidate, also held out; default: as many as it takes"
+    )
+    command.add_argument(
+        "--time", action="store_true", help="time the candidates as well, in turns with the dense network"
+    )
+    command.add_argument(
+        "--variant",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="merge otherwise than ALGM does, in PyTorch: clap_feature or gbm_feature=query, key, value; "
+        "reduction=first, random, copies; after_mlp=true; seed=N",
+    )
     command.add_argument(
         "--reference",
         default="dense",

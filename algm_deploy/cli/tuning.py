@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -11,14 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from algm_deploy.cli.settings import percent
-from algm_deploy.errors import GateError, RecipeError
+from algm_deploy.errors import GateError, PlanError, RecipeError
 
 if TYPE_CHECKING:
     from algm_deploy.bundle import Bundle
     from algm_deploy.evaluation.datasets import Dataset
-    from algm_deploy.recipes import Recipe
-    from algm_deploy.tuning.findings import Finding
-    from algm_deploy.tuning.objective import Aim, Goal
+    from algm_deploy.recipes import MergePlan, Recipe
+    from algm_deploy.report.gallery import Example
+    from algm_deploy.tuning.ablations import Variant
+    from algm_deploy.tuning.findings import Finding, Reference
+    from algm_deploy.tuning.objective import Aim, Goal, Record
+
+PICTURED = 3  # photos of the held-out part on a page
 
 
 def tune(options: argparse.Namespace) -> int:
@@ -30,15 +35,19 @@ def tune(options: argparse.Namespace) -> int:
     bundle = Bundle.open(options.bundle)
     if options.output.suffix != ".toml" or not options.output.parent.is_dir():
         raise RecipeError(f"expected a .toml file in a folder that exists as --output, got {options.output}")
-    find = _rule if options.rule else _objective if options.objective else _positions
-    finding = find(bundle, options)
+    _check_variant(options)
+    kinds = {"rule": _rule, "attention": _attention, "objective": _objective, "positions": _positions}
+    finding = next(find for name, find in kinds.items() if getattr(options, name))(bundle, options)
+    if options.variant:  # a recipe cannot say so
+        finding = replace(finding, title=f"{finding.title}, {', '.join(options.variant)}", recipe=None)
     print(finding_text(finding))
-    bundle.record("tuning", finding.title, finding.record)
-    print(f"\n{write_finding(finding, bundle.recipe.name, options.output.with_suffix('.html'))}")
-    if finding.recipe is None:
-        return GateError.exit_code
-    print(write_recipe(finding.recipe, (f"By algm-deploy tune: {finding.title}.", *finding.lines), options.output))
-    return 0
+    bundle.record("tuning", finding.title, finding.stored())
+    examples = _pictures(bundle, options, finding)
+    print(f"\n{write_finding(finding, bundle.recipe.name, options.output.with_suffix('.html'), examples)}")
+    if finding.recipe is not None:
+        comments = (f"By algm-deploy tune: {finding.title}.", *finding.page.lines)
+        print(write_recipe(finding.recipe, comments, options.output))
+    return 0 if finding.reached else GateError.exit_code
 
 
 def _rule(bundle: Bundle, options: argparse.Namespace) -> Finding:
@@ -54,49 +63,98 @@ def _rule(bundle: Bundle, options: argparse.Namespace) -> Finding:
     return find_by_rule(bundle, pictures_of(dataset), layers, f"{dataset.name} {dataset.split}")
 
 
+def _attention(bundle: Bundle, options: argparse.Namespace) -> Finding:
+    from algm_deploy.tuning.findings import find_attention
+
+    plan = _recipe_to_tune(bundle, options).merging
+    return find_attention(bundle, plan, _tuning_data(bundle, options, options.split))
+
+
 def _objective(bundle: Bundle, options: argparse.Namespace) -> Finding:
-    from algm_deploy.deployment import evaluate_bundle
-    from algm_deploy.signature import CLAP_THRESHOLD, GBM_THRESHOLD
+    from algm_deploy.signature import GBM_THRESHOLD
     from algm_deploy.timing.protocols import check_verified
     from algm_deploy.tuning.findings import find_threshold
     from algm_deploy.tuning.objective import default_candidates
     from algm_deploy.tuning.search import steps
 
-    def evaluate(dataset: Dataset, thresholds: Mapping[str, float] | None) -> dict[str, Any]:
-        given = thresholds or {}
-        tau, gbm = given.get(CLAP_THRESHOLD, options.tau), given.get(GBM_THRESHOLD)
-        record = evaluate_bundle(bundle, options.runtime, dataset, tau, gbm, merge=thresholds is not None).record()
-        if timed and thresholds and dataset is tuning:
-            record |= _throughput(bundle, options, dataset, tau, gbm)
-        return record
-
-    timed = options.objective == "throughput"
-    if timed:
+    if _timed(options):
         check_verified(bundle, options.runtime)
     tuning, held_out = _tuning_splits(bundle, options)
     base = _recipe_to_tune(bundle, options)
-    references = {"dense": lambda: evaluate(tuning, None), "clap": lambda: evaluate(tuning, {GBM_THRESHOLD: inf})}
-    goal = _goal(options, tuning, references)
-    candidates = steps(*options.range) if options.range else default_candidates(base.merging, options.knob)
-    return find_threshold(base, options.knob, goal, candidates, evaluate, tuning, held_out)
+    evaluate = _Evaluator(bundle, base.merging, options, tuning)
+    points = {"dense": None, "clap": {GBM_THRESHOLD: inf}}
+    references = {name: partial(evaluate, thresholds=point) for name, point in points.items()}
+    goal, reference = _goal(options, tuning, references)
+    if options.values:
+        candidates = sorted(set(options.values))
+    else:
+        candidates = steps(*options.range) if options.range else default_candidates(base.merging, options.knob)
+    return find_threshold(
+        base, options.knob, goal, candidates, evaluate, tuning, held_out, reference, whole=options.curve
+    )
+
+
+class _Evaluator:
+    """Evaluates a bundle at thresholds, each point once; says what it measured."""
+
+    def __init__(self, bundle: Bundle, plan: MergePlan, options: argparse.Namespace, tuning: Dataset) -> None:
+        self._bundle, self._plan, self._options, self._tuning = bundle, plan, options, tuning
+        self._known: dict[tuple[str, str], dict[str, Any]] = {}
+
+    def __call__(self, dataset: Dataset, thresholds: Mapping[str, float] | None) -> Record:
+        point = "dense" if thresholds is None else ", ".join(f"{n} {v:g}" for n, v in thresholds.items()) or "recipe"
+        key = dataset.split, point
+        if key not in self._known:
+            self._known[key] = self._measured(dataset, thresholds)
+            _tell(dataset, point, self._known[key])
+        return self._known[key]
+
+    def _measured(self, dataset: Dataset, thresholds: Mapping[str, float] | None) -> dict[str, Any]:
+        from algm_deploy.deployment import evaluate_bundle
+        from algm_deploy.recipes import DENSE
+        from algm_deploy.signature import CLAP_THRESHOLD, GBM_THRESHOLD
+        from algm_deploy.tuning.objective import with_thresholds
+        from algm_deploy.tuning.positions import PlanEvaluator
+
+        options = self._options
+        if options.variant:
+            plan = DENSE if thresholds is None else with_thresholds(self._plan, thresholds)
+            return dict(PlanEvaluator(self._bundle, _variant(options, self._plan))(plan, dataset))
+        given = thresholds or {}
+        tau, gbm = given.get(CLAP_THRESHOLD, options.tau), given.get(GBM_THRESHOLD)
+        merge = thresholds is not None
+        record = evaluate_bundle(self._bundle, options.runtime, dataset, tau, gbm, merge=merge).record()
+        if thresholds and dataset is self._tuning and _timed(options):
+            record |= _throughput(self._bundle, options, dataset, tau, gbm)
+        return record
+
+
+def _tell(dataset: Dataset, point: str, record: Record) -> None:
+    """One line about a point as soon as it is known: a search takes long."""
+    from algm_deploy.tuning.search import miou_of
+
+    gmacs = record["gmacs_per_window_mean"]
+    cost = "" if gmacs is None or point == "dense" else f", {gmacs:.2f} GMACs per window"
+    print(f"{dataset.name} {dataset.split}, {point}: mIoU {miou_of(record):.2f} %{cost}", file=sys.stderr, flush=True)
 
 
 def _throughput(
     bundle: Bundle, options: argparse.Namespace, dataset: Dataset, tau: float | None, gbm: float | None
 ) -> dict[str, Any]:
-    """Pictures a second of the merging network alone, in batches of different pictures of a data set; and if steady."""
+    """Pictures a second of the merging network, in batches of different pictures of a data set, in turns with dense."""
     from algm_deploy.deployment import bench_bundle
     from algm_deploy.signature import CLAP_THRESHOLD, GBM_THRESHOLD
     from algm_deploy.timing.protocols import usual_request
-    from algm_deploy.tuning.objective import STABLE, THROUGHPUT
+    from algm_deploy.tuning.objective import SPEEDUP, STABLE, THROUGHPUT
 
     given = {CLAP_THRESHOLD: tau, GBM_THRESHOLD: gbm}
     thresholds = {name: value for name, value in given.items() if value is not None}
     paths = [sample.image_path for sample in dataset.samples]
     batch = min(bundle.recipe.max_batch, len(paths))
-    request = replace(usual_request(bundle.recipe, "mixed", None, batch, thresholds=thresholds), variants=("merged",))
-    (row,) = bench_bundle(bundle, options.runtime, paths, request)
-    return {name: row.record[name] for name in (THROUGHPUT, STABLE)}
+    request = usual_request(bundle.recipe, "mixed", None, batch, thresholds=thresholds)
+    rows = bench_bundle(bundle, options.runtime, paths, replace(request, variants=("dense", "merged")))
+    (merged,) = (row.record for row in rows if row.record["variant"] == "merged")
+    return {name: merged[name] for name in (THROUGHPUT, SPEEDUP, STABLE)}
 
 
 def _positions(bundle: Bundle, options: argparse.Namespace) -> Finding:
@@ -106,10 +164,47 @@ def _positions(bundle: Bundle, options: argparse.Namespace) -> Finding:
 
     tuning, held_out = _tuning_splits(bundle, options)
     base = _recipe_to_tune(bundle, options)
-    evaluate_plan = PlanEvaluator(bundle)
+    measure = PlanEvaluator(bundle, _variant(options, base.merging))
+
+    def evaluate_plan(plan: MergePlan, dataset: Dataset) -> Record:
+        record = measure(plan, dataset)
+        _tell(dataset, f"CLAP {plan.clap_layers}, GBM {plan.gbm_layers}" if plan.layers else "dense", record)
+        return record
+
     plans = {"dense": DENSE, "clap": replace(base.merging, gbm_layers=())}
-    goal = _goal(options, tuning, {name: partial(evaluate_plan, plan, tuning) for name, plan in plans.items()})
-    return find_positions(evaluate_plan, base, options.count, goal, tuning, held_out)
+    references = {name: partial(evaluate_plan, plan) for name, plan in plans.items()}
+    goal, reference = _goal(options, tuning, references)
+    return find_positions(evaluate_plan, base, options.count, goal, tuning, held_out, reference)
+
+
+def _timed(options: argparse.Namespace) -> bool:
+    return bool(options.time) or options.objective == "throughput"
+
+
+def _variant(options: argparse.Namespace, plan: MergePlan) -> Variant:
+    """What --variant asks for.
+
+    Raises:
+        PlanError: a setting that does not exist, or one of a merge that the plan does not have.
+    """
+    from algm_deploy.tuning.ablations import check_variant, variant_of
+
+    variant = variant_of(options.variant)
+    check_variant(plan, variant)
+    return variant
+
+
+def _check_variant(options: argparse.Namespace) -> None:
+    """Variants are networks of their own, which no exported graph contains."""
+    if not options.variant or options.positions:
+        return
+    if options.rule or options.attention:
+        raise PlanError("expected --objective or --positions with --variant: nothing else evaluates merging otherwise")
+    if options.runtime != "torch" or _timed(options):
+        raise PlanError(
+            f"expected --runtime torch and no times with --variant, got {options.runtime}: variants of merging exist "
+            "in PyTorch only, to be evaluated; graphs and engines merge as ALGM does"
+        )
 
 
 def _recipe_to_tune(bundle: Bundle, options: argparse.Namespace) -> Recipe:
@@ -119,9 +214,12 @@ def _recipe_to_tune(bundle: Bundle, options: argparse.Namespace) -> Recipe:
 
 
 def _goal(
-    options: argparse.Namespace, tuning: Dataset, references: Mapping[str, Callable[[], Mapping[str, Any]]]
-) -> Goal:
-    """What to reach; for `reference` the mIoU of one of `references`, of another bundle, or a number, less --drop."""
+    options: argparse.Namespace, tuning: Dataset, references: Mapping[str, Callable[[Dataset], Record]]
+) -> tuple[Goal, Reference | None]:
+    """What to reach: for `reference` the mIoU of one of `references`, of another bundle, or a number, less --drop.
+
+    And that reference, where it is an evaluation that nothing else shows.
+    """
     from algm_deploy.bundle import Bundle
     from algm_deploy.deployment import evaluate_bundle
     from algm_deploy.tuning.objective import Goal
@@ -129,18 +227,39 @@ def _goal(
 
     aim: Aim = options.objective or "reference"
     if aim == "best":
-        return Goal(aim)
+        return Goal(aim), None
     if aim in ("gmacs", "throughput"):
         if options.target is None:
             raise RecipeError(f"expected --target for --objective {aim}: multiply-adds of a window in 10^9, or img/s")
-        return Goal(aim, options.target)
-    if options.reference in references:
-        miou = miou_of(references[options.reference]())
-    elif (folder := Path(options.reference)).is_dir():
-        miou = miou_of(evaluate_bundle(Bundle.open(folder), options.runtime, tuning, merge=False).record())
+        return Goal(aim, options.target), None
+    name = options.reference
+    if name in references:
+        measure = references[name]
+    elif (folder := Path(name)).is_dir():
+        name, other = f"dense {folder.name}", Bundle.open(folder)
+
+        def measure(dataset: Dataset) -> Record:
+            return evaluate_bundle(other, options.runtime, dataset, merge=False).record()
     else:
-        miou = percent(options.reference)
-    return Goal(aim, miou - options.drop)
+        return Goal(aim, percent(name) - options.drop), None
+    goal = Goal(aim, miou_of(measure(tuning)) - options.drop)
+    return goal, None if name == "dense" else (name, measure)
+
+
+def _pictures(bundle: Bundle, options: argparse.Namespace, finding: Finding) -> list[Example]:
+    """A few photos of the held-out part at the thresholds of a finding; also written as one picture."""
+    from algm_deploy.bundle import write_atomically
+    from algm_deploy.report.gallery import draw_thresholds, labelled_photos, threshold_sheet
+
+    if finding.thresholds is None or options.variant:
+        return []
+    photos = labelled_photos(_tuning_splits(bundle, options)[1], PICTURED)
+    examples = draw_thresholds(bundle, options.runtime, photos, *finding.thresholds)
+    target = options.output.with_suffix(".png")
+    with write_atomically(target) as path:
+        threshold_sheet(examples, f"{bundle.recipe.name}: what merges").save(path)
+    print(f"\n{target}")
+    return examples
 
 
 def _tuning_splits(bundle: Bundle, options: argparse.Namespace) -> tuple[Dataset, Dataset]:
@@ -159,6 +278,4 @@ def _tuning_data(bundle: Bundle, options: argparse.Namespace, split: str | None)
     if options.data is None:
         raise DatasetError("expected --data with the root folder of a labelled data set, got none")
     dataset = open_dataset(options.dataset or bundle.recipe.protocol.dataset, options.data, split, options.slice)
-    if options.limit and options.limit < len(dataset.samples):
-        dataset = replace(dataset.subset(options.limit), split=f"{dataset.split}-{options.limit}")
-    return dataset
+    return dataset.subset(options.limit) if options.limit else dataset

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
 
@@ -20,8 +20,9 @@ from algm_deploy.evaluation.predictor import Predictor
 from algm_deploy.evaluation.preprocessing import read_photo
 from algm_deploy.evaluation.sliding import Labels, Prediction
 from algm_deploy.report.colors import classes_of
-from algm_deploy.report.figures import Panel, Rgb
-from algm_deploy.report.pictures import SimilarityOf, token_panels, window_similarity_of
+from algm_deploy.report.figures import Panel, Rgb, sheet
+from algm_deploy.report.pictures import SimilarityOf, final_tokens, token_panels, window_similarity_of
+from algm_deploy.signature import CLAP_THRESHOLD
 
 _WIDTH = 720  # pixels of a picture in a page
 _WRONG, _UNLABELLED = (213, 94, 0), (255, 255, 255)
@@ -80,6 +81,43 @@ def draw_gallery(bundle: Bundle, runtime: str, photos: Sequence[Photo], progress
             seen |= {int(index) for p in predictions for index in np.unique(p.labels)}
     legend = tuple((classes.names[index], classes.palette[index]) for index in sorted(seen))
     return Gallery(runtime, tuple(examples), legend)
+
+
+def draw_thresholds(
+    bundle: Bundle, runtime: str, photos: Sequence[Photo], name: str, values: Sequence[float], progress: bool = True
+) -> list[Example]:
+    """Each photo, and beside it the tokens that are left at each of some values of the threshold called `name`.
+
+    Raises:
+        ImageError: a photo cannot be read or does not fit the bundle.
+        RuntimeUnavailableError: the runtime is not installed or cannot run here.
+    """
+    pixels = {photo.name: read_photo(photo.path) for photo in photos}
+    panels: dict[str, list[Panel]] = {
+        photo.name: [Panel("Photo", f"{one.shape[1]} x {one.shape[0]} pixels", one)]
+        for photo, one in zip(photos, pixels.values(), strict=True)
+    }
+    for value in tqdm(values, "thresholds", disable=None if progress else True):
+        tau, gbm = (value, None) if name == CLAP_THRESHOLD else (None, value)
+        with Predictor(bundle, runtime, tau, gbm) as predictor:
+            for photo in photos:
+                panels[photo.name].append(final_tokens(predictor, pixels[photo.name], f"{name} {value:g}"))
+    return [Example(name, tuple(row)) for name, row in panels.items()]
+
+
+def threshold_sheet(examples: Sequence[Example], heading: str) -> Image.Image:
+    """The same as one picture: a row for each photo, a column for each threshold."""
+    caption = (
+        "Each token has the mean colour of its patches. White lines surround neighbours that share a token, which may "
+        "have patches elsewhere too; a patch with dark borders is a token of its own."
+    )
+    size = examples[0].panels[-1].picture.shape[1::-1]
+    rows = [
+        replace(panel, picture=np.asarray(cv2.resize(panel.picture, size, interpolation=cv2.INTER_AREA), np.uint8))
+        for example in examples
+        for panel in example.panels
+    ]
+    return sheet(heading, rows, caption, len(examples[0].panels))
 
 
 def data_url(panel: Panel) -> str:

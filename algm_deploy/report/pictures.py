@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ SimilarityOf = Callable[[Pixels], NDArray[np.float32]]
 
 # Pixels: a sheet's width, the side of a patch below which a sheet gets wider, and the widest panel.
 _SHEET_WIDTH, _LEAST_PATCH, _WIDEST = 1500, 8, 1800
+_GRID_COLUMNS = 2  # panels of a grid are as wide as those of a sheet with two columns
 _OVERLAY_WIDTH = (960, 2048)
 _BLEND = 0.55
 _BLANK, _OUTLINE, _SEAM = (208, 208, 208), (255, 255, 255), (255, 60, 200)
@@ -179,6 +180,24 @@ def token_panels(
         _check_counts(merge, tokens, counts)
         panels.append(_merge_panel(merge, tokens, mosaic))
     return panels, columns
+
+
+def final_tokens(predictor: Predictor, photo: Rgb, title: str) -> Panel:
+    """The tokens of a photo behind the last merge, as the runtime made them."""
+    recipe, signature = predictor.bundle.recipe, predictor.signature
+    prediction = predictor.prediction(photo)
+    canvas = network_canvas(photo, recipe)
+    height, width = signature.image.shape[2:]
+    mosaic = Mosaic(canvas, prediction.anchors, (height, width), recipe.network.patch_size, _GRID_COLUMNS)
+    _, maps = _measured(predictor, mosaic.windows(), None)
+    _check_counts(signature.merges[-1], maps[-1], prediction.token_counts[:, -1])
+    left = [f"{count:.0f}" for count in prediction.token_counts.mean(0)]
+    patches = recipe.network.grid[0] * recipe.network.grid[1]
+    return replace(
+        _merge_panel(signature.merges[-1], maps[-1], mosaic),
+        title=title,
+        subtitle=f"{patches} patches a window become {', then '.join(left)} tokens",
+    )
 
 
 def _measured(

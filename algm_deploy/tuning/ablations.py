@@ -1,13 +1,14 @@
 """Variants of merging that the paper (CVPR 2024) compares ALGM with. They exist in PyTorch only, to be evaluated.
 
-Which layers merge and how large windows are is part of a merge plan; a variant says what a plan cannot: what CLAP
-compares, what becomes of a merged window, and on which side of the MLP merging takes place.
+Which layers merge and how large windows are is part of a merge plan; a variant says what a plan cannot: what is
+compared, what becomes of a merged window, and on which side of the MLP merging takes place. Variants combine.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from algm_deploy.errors import PlanError
 from algm_deploy.models.vit import Block, KeepTokens, MergeInputs, Tokens, VitNetwork
 from algm_deploy.ops._rows import merge_rows, sum_rows
 from algm_deploy.ops.clap import clap_decisions, clap_rows, window_members, window_similarity
+from algm_deploy.ops.gbm import gbm_decisions, gbm_rows, gbm_similarity, gbm_threshold
 from algm_deploy.recipes import MergePlan, Size
 
 Feature = Literal["residual", "query", "key", "value"]
@@ -26,35 +28,97 @@ Reduction = Literal["mean", "first", "random", "copies"]
 class Variant:
     """What is done otherwise; the default is ALGM.
 
-    feature    what CLAP compares: tokens after attention (published), or that attention's queries, keys or values
-    reduction  what a merged window becomes: its mean, its first patch, one drawn with `seed`, or as many tokens as
-               before that all hold the mean (nothing is saved then)
+    clap_feature, gbm_feature  what CLAP and GBM compare: tokens after attention (published), or that attention's
+                               queries, keys or values
+    reduction  what a window merged by CLAP becomes: its mean, its first patch, one drawn with `seed`, or as many tokens
+               as before that all hold the mean (nothing is saved then)
     after_mlp  merge behind each block's MLP instead of before it
     """
 
-    feature: Feature = "residual"
+    clap_feature: Feature = "residual"
+    gbm_feature: Feature = "residual"
     reduction: Reduction = "mean"
     after_mlp: bool = False
     seed: int = 0
 
+    @property
+    def of_clap(self) -> bool:
+        """Whether CLAP does anything otherwise."""
+        return (self.clap_feature, self.reduction) != (ALGM.clap_feature, ALGM.reduction)
+
+    @property
+    def of_gbm(self) -> bool:
+        """Whether GBM does anything otherwise."""
+        return self.gbm_feature != ALGM.gbm_feature
+
 
 ALGM = Variant()
+_CHOICES: dict[str, dict[str, Any]] = {
+    "clap_feature": {name: name for name in get_args(Feature)},
+    "gbm_feature": {name: name for name in get_args(Feature)},
+    "reduction": {name: name for name in get_args(Reduction)},
+    "after_mlp": {"true": True, "false": False},
+}
+
+
+def variant_of(settings: Sequence[str]) -> Variant:
+    """The variant that texts such as `reduction=first` describe together.
+
+    Raises:
+        PlanError: an unknown key, or a value it does not take.
+    """
+    given: dict[str, Any] = {}
+    for setting in settings:
+        key, _, value = setting.partition("=")
+        if key == "seed" and value.isdecimal():
+            given[key] = int(value)
+        elif value in _CHOICES.get(key, {}):
+            given[key] = _CHOICES[key][value]
+        else:
+            known = "; ".join(f"{name}={', '.join(values)}" for name, values in _CHOICES.items())
+            raise PlanError(f"expected a variant of merging among {known}; seed=NUMBER, got {setting!r:.80}")
+    return Variant(**given)
+
+
+def check_variant(plan: MergePlan, variant: Variant) -> None:
+    """A variant has to change something that the plan does.
+
+    Raises:
+        PlanError: it varies CLAP or GBM, and the plan has none.
+    """
+    for varied, layers, name in ((variant.of_clap, plan.clap_layers, "CLAP"), (variant.of_gbm, plan.gbm_layers, "GBM")):
+        if varied and not layers:
+            raise PlanError(f"expected a plan with {name} for a variant of it, got one without: choose a layer for it")
 
 
 def apply_variant(model: VitNetwork, plan: MergePlan, variant: Variant) -> None:
-    """Changes a network whose slots `insert_merging` filled for `plan`, in place.
+    """Changes a network whose slots `insert_merging` filled for `plan`, in place, as far as the plan merges."""
+    encoder = model.encoder
+    for layer in plan.layers:
+        block = cast(Block, model.blocks[layer - 1])
+        if variant.of_clap and layer in plan.clap_layers:
+            block.merge = ClapVariant(plan, encoder.grid, encoder.prefix, variant, block)
+        elif variant.of_gbm and layer in plan.gbm_layers:
+            block.merge = GbmVariant(plan, layer, encoder.prefix, variant, block)
+        if variant.after_mlp:
+            model.blocks[layer - 1] = MergeAfterMlp(block)
 
-    Raises:
-        PlanError: a variant of CLAP for a plan without CLAP.
-    """
-    if (variant.feature, variant.reduction) != (ALGM.feature, ALGM.reduction):
-        if not plan.clap_layers:
-            raise PlanError("expected a plan with CLAP for a variant of it, got one without: choose a layer for CLAP")
-        block = cast(Block, model.blocks[plan.clap_layers[0] - 1])
-        block.merge = ClapVariant(plan, model.encoder.grid, model.encoder.prefix, variant, block)
-    if variant.after_mlp:
-        for layer in plan.layers:
-            model.blocks[layer - 1] = MergeAfterMlp(cast(Block, model.blocks[layer - 1]))
+
+class Compared:
+    """What a merge in a block compares: its tokens, or the queries, keys or values of the block's attention."""
+
+    def __init__(self, feature: Feature, block: Block) -> None:
+        self._part = None if feature == "residual" else ("query", "key", "value").index(feature)
+        self._qkv: Tensor | None = None
+        if self._part is not None:
+            block.attn.qkv.register_forward_hook(self._keep)
+
+    def _keep(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        self._qkv = output
+
+    def __call__(self, values: Tensor) -> Tensor:
+        """Features (B, S, D) of the tokens (B, S, D)."""
+        return values if self._qkv is None or self._part is None else self._qkv.chunk(3, dim=2)[self._part]
 
 
 class ClapVariant(nn.Module):
@@ -63,18 +127,13 @@ class ClapVariant(nn.Module):
     def __init__(self, plan: MergePlan, grid: Size, prefix: int, variant: Variant, block: Block) -> None:
         super().__init__()
         self.plan, self.grid, self.prefix, self.variant = plan, list(grid), prefix, variant
-        self._qkv: Tensor | None = None
-        if variant.feature != "residual":
-            block.attn.qkv.register_forward_hook(self._keep)
-
-    def _keep(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
-        self._qkv = output
+        self.compared = Compared(variant.clap_feature, block)
 
     def forward(self, tokens: Tokens, inputs: MergeInputs) -> Tokens:
         """The merged tokens."""
         plan, values = self.plan, tokens.values
         window = list(plan.window)
-        similarity = window_similarity(self._compared(values), self.grid, window, self.prefix)
+        similarity = window_similarity(self.compared(values), self.grid, window, self.prefix)
         place = clap_decisions(similarity, inputs.clap, plan.semantics, plan.batch, plan.order)
         row, length = clap_rows(place, self.grid, window, self.prefix)
         rows_out = int(length.max())
@@ -83,12 +142,6 @@ class ClapVariant(nn.Module):
             return tokens._replace(values=merged.gather(1, row[:, :, None].expand_as(values)))
         padded = plan.batch == "per_image"
         return Tokens(merged, sum_rows(tokens.size, row, rows_out), row[:, self.prefix :], length, padded)
-
-    def _compared(self, values: Tensor) -> Tensor:
-        if self._qkv is None:
-            return values
-        part = ("query", "key", "value").index(self.variant.feature)
-        return self._qkv.chunk(3, dim=2)[part]
 
     def _weights(self, size: Tensor, place: Tensor) -> Tensor:
         """Weights (B, S) of rows in the token they join: 1, or 0 for all but one member of a merged window."""
@@ -106,6 +159,28 @@ class ClapVariant(nn.Module):
             merged = (place[image] >= 0).cpu()
             weights[image, self.prefix + members[merged][dropped[merged]].to(size.device)] = 0
         return weights
+
+
+class GbmVariant(nn.Module):
+    """GBM in a merge slot that compares otherwise."""
+
+    def __init__(self, plan: MergePlan, layer: int, prefix: int, variant: Variant, block: Block) -> None:
+        super().__init__()
+        self.plan, self.layer, self.prefix = plan, layer, prefix
+        self.compared = Compared(variant.gbm_feature, block)
+
+    def forward(self, tokens: Tokens, inputs: MergeInputs) -> Tokens:
+        """The merged tokens."""
+        plan, values = self.plan, tokens.values
+        best, match = gbm_similarity(self.compared(values), tokens.length, self.prefix, plan.semantics)
+        limit = gbm_threshold(best, inputs.gbm, plan.gbm_mode, float(self.layer), plan.batch)
+        joins = gbm_decisions(best, limit, plan.semantics, plan.batch)
+        row, length = gbm_rows(joins, match, tokens.length, values.shape[1], self.prefix, plan.semantics)
+        rows_out = int(length.max())
+        weight = torch.ones_like(tokens.size) if plan.semantics == "paper" else tokens.size
+        merged = merge_rows(values, weight, row, rows_out)
+        padded = plan.batch == "per_image"
+        return Tokens(merged, sum_rows(tokens.size, row, rows_out), row.gather(1, tokens.map), length, padded)
 
 
 class MergeAfterMlp(nn.Module):

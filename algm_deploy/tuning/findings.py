@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from algm_deploy.bundle import Bundle
+from algm_deploy.errors import PlanError
 from algm_deploy.evaluation.datasets import Dataset
 from algm_deploy.evaluation.evaluate import merge_names
 from algm_deploy.recipes import MergePlan, Recipe
+from algm_deploy.tuning.attention import AttentionMass, measure_attention
 from algm_deploy.tuning.objective import (
     KNOBS,
+    SPEEDUP,
     STABLE,
     THROUGHPUT,
     Evaluate,
     Goal,
     Record,
     Tuned,
+    point_facts,
     tune_threshold,
     tuned_recipe,
     worst_slice,
 )
-from algm_deploy.tuning.positions import PlanEvaluator, earliest_gbm
+from algm_deploy.tuning.positions import EvaluatePlan, earliest_gbm
 from algm_deploy.tuning.search import Point, miou_of
 from algm_deploy.tuning.similarity import ALL, WINDOWS, Groups, Picture, Similarity, measure_similarity
 
 DENSE, RECIPE, CHOSEN, NEAREST = "dense", "recipe", "chosen", "nearest"
+
+Reference = tuple[str, Callable[[Dataset], Record]]
+"""Name of what a goal's mIoU was taken from, and how to evaluate it on other data."""
 
 
 class Table(NamedTuple):
@@ -46,21 +53,55 @@ class Plot(NamedTuple):
     series: Mapping[str, Sequence[tuple[float, float, str]]]
 
 
+class Counts(NamedTuple):
+    """How many windows have how many tokens after each merge: counts between `edges`, and means, by merge."""
+
+    caption: str
+    edges: Sequence[float]
+    windows: Mapping[str, Sequence[int]]
+    means: Mapping[str, float]
+
+
+class Page(NamedTuple):
+    """What people read of a finding; JSON-able, so that a report can show it from the manifest."""
+
+    lines: Sequence[str]
+    tables: Sequence[Table] = ()
+    plots: Sequence[Plot] = ()
+    counts: Sequence[Counts] = ()
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Page:
+        """The page that `Finding.stored` put into a manifest."""
+        parts = record["page"]
+        return cls(
+            parts["lines"],
+            [Table(*table) for table in parts["tables"]],
+            [Plot(*plot) for plot in parts["plots"]],
+            [Counts(*counts) for counts in parts["counts"]],
+        )
+
+
 @dataclass(frozen=True)
 class Finding:
     """The outcome of a tuning run.
 
-    `recipe` is None where no candidate reached the goal. `tokens` is the evaluation whose token counts are worth a
-    histogram. `record` is what the manifest keeps.
+    `recipe` is None where there is none to write; `reached` tells whether that is because no candidate reached the
+    goal. `record` holds the figures. `thresholds` are the name of the threshold that was searched and up to three of
+    its values, of which pictures show most.
     """
 
     title: str
-    lines: tuple[str, ...]
-    tables: tuple[Table, ...]
-    plots: tuple[Plot, ...]
+    page: Page
     record: Mapping[str, Any]
-    recipe: Recipe | None
-    tokens: Record | None = None
+    recipe: Recipe | None = None
+    reached: bool = True
+    thresholds: tuple[str, tuple[float, ...]] | None = None
+
+    def stored(self) -> dict[str, Any]:
+        """What the manifest keeps, JSON-able."""
+        pictured = {"name": self.thresholds[0], "values": list(self.thresholds[1])} if self.thresholds else None
+        return {**self.record, "pictured": pictured, "page": self.page._asdict()}
 
 
 # ---------------------------------------------------------------------------------------------------------------- rule
@@ -83,7 +124,7 @@ def find_by_rule(
         tables.append(_class_table(found))
         plots += _class_plots(found)
     recipe = tuned_recipe(bundle.recipe, "tau", round(found.threshold, 4))
-    return Finding("Threshold by the rule", (line,), tuple(tables), tuple(plots), found.record(), recipe)
+    return Finding("Threshold by the rule", Page((line,), tables, plots), found.record(), recipe)
 
 
 def _layer_table(found: Similarity) -> Table:
@@ -153,6 +194,52 @@ def _mean(groups: Groups, scope: str, kind: str) -> str:
     return f"{pairs.mean:.3f}" if pairs.count else "-"
 
 
+# ----------------------------------------------------------------------------------------------------------- attention
+
+
+def find_attention(bundle: Bundle, plan: MergePlan, dataset: Dataset, progress: bool = True) -> Finding:
+    """Where attention goes, class by class, without and with merging. Errors as `measure_attention`."""
+    found = measure_attention(bundle, plan, dataset, progress)
+    blocks = slice(plan.layers[-1], None)
+    if blocks.start == len(found.dense):
+        raise PlanError(f"expected a block behind the last merge in {blocks.start}, there is none to look at")
+    spread = found.classes_dense[blocks].mean(), found.classes_merged[blocks].mean()
+    lines = (
+        f"behind the last merge attention is spread over {spread[0]:.2f} classes without merging and {spread[1]:.2f} "
+        f"with it (the exponential of its entropy, mean of {found.windows} windows and of blocks {blocks.start + 1} to "
+        f"{len(found.dense)}); CLAP threshold {plan.clap_threshold:g}",
+        f"{dataset.name} {dataset.split}, {len(dataset.samples)} images, PyTorch in fp32",
+    )
+    numbers = [float(block) for block in range(1, len(found.dense) + 1)]
+    series = {
+        name: [(block, float(value), "") for block, value in zip(numbers, values, strict=True)]
+        for name, values in (("without merging", found.classes_dense), ("with merging", found.classes_merged))
+    }
+    plot = Plot("number of classes that attention is spread over, by block", "block", "classes", series)
+    page = Page(lines, [_attention_table(found, blocks)], [plot])
+    record = {"plan": asdict(plan), **_where_facts(dataset), **found.record()}
+    return Finding("Attention by class", page, record)
+
+
+def _attention_table(found: AttentionMass, blocks: slice) -> Table:
+    dense, merged = found.dense[blocks].mean(0), found.merged[blocks].mean(0)
+    rows = [
+        (
+            name,
+            *(f"{100 * part[index]:.2f}" for part in (found.patches, found.tokens, dense, merged)),
+            f"{merged[index] / dense[index] - 1:+.0%}" if dense[index] else "-",
+        )
+        for name, index in sorted(zip(found.class_names, range(len(dense)), strict=True), key=lambda c: -dense[c[1]])
+        if found.patches[index]
+    ]
+    header = ("class", "patches %", "tokens left %", "attention % dense", "attention % merged", "change")
+    return Table("shares of the classes; attention in the blocks behind the last merge", header, rows)
+
+
+def _where_facts(dataset: Dataset) -> dict[str, Any]:
+    return {"dataset": dataset.name, "split": dataset.split, "images": len(dataset.samples)}
+
+
 # ----------------------------------------------------------------------------------------------------------- threshold
 
 
@@ -164,25 +251,39 @@ def find_threshold(
     evaluate: Evaluate,
     tuning: Dataset,
     held_out: Dataset,
+    reference: Reference | None = None,
+    whole: bool = False,
 ) -> Finding:
-    """A threshold chosen on `tuning`, reported on `held_out`. Errors as `tune_threshold`."""
-    tuned = tune_threshold(recipe.merging, knob, goal, candidates, evaluate, tuning)
-    name = KNOBS[knob]
+    """A threshold chosen on `tuning`, reported on `held_out`.
+
+    `reference` is what the goal was taken from, where that is neither the dense network nor a number. `whole` measures
+    every candidate, on both parts, instead of as many as it takes to choose. Errors as `tune_threshold`.
+    """
+    name, plan = KNOBS[knob], recipe.merging
+    tuned = tune_threshold(plan, knob, goal, candidates, evaluate, tuning, whole)
     shown = tuned.chosen or tuned.nearest
-    plan = recipe.merging
     current = plan.clap_threshold if knob == "tau" else plan.gbm_threshold
     held = {
         DENSE: _dense(evaluate(held_out, None)),
+        **_referred(reference, held_out),
         f"{RECIPE} ({current:g})": evaluate(held_out, {}),
         f"{_state(tuned)} ({shown.value:g})": evaluate(held_out, {name: shown.value}),
     }
+    points = [Point(p.value, evaluate(held_out, {name: p.value})) for p in tuned.points] if whole else []
     chosen = tuned_recipe(recipe, knob, shown.value) if tuned.chosen else None
     title = f"{'CLAP' if knob == 'tau' else 'GBM'} threshold, aim: {goal.aim}"
-    return _finding(title, name, tuned, _dense(evaluate(tuning, None)), held, plan, chosen)
+    outcome = _Outcome(name, tuned, _dense(evaluate(tuning, None)), held, points, plan)
+    return _finding(title, outcome, chosen, (name, _three(tuned)))
 
 
 def find_positions(
-    evaluate_plan: PlanEvaluator, recipe: Recipe, count: int, goal: Goal, tuning: Dataset, held_out: Dataset
+    evaluate_plan: EvaluatePlan,
+    recipe: Recipe,
+    count: int,
+    goal: Goal,
+    tuning: Dataset,
+    held_out: Dataset,
+    reference: Reference | None = None,
 ) -> Finding:
     """The earliest block for GBM, then the earliest one for a second, ...: `count` in all. Errors as `earliest_gbm`."""
     layers: tuple[int, ...] = ()
@@ -195,32 +296,59 @@ def find_positions(
     dense = replace(plan, clap_layers=(), gbm_layers=())
     held = {
         DENSE: evaluate_plan(dense, held_out),
+        **_referred(reference, held_out),
         f"{RECIPE} ({_layers(recipe.merging.gbm_layers)})": evaluate_plan(recipe.merging, held_out),
         f"{_state(tuned)} ({_layers(layers)})": evaluate_plan(plan, held_out),
     }
     chosen = replace(recipe, merging=plan) if tuned.chosen else None
     name = f"GBM block behind {_layers(layers[:-1])}" if layers[:-1] else "GBM block"
-    return _finding(f"GBM in block {_layers(layers)}", name, tuned, evaluate_plan(dense, tuning), held, plan, chosen)
+    outcome = _Outcome(name, tuned, evaluate_plan(dense, tuning), held, [], plan)
+    return _finding(f"GBM in block {_layers(layers)}", outcome, chosen)
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What was measured: on the tuning data `tuned` and `dense`, on others `held` by name and maybe every candidate."""
+
+    knob: str
+    tuned: Tuned
+    dense: Record
+    held: Mapping[str, Record]
+    held_points: Sequence[Point]
+    plan: MergePlan
+
+    @property
+    def held_dense(self) -> Record:
+        return self.held[DENSE]
 
 
 def _finding(
-    title: str,
-    knob: str,
-    tuned: Tuned,
-    dense: Record,
-    held: Mapping[str, Record],
-    plan: MergePlan,
-    recipe: Recipe | None,
+    title: str, outcome: _Outcome, recipe: Recipe | None, thresholds: tuple[str, tuple[float, ...]] | None = None
 ) -> Finding:
-    shown = tuned.chosen or tuned.nearest
+    knob, tuned, dense, held = outcome.knob, outcome.tuned, outcome.dense, outcome.held
     lines = (_verdict(knob, tuned), _where("tuned on", dense), *_held_out_lines(tuned, held), *_unsteady(tuned))
-    tables = (_point_table(knob, tuned, dense, plan), _held_out_table(held))
+    tables = [_point_table(outcome, tuned.points, dense), _held_out_table(held)]
     record = {
         **tuned.record(),
         "tuned_on": _facts(dense),
         "held_out": {name: {**_facts(one), "slices": _slices(one)} for name, one in held.items()},
     }
-    return Finding(title, lines, tables, tuple(_plots(knob, tuned, dense)), record, recipe, shown.record)
+    if outcome.held_points:
+        tables.insert(1, _point_table(outcome, outcome.held_points, outcome.held_dense, "held out, "))
+        record["held_out_points"] = [{"value": p.value, **point_facts(p.record)} for p in outcome.held_points]
+    marked = (tuned.chosen or tuned.nearest).record
+    page = Page(lines, tables, [*_plots(outcome), *_slice_plots(outcome)], [_counts(marked)])
+    return Finding(title, page, record, recipe, tuned.chosen is not None, thresholds)
+
+
+def _referred(reference: Reference | None, dataset: Dataset) -> dict[str, Record]:
+    return {f"reference ({reference[0]})": reference[1](dataset)} if reference else {}
+
+
+def _three(tuned: Tuned) -> tuple[float, ...]:
+    """The value that merges most, the one that is marked, and the one that merges least, as far as they differ."""
+    marked = (tuned.chosen or tuned.nearest).value
+    return tuple(sorted({tuned.points[0].value, marked, tuned.points[-1].value}))
 
 
 def _verdict(knob: str, tuned: Tuned) -> str:
@@ -269,28 +397,30 @@ def _layers(layers: Sequence[int]) -> str:
     return " and ".join(map(str, layers)) or "none"
 
 
-def _point_table(knob: str, tuned: Tuned, dense: Record, plan: MergePlan) -> Table:
-    tokens = {
-        f"tokens after {name.replace('_', ' ').upper()}": f"tokens_after_{name}_mean" for name in merge_names(plan)
-    }
+def _point_table(outcome: _Outcome, points: Sequence[Point], dense: Record, what: str = "") -> Table:
+    """A row for each point: mIoU as a whole and in each of several slices, its cost, and which one is marked."""
+    tuned, names = outcome.tuned, merge_names(outcome.plan)
+    tokens = {f"tokens after {name.replace('_', ' ').upper()}": f"tokens_after_{name}_mean" for name in names}
     columns = {"GMACs per window": ("gmacs_per_window_mean", 2), **{name: (key, 0) for name, key in tokens.items()}}
-    if THROUGHPUT in tuned.nearest.record:
-        columns["img/s"] = (THROUGHPUT, 1)
-    marked = tuned.chosen or tuned.nearest
-    named = [(f"{p.value:g}", p.record, _state(tuned) if p is marked else "") for p in tuned.points]
+    if any(THROUGHPUT in point.record for point in points):
+        columns |= {"img/s": (THROUGHPUT, 1), "times as fast": (SPEEDUP, 2)}
+    slices = [name for name in dense["slices"] if len(dense["slices"]) > 1]
+    marked = (tuned.chosen or tuned.nearest).value
+    named = [(f"{p.value:g}", p.record, _state(tuned) if p.value == marked else "") for p in points]
     without_tokens = {key: value for key, value in dense.items() if key not in tokens.values()}
     rows = [
         (
             name,
             f"{miou_of(record):.2f}",
             f"{miou_of(record) - miou_of(dense):+.2f}",
+            *(_shown(record["slices"][part]["miou_percent"], 2) for part in slices),
             *(_shown(record.get(key), digits) for key, digits in columns.values()),
             mark,
         )
         for name, record, mark in (*named, (DENSE, without_tokens, ""))
     ]
-    caption = f"{dense['dataset']} {dense['split']}, {dense['images']} images: every measured candidate"
-    return Table(caption, (knob, "mIoU %", "to dense", *columns, ""), rows)
+    caption = f"{dense['dataset']} {dense['split']}, {dense['images']} images: {what}every measured candidate"
+    return Table(caption, (outcome.knob, "mIoU %", "to dense", *slices, *columns, ""), rows)
 
 
 def _shown(value: float | None, digits: int) -> str:
@@ -323,33 +453,64 @@ def _with_change(value: float | None, base: float | None, is_base: bool) -> str:
     return f"{value:.2f}" if is_base or base is None else f"{value:.2f} ({value - base:+.2f})"
 
 
-def _plots(knob: str, tuned: Tuned, dense: Record) -> list[Plot]:
+def _plots(outcome: _Outcome) -> Iterator[Plot]:
+    """Accuracy against what it costs and against the knob, on the tuning data and, where measured, on the others."""
+    knob, tuned, dense = outcome.knob, outcome.tuned, outcome.dense
     marked = tuned.chosen or tuned.nearest
+    name, held_name = "measured", f"held out: {outcome.held_dense['split']}"
     where = f"{dense['dataset']} {dense['split']}, {dense['images']} images"
-    plots = [
-        Plot(
-            f"accuracy by {knob}, {where}",
-            knob,
-            "mIoU %",
-            {
-                "measured": [(p.value, p.miou_percent, "") for p in tuned.points],
-                _state(tuned): [(marked.value, marked.miou_percent, f"{marked.value:g}")],
-            },
-        )
-    ]
     if dense["gmacs_per_window_mean"] is not None and marked.gmacs is not None:
         series = {
-            "measured": _labelled(tuned.points, marked),
+            name: _labelled(tuned.points, marked),
             _state(tuned): [(marked.gmacs, marked.miou_percent, f"{marked.value:g}")],
-            DENSE: [(dense["gmacs_per_window_mean"], miou_of(dense), DENSE)],
+            DENSE: [_cost_point(one) for one in (dense, *[outcome.held_dense] * bool(outcome.held_points))],
+            held_name: [_cost_point(point.record) for point in outcome.held_points],
         }
-        plots.insert(0, Plot(f"accuracy against arithmetic, {where}", "GMACs per window", "mIoU %", series))
-    if THROUGHPUT in marked.record:
-        points = [
-            (float(p.record[THROUGHPUT]), p.miou_percent, f"{p.value:g}" if p is marked else "") for p in tuned.points
+        yield _plot(f"accuracy against arithmetic, {where}", "GMACs per window", series)
+    series = {
+        name: [(p.value, p.miou_percent, "") for p in tuned.points],
+        _state(tuned): [(marked.value, marked.miou_percent, f"{marked.value:g}")],
+        held_name: [(p.value, p.miou_percent, "") for p in outcome.held_points],
+    }
+    yield _plot(f"accuracy by {knob}, {where}", knob, series)
+    timed = [p for p in tuned.points if THROUGHPUT in p.record]
+    if timed:
+        points = [(float(p.record[THROUGHPUT]), p.miou_percent, f"{p.value:g}" if p is marked else "") for p in timed]
+        yield _plot(f"accuracy against throughput, {where}", "img/s", {name: points})
+
+
+def _cost_point(record: Record) -> tuple[float, float, str]:
+    return record["gmacs_per_window_mean"], miou_of(record), ""
+
+
+def _plot(caption: str, x_label: str, series: Mapping[str, Sequence[tuple[float, float, str]]]) -> Plot:
+    return Plot(caption, x_label, "mIoU %", {name: points for name, points in series.items() if points})
+
+
+def _slice_plots(outcome: _Outcome) -> Iterator[Plot]:
+    """What each slice of the data that was not tuned on loses, by the knob."""
+    dense = outcome.held_dense
+    if not outcome.held_points or len(dense["slices"]) < 2:
+        return
+    lost = {
+        part: [
+            (p.value, p.record["slices"][part]["miou_percent"] - figures["miou_percent"], "")
+            for p in outcome.held_points
+            if p.record["slices"][part]["miou_percent"] is not None
         ]
-        plots.append(Plot(f"accuracy against throughput, {where}", "img/s", "mIoU %", {"measured": points}))
-    return plots
+        for part, figures in dense["slices"].items()
+        if figures["miou_percent"] is not None
+    }
+    whole = {"all": [(p.value, p.miou_percent - miou_of(dense), "") for p in outcome.held_points]}
+    caption = f"what merging costs by slice, held out: {dense['dataset']} {dense['split']}, {dense['images']} images"
+    yield Plot(caption, outcome.knob, "mIoU, points to dense", whole | lost)
+
+
+def _counts(record: Record) -> Counts:
+    found, names = record["token_histograms"], record["token_histograms"]["windows_by_merge"]
+    means = {name: record[f"tokens_after_{name}_mean"] for name in names}
+    caption = "tokens of the windows it was tuned on, at the point that is marked"
+    return Counts(caption, found["token_edges"], names, means)
 
 
 def _labelled(points: Sequence[Point], marked: Point) -> list[tuple[float, float, str]]:

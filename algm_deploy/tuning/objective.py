@@ -6,6 +6,7 @@ threshold whose mIoU stays at or above that of a reference, usually the same net
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
@@ -20,15 +21,15 @@ Record = Mapping[str, Any]
 Aim = Literal["reference", "best", "gmacs", "throughput"]
 AIMS: tuple[Aim, ...] = get_args(Aim)
 KNOBS = {"tau": CLAP_THRESHOLD, "gbm": GBM_THRESHOLD}
-THROUGHPUT, STABLE = "throughput_img_per_s", "stable"
+THROUGHPUT, SPEEDUP, STABLE = "throughput_img_per_s", "speedup", "stable"
 NOTHING_IS_THAT_SIMILAR = 1.01
-
+_TOKENS = re.compile(r"tokens_after_\w+_mean")
 
 Evaluate = Callable[[Dataset, Mapping[str, float] | None], Record]
 """Evaluates the bundle that is tuned, at thresholds by input name (what is left out is the bundle's), None: dense.
 
-For an aim in throughput the record of merged points also holds `throughput_img_per_s` and `stable`, whether its times
-were.
+Where speed is asked for, the record of merged points also holds `throughput_img_per_s`, `speedup` against the dense
+network timed in turns with it, and `stable`, whether these times were.
 """
 
 
@@ -88,32 +89,43 @@ class Tuned:
             "goal": str(self.goal),
             "chosen": None if self.chosen is None else self.chosen.value,
             "nearest": self.nearest.value,
-            "points": [
-                {
-                    "value": p.value,
-                    "miou_percent": p.miou_percent,
-                    "gmacs_per_window_mean": p.gmacs,
-                    **({THROUGHPUT: p.record[THROUGHPUT]} if THROUGHPUT in p.record else {}),
-                }
-                for p in self.points
-            ],
+            "points": [{"value": p.value, **point_facts(p.record)} for p in self.points],
         }
 
 
-def search(goal: Goal, knob: str, candidates: Sequence[float], measure: Callable[[float], Record]) -> Tuned:
-    """Looks for the goal among ascending candidates, the first of which merges most.
+def point_facts(record: Record) -> dict[str, Any]:
+    """What a curve needs of an evaluation: mIoU as a whole and by slice, tokens, multiply-adds and, if timed, speed."""
+    kept = ("miou_percent", "gmacs_per_window_mean", THROUGHPUT, SPEEDUP, STABLE)
+    return {
+        **{key: value for key, value in record.items() if key in kept or _TOKENS.fullmatch(key)},
+        "miou_percent_by_slice": {name: part["miou_percent"] for name, part in record["slices"].items()},
+    }
+
+
+def search(
+    goal: Goal, knob: str, candidates: Sequence[float], measure: Callable[[float], Record], whole: bool = False
+) -> Tuned:
+    """Looks for the goal among ascending candidates, the first of which merges most; `whole` measures them all.
 
     Raises:
         PlanError: a goal in multiply-adds for a network they are not known for.
     """
     # Cost rises with the candidates: seen from the end, the costly ones come first.
     curve = Curve(candidates[::-1] if goal.by_cost else candidates, measure)
+    for index in range(len(candidates) if whole else 0):
+        curve.at(index)
     chosen = best(curve) if goal.aim == "best" else first_that_keeps(curve, goal.meets, goal.nearness)
     return Tuned(knob, goal, tuple(curve.points), chosen, chosen or max(curve.points, key=goal.nearness))
 
 
 def tune_threshold(
-    plan: MergePlan, knob: str, goal: Goal, candidates: Sequence[float], evaluate: Evaluate, dataset: Dataset
+    plan: MergePlan,
+    knob: str,
+    goal: Goal,
+    candidates: Sequence[float],
+    evaluate: Evaluate,
+    dataset: Dataset,
+    whole: bool = False,
 ) -> Tuned:
     """Searches `tau`, CLAP's threshold, or `gbm`, GBM's multiplier or threshold; the other one stays as it is.
 
@@ -122,7 +134,7 @@ def tune_threshold(
     """
     if not (plan.clap_layers if knob == "tau" else plan.gbm_layers):
         raise PlanError(f"expected a plan that reads {KNOBS[knob]}, got one without such a merge: export with merging")
-    return search(goal, knob, candidates, lambda value: evaluate(dataset, {KNOBS[knob]: value}))
+    return search(goal, knob, candidates, lambda value: evaluate(dataset, {KNOBS[knob]: value}), whole)
 
 
 def default_candidates(plan: MergePlan, knob: str) -> list[float]:
@@ -134,9 +146,13 @@ def default_candidates(plan: MergePlan, knob: str) -> list[float]:
 
 def tuned_recipe(recipe: Recipe, knob: str, value: float) -> Recipe:
     """The recipe with another threshold."""
-    plan = recipe.merging
-    tuned = replace(plan, clap_threshold=value) if knob == "tau" else replace(plan, gbm_threshold=value)
-    return replace(recipe, merging=tuned)
+    return replace(recipe, merging=with_thresholds(recipe.merging, {KNOBS[knob]: value}))
+
+
+def with_thresholds(plan: MergePlan, thresholds: Mapping[str, float]) -> MergePlan:
+    """The plan with other thresholds, by input name."""
+    given = {CLAP_THRESHOLD: plan.clap_threshold, GBM_THRESHOLD: plan.gbm_threshold, **thresholds}
+    return replace(plan, clap_threshold=given[CLAP_THRESHOLD], gbm_threshold=given[GBM_THRESHOLD])
 
 
 def halves(dataset: Dataset) -> tuple[Dataset, Dataset]:

@@ -5,7 +5,7 @@ Each position is another network graph, so this runs in PyTorch, in process: not
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -25,24 +25,26 @@ from algm_deploy.recipes import MergePlan, Recipe
 from algm_deploy.tuning.ablations import ALGM, Variant, apply_variant
 from algm_deploy.tuning.objective import Goal, Record, Tuned, search
 
+EvaluatePlan = Callable[[MergePlan, Dataset], Record]
+
 
 class PlanEvaluator:
-    """Evaluates merge plans on the weights of one bundle; every evaluation can be resumed.
+    """Evaluates merge plans on the weights of one bundle, in a `variant` of them; every evaluation can be resumed.
 
     Raises:
         BundleError: the bundle gives labels, which cannot be averaged over windows.
     """
 
-    def __init__(self, bundle: Bundle, progress: bool = True) -> None:
+    def __init__(self, bundle: Bundle, variant: Variant = ALGM, progress: bool = True) -> None:
         if bundle.recipe.output != "scores":
             raise BundleError("this bundle gives labels: for averaged windows and mIoU export with --output scores")
-        self._bundle, self._progress = bundle, progress
+        self._bundle, self._variant, self._progress = bundle, variant, progress
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._network: VitNetwork = load_network(bundle).to(self._device)
 
-    def __call__(self, plan: MergePlan, dataset: Dataset, variant: Variant = ALGM) -> Record:
+    def __call__(self, plan: MergePlan, dataset: Dataset, variant: Variant | None = None) -> Record:
         """The record of an evaluation with a plan, thresholds included, instead of the bundle's."""
-        bundle = self._bundle
+        bundle, variant = self._bundle, variant or self._variant
         recipe = replace(bundle.recipe, merging=plan)
         weights = bundle.files["weights.safetensors"].sha256
         result = evaluate(
@@ -71,7 +73,7 @@ class PlanEvaluator:
 
 
 def earliest_gbm(
-    evaluate_plan: PlanEvaluator, plan: MergePlan, depth: int, goal: Goal, dataset: Dataset, fixed: Sequence[int] = ()
+    evaluate_plan: EvaluatePlan, plan: MergePlan, depth: int, goal: Goal, dataset: Dataset, fixed: Sequence[int] = ()
 ) -> Tuned:
     """Looks for the earliest block for one GBM behind those in `fixed` and behind CLAP; others of the plan are dropped.
 

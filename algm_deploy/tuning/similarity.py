@@ -32,7 +32,13 @@ from tqdm import tqdm
 from algm_deploy.bundle import Bundle, write_atomically
 from algm_deploy.errors import BundleError, DatasetError
 from algm_deploy.evaluation.datasets import Dataset
-from algm_deploy.evaluation.preprocessing import canvas_of, preprocessing_fingerprint, read_photo, window_anchors
+from algm_deploy.evaluation.preprocessing import (
+    Pixels,
+    canvas_of,
+    preprocessing_fingerprint,
+    read_photo,
+    window_anchors,
+)
 from algm_deploy.lowering.bundling import load_network
 from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.vit import MergeInputs, Tokens, VisionTransformer
@@ -234,43 +240,42 @@ def patch_classes(labels: NDArray[np.uint8], patch: int, classes: int) -> NDArra
     return np.where(2 * counts.sum(1) >= patch * patch, counts.argmax(1), -1)
 
 
-def _measured(picture: Picture, encoder: VisionTransformer, recipe: Recipe, layers: Sequence[int]) -> dict[int, Groups]:
-    """The statistics of one photo, over all its windows."""
+def windows_of(picture: Picture, recipe: Recipe) -> Iterator[tuple[Pixels, NDArray[np.int64] | None]]:
+    """The protocol's windows of a photo: pixels (3, H, W), and the class of each patch (N,) where there are labels."""
     photo = read_photo(picture.path)
     canvas = canvas_of(photo, recipe.protocol)
-    anchors = window_anchors(canvas.shape[:2], recipe.protocol)
     side = recipe.protocol.window
-    crops = [(slice(top, top + side), slice(left, left + side)) for top, left in anchors]
-    classes = _classes(picture, photo, canvas.shape[:2], crops, recipe)
+    labels = None if picture.labels is None else _resized_labels(picture, photo, canvas.shape[:2])
+    for top, left in window_anchors(canvas.shape[:2], recipe.protocol):
+        crop = slice(top, top + side), slice(left, left + side)
+        pixels = canvas[crop].transpose(2, 0, 1).copy()
+        network = recipe.network
+        known = None if labels is None else patch_classes(labels[crop], network.patch_size, network.classes)
+        yield pixels, known
+
+
+def _measured(picture: Picture, encoder: VisionTransformer, recipe: Recipe, layers: Sequence[int]) -> dict[int, Groups]:
+    """The statistics of one photo, over all its windows."""
+    windows = list(windows_of(picture, recipe))
     found: dict[int, Groups] = {layer: {} for layer in layers}
-    for start in range(0, len(crops), recipe.max_batch):
-        group = range(start, min(start + recipe.max_batch, len(crops)))
-        image = np.ascontiguousarray(np.stack([canvas[crops[index]] for index in group]).transpose(0, 3, 1, 2))
-        pixels = torch.from_numpy(image).to(encoder.pos_embed.device)
-        for layer, tokens in attended_tokens(encoder, pixels, layers):
-            for index, unit in zip(group, F.normalize(tokens.double(), dim=-1), strict=True):
-                _join(found[layer], _groups(unit, classes[index] if classes else None, recipe.network.grid))
+    for start in range(0, len(windows), recipe.max_batch):
+        pixels, classes = zip(*windows[start : start + recipe.max_batch], strict=True)
+        image = torch.from_numpy(np.stack(pixels)).to(encoder.pos_embed.device)
+        for layer, tokens in attended_tokens(encoder, image, layers):
+            for known, unit in zip(classes, F.normalize(tokens.double(), dim=-1), strict=True):
+                _join(found[layer], _groups(unit, known, recipe.network.grid))
     return found
 
 
-def _classes(
-    picture: Picture,
-    photo: NDArray[np.uint8],
-    size: tuple[int, ...],
-    crops: Sequence[tuple[slice, slice]],
-    recipe: Recipe,
-) -> list[NDArray[np.int64]]:
-    """Patch classes of every window; nothing without labels."""
-    if picture.labels is None:
-        return []
-    labels = picture.labels()
+def _resized_labels(picture: Picture, photo: NDArray[np.uint8], size: tuple[int, ...]) -> NDArray[np.uint8]:
+    """A photo's class indices at the size of its canvas."""
+    labels = cast(Callable[[], NDArray[np.uint8]], picture.labels)()
     if labels.shape != photo.shape[:2]:
         raise DatasetError(
             f"{picture.path}: expected labels of the photo's height and width {photo.shape[:2]}, got {labels.shape}: "
             "the files do not belong together"
         )
-    resized = np.asarray(cv2.resize(labels, size[::-1], interpolation=cv2.INTER_NEAREST_EXACT), np.uint8)
-    return [patch_classes(resized[crop], recipe.network.patch_size, recipe.network.classes) for crop in crops]
+    return np.asarray(cv2.resize(labels, size[::-1], interpolation=cv2.INTER_NEAREST_EXACT), np.uint8)
 
 
 def _groups(unit: Tensor, classes: NDArray[np.int64] | None, grid: Size) -> Groups:

@@ -14,11 +14,21 @@ from torch import Tensor
 from algm_deploy.bundle import Bundle
 from algm_deploy.errors import PlanError
 from algm_deploy.lowering.bundling import deployed, load_network
-from algm_deploy.merging import merge_inputs
+from algm_deploy.merging import Gbm, merge_inputs
 from algm_deploy.models.vit import Block, Tokens
 from algm_deploy.ops.clap import window_members, window_similarity
+from algm_deploy.ops.gbm import gbm_similarity
 from algm_deploy.recipes import MergePlan
-from algm_deploy.tuning.ablations import ALGM, ClapVariant, MergeAfterMlp, Variant, apply_variant
+from algm_deploy.tuning.ablations import (
+    ALGM,
+    ClapVariant,
+    GbmVariant,
+    MergeAfterMlp,
+    Variant,
+    apply_variant,
+    check_variant,
+    variant_of,
+)
 
 PLAN = MergePlan(clap_layers=(1,), gbm_layers=(), clap_threshold=0.9)
 MEMBERS = torch.as_tensor(window_members([8, 8], [2, 2]))
@@ -86,7 +96,7 @@ def test_a_drawn_patch_depends_on_the_seed_alone(tiny_bundle: Bundle, image: Ten
 
 @pytest.mark.parametrize(("feature", "part"), [("query", 0), ("key", 1), ("value", 2)])
 def test_features_decide(tiny_bundle: Bundle, image: Tensor, feature: str, part: int) -> None:
-    encoder = encoder_of(tiny_bundle, Variant(feature=feature))
+    encoder = encoder_of(tiny_bundle, Variant(clap_feature=feature))
     before = encoder.embed(image).values
     block = encoder.blocks[0]
     width = before.shape[2]
@@ -109,6 +119,65 @@ def test_merging_behind_the_mlp(tiny_bundle: Bundle, image: Tensor) -> None:
     assert len(stages) == 2
 
 
-def test_a_variant_of_clap_needs_clap(tiny_bundle: Bundle) -> None:
-    with pytest.raises(PlanError, match="expected a plan with CLAP"):
-        encoder_of(tiny_bundle, Variant(feature="key"), replace(PLAN, clap_layers=(), gbm_layers=(2,)))
+@pytest.mark.parametrize(("feature", "part"), [("query", 0), ("key", 1), ("value", 2)])
+def test_features_decide_in_gbm(tiny_bundle: Bundle, image: Tensor, feature: str, part: int) -> None:
+    plan = MergePlan(clap_layers=(), gbm_layers=(1,), gbm_mode="fixed", gbm_threshold=0.97)
+    encoder = encoder_of(tiny_bundle, Variant(gbm_feature=feature), plan)
+    before = encoder.embed(image)
+    block = encoder.blocks[0]
+    width = before.values.shape[2]
+    compared = block.attn.qkv(block.norm1(before.values))[..., part * width : (part + 1) * width]
+    best, _ = gbm_similarity(compared, before.length, 1, "code")
+    _, (found,) = encoder(image, merge_inputs(1.0, 0.97))
+    assert torch.equal(found.length, 65 - (best >= 0.97).sum(1))
+    assert 65 - found.length.max() > 0
+    assert found.length.min() > 33
+
+
+def test_gbm_of_the_tokens_themselves_is_gbm(tiny_bundle: Bundle, image: Tensor) -> None:
+    plan = MergePlan(clap_threshold=0.9, gbm_layers=(2, 3))
+    encoder, varied = encoder_of(tiny_bundle, ALGM, plan), encoder_of(tiny_bundle, ALGM, plan)
+    for layer in plan.gbm_layers:
+        block = varied.blocks[layer - 1]
+        block.merge = GbmVariant(plan, layer, 1, ALGM, block)
+    (_, published), (_, same) = (one(image, merge_inputs(0.9, 1.0)) for one in (encoder, varied))
+    for one, other in zip(published, same, strict=True):
+        assert torch.equal(one.map, other.map)
+        assert torch.equal(one.size, other.size)
+        torch.testing.assert_close(one.values, other.values, rtol=0, atol=0)
+
+
+def test_variants_combine(tiny_bundle: Bundle, image: Tensor) -> None:
+    plan = replace(PLAN, gbm_layers=(3,))
+    variant = variant_of(["clap_feature=value", "gbm_feature=key", "reduction=random", "after_mlp=true", "seed=3"])
+    assert variant == Variant("value", "key", "random", after_mlp=True, seed=3)
+    encoder = encoder_of(tiny_bundle, variant, plan)
+    _, stages = encoder(image, merge_inputs(0.9, 1.0))
+    assert [type(encoder.blocks[layer - 1]) for layer in plan.layers] == [MergeAfterMlp] * 2
+    assert (stages[1].length <= stages[0].length).all()
+    assert torch.equal(stages[1].size.sum(1), torch.full((2,), 65.0))
+
+
+@pytest.mark.parametrize("setting", ["clap_feature=colour", "reduction", "after_mlp=1", "seed=-1", "window=2"])
+def test_unknown_variants_are_named(setting: str) -> None:
+    with pytest.raises(PlanError, match=r"expected a variant of merging among clap_feature=residual, .*got '"):
+        variant_of([setting])
+
+
+@pytest.mark.parametrize(
+    ("setting", "plan", "missing"),
+    [
+        ("clap_feature=key", {"clap_layers": (), "gbm_layers": (2,)}, "CLAP"),
+        ("reduction=first", {"clap_layers": (), "gbm_layers": (2,)}, "CLAP"),
+        ("gbm_feature=key", {"gbm_layers": ()}, "GBM"),
+    ],
+)
+def test_a_variant_needs_what_it_varies(setting: str, plan: dict[str, tuple[int, ...]], missing: str) -> None:
+    with pytest.raises(PlanError, match=f"expected a plan with {missing}"):
+        check_variant(replace(PLAN, **plan), variant_of([setting]))
+
+
+def test_a_plan_without_the_varied_merge_is_left_alone(tiny_bundle: Bundle) -> None:
+    plan = replace(PLAN, clap_layers=(), gbm_layers=(2,))
+    encoder = encoder_of(tiny_bundle, Variant(clap_feature="key"), plan)
+    assert type(encoder.blocks[1].merge) is Gbm

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from algm_deploy.errors import DatasetError, PlanError
 from algm_deploy.evaluation.datasets import Dataset, Sample
 from algm_deploy.recipes import MergePlan, recipe
-from algm_deploy.tuning.findings import find_threshold
+from algm_deploy.tuning.findings import Page, find_threshold
 from algm_deploy.tuning.objective import (
     AIMS,
     Goal,
@@ -154,10 +155,11 @@ def test_a_finding_is_chosen_on_one_part_and_reported_on_the_other() -> None:
     chosen = finding.recipe.merging.clap_threshold
     assert chosen == pytest.approx(0.79)
     assert {tau for split, tau in asked if split == "val-second-half"} == {None, 0.797, chosen}
-    assert any("weakest slice: night (-10.00 points)" in line for line in finding.lines)
-    points, held = finding.tables
+    assert any("weakest slice: night (-10.00 points)" in line for line in finding.page.lines)
+    points, held = finding.page.tables
     assert [row[-1] for row in points.rows].count("chosen") == 1
-    assert points.rows[-1][:4] == ("dense", "74.50", "+0.00", "7.00")  # what a network without merging costs
+    assert points.header[3:6] == ("day", "night", "GMACs per window")
+    assert points.rows[-1][:6] == ("dense", "74.50", "+0.00", "75.00", "70.00", "7.00")  # arithmetic without merging
     assert [row[0] for row in held.rows] == ["all", "day", "night"]
     assert held.rows[2][-1] == "60.00 (-10.00)"
     assert finding.record["held_out"]["dense"]["slices"] == {"day": 75.0, "night": 70.0}
@@ -175,8 +177,8 @@ def test_a_finding_without_an_answer_has_no_recipe() -> None:
         held_out,
     )
     assert finding.recipe is None
-    assert "no clap_threshold qualifies" in finding.lines[0]
-    assert any("nearest" in row for row in finding.tables[0].rows)
+    assert "no clap_threshold qualifies" in finding.page.lines[0]
+    assert any("nearest" in row for row in finding.page.tables[0].rows)
 
 
 def test_a_lone_candidate_that_would_qualify_is_mentioned() -> None:
@@ -187,8 +189,35 @@ def test_a_lone_candidate_that_would_qualify_is_mentioned() -> None:
         return record_of(70 if 0.5 < tau <= 0.8 else 74 if tau > 0.99 else 75 + tau * (tau > 0.8), 7)
 
     finding = find_threshold(DEMO, "tau", Goal("reference", 75), TAUS, evaluate, tuning, held_out)
-    assert "0.5 would qualify alone" in finding.lines[0]
-    assert "0.995 would not qualify, although larger" in finding.lines[0]
+    assert "0.5 would qualify alone" in finding.page.lines[0]
+    assert "0.995 would not qualify, although larger" in finding.page.lines[0]
+
+
+def test_a_whole_curve_is_measured_on_both_parts_and_drawn_by_slice() -> None:
+    tuning, held_out = halves(dataset_of("a1", "a2"))
+    asked: list[tuple[str, float | None]] = []
+
+    def evaluate(dataset: Dataset, thresholds: Mapping[str, float] | None) -> dict[str, Any]:
+        tau = None if thresholds is None else thresholds.get("clap_threshold", 0.8)
+        asked.append((dataset.split, tau))
+        return {**measure(tau or 1.0), **record_of(75, 7, dataset.split, night=0 if tau is None else 20 * (1 - tau))}
+
+    goal = Goal("reference", 70)
+    reference = "other", lambda data: record_of(76, 7, data.split)
+    finding = find_threshold(DEMO, "tau", goal, [0.6, 0.7, 0.9], evaluate, tuning, held_out, reference, whole=True)
+    for split in (tuning.split, held_out.split):
+        assert {tau for where, tau in asked if where == split} >= {None, 0.6, 0.7, 0.9}
+    tuned, held, summary = finding.page.tables
+    assert [row[0] for row in held.rows] == [row[0] for row in tuned.rows] == ["0.6", "0.7", "0.9", "dense"]
+    assert "reference (other)" in summary.header
+    by_slice = finding.page.plots[-1]
+    assert [point[1] for point in by_slice.series["night"]] == pytest.approx([-8, -6, -2])
+    assert [point[1] for point in by_slice.series["day"]] == [0, 0, 0]
+    facts = finding.record["held_out_points"][0]
+    assert facts["miou_percent_by_slice"] == {"day": 75, "night": 67}
+    assert facts["tokens_after_gbm_mean"] == 400
+    assert finding.thresholds == ("clap_threshold", (0.6, 0.9))  # the one that is chosen merges most
+    assert json.dumps(Page.from_record(json.loads(json.dumps(finding.stored())))) == json.dumps(finding.page)
 
 
 def test_unsteady_times_are_told() -> None:
@@ -196,9 +225,9 @@ def test_unsteady_times_are_told() -> None:
 
     def evaluate(_: Dataset, thresholds: Mapping[str, float] | None) -> dict[str, Any]:
         tau = (thresholds or {}).get("clap_threshold", 1.0)
-        return {**measure(tau), "throughput_img_per_s": 100 - 50 * tau, "stable": tau < 0.99}
+        return {**measure(tau), "throughput_img_per_s": 100 - 50 * tau, "speedup": 2, "stable": tau < 0.99}
 
     finding = find_threshold(DEMO, "tau", Goal("throughput", 10), TAUS, evaluate, tuning, held_out)
-    assert finding.lines[-1].startswith("times were not steady at 0.995:")
-    assert finding.tables[0].header[-2] == "img/s"
-    assert [plot.x_label for plot in finding.plots] == ["GMACs per window", "clap_threshold", "img/s"]
+    assert finding.page.lines[-1].startswith("times were not steady at 0.995:")
+    assert finding.page.tables[0].header[-3:-1] == ("img/s", "times as fast")
+    assert [plot.x_label for plot in finding.page.plots] == ["GMACs per window", "clap_threshold", "img/s"]

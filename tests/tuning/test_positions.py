@@ -78,6 +78,7 @@ class Table:
             "split": dataset.split,
             "images": 2,
             "slices": {},
+            "token_histograms": {"token_edges": [0, 64], "windows_by_merge": {merge: [2] for merge in merges}},
             **{f"tokens_after_{merge}_mean": 1.0 for merge in ("clap", *merges)},
         }
 

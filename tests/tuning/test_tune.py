@@ -87,14 +87,69 @@ def test_throughput_is_an_aim_of_verified_bundles(
     assert tune(bundle, output, *flags, data=photos) == 2
     assert "verify" in capsys.readouterr().err
     manifest = Bundle.open(bundle)
-    manifest.update({"parity": {"torch": {"passed": True}}})
+    manifest.update({"parity": {"torch": {"passed": True, "images": 1, "batches": [1], "links": []}}})
     assert tune(bundle, output, *flags, data=photos) == 0
     assert "img/s" in capsys.readouterr().out
     assert read_recipe(output).merging.clap_threshold == 1
     assert "accuracy against throughput" in output.with_suffix(".html").read_text()
+    assert "times as fast" in output.with_suffix(".html").read_text()
     speeds = Bundle.open(bundle).manifest["speed"]
-    assert len(speeds) == 2
-    assert all("torch mixed merged" in key for key in speeds)
+    assert [sum(f"torch mixed {variant}" in key for key in speeds) for variant in ("dense", "merged")] == [2, 2]
+
+
+def test_a_curve_measures_every_candidate_on_both_parts(
+    bundle: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "curve.toml"
+    flags = ("--objective", "reference", "--drop", "100", "--curve", "--slice", "[0-9]", "--limit", "4")
+    assert tune(bundle, output, *flags, "--values", "1.01", "0.8", "0.95", "0.8", data=photos) == 2
+    assert "photos to tune on and others to report on" in capsys.readouterr().err  # a photo a slice has no halves
+    assert tune(bundle, output, *flags[:5], "--values", "1.01", "0.8", "0.95", "0.8", data=photos) == 0
+    told = capsys.readouterr()
+    record = Bundle.open(bundle).manifest["tuning"]["CLAP threshold, aim: reference"]
+    for part in ("points", "held_out_points"):
+        assert [point["value"] for point in record[part]] == [0.8, 0.95, 1.01]
+        tokens = [point["tokens_after_clap_mean"] for point in record[part]]
+        assert tokens == sorted(tokens)
+        assert tokens[-1] == 64
+    assert [told.err.count(f"clap_threshold {value}: mIoU") for value in ("0.8", "0.95", "1.01")] == [2, 2, 2]
+    assert "held out, every measured candidate" in told.out
+    with Image.open(output.with_suffix(".png")) as picture:
+        assert picture.width > 4 * 500  # a photo and three thresholds side by side
+    page = output.with_suffix(".html").read_text()
+    assert page.count("<img") == 2 * 4
+    assert "img-src data:" in page
+
+
+def test_a_bundle_as_reference_is_reported_held_out_too(
+    bundle: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = shutil.copytree(bundle, tmp_path / "other")
+    flags = ("--objective", "reference", "--reference", str(other), "--drop", "100", "--values", "0.8", "1")
+    assert tune(bundle, tmp_path / "star.toml", *flags, data=photos) == 0
+    assert "reference (dense other)" in capsys.readouterr().out
+
+
+def test_variants_are_tuned_in_pytorch_and_nowhere_else(
+    bundle: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "variant.toml"
+    flags = ("--objective", "reference", "--drop", "100", "--values", "0.8", "1", "--variant", "clap_feature=value")
+    assert tune(bundle, output, *flags, "--runtime", "onnxruntime-cpu", "--data", str(photos)) == 2
+    assert "expected --runtime torch" in capsys.readouterr().err
+    assert tune(bundle, output, *flags, data=photos) == 0
+    assert not output.exists()  # no recipe can say what was measured
+    assert "CLAP threshold, aim: reference, clap_feature=value" in Bundle.open(bundle).manifest["tuning"]
+    assert tune(bundle, output, "--rule", "--variant", "after_mlp=true", data=photos) == 2
+
+
+def test_attention(bundle: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "attention.toml"
+    assert tune(bundle, output, "--attention", "--tau", "0.9", data=photos) == 0
+    assert "attention % merged" in capsys.readouterr().out
+    assert not output.exists()
+    assert output.with_suffix(".html").read_text().count('<svg class="plot"') == 1
+    assert Bundle.open(bundle).manifest["tuning"]["Attention by class"]["windows"] == 4
 
 
 def test_without_an_answer_the_exit_code_is_1_and_no_recipe_appears(

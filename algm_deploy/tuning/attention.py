@@ -1,0 +1,164 @@
+"""How much attention each class receives, without and with merging: why the paper (CVPR 2024) says merging can help.
+
+A large class has many tokens, and softmax shares attention out among tokens: what is large drowns what is small.
+Merging leaves a large, uniform class fewer tokens. Measured here is where the attention of an encoder block goes: the
+probabilities of all heads, averaged over the patches that ask, summed over the tokens of a class. A token that stands
+for patches of several classes counts for each by its share of patches; the cls token and unlabelled patches are left
+out, and what remains is made to sum to one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from algm_deploy.bundle import Bundle
+from algm_deploy.errors import PlanError
+from algm_deploy.evaluation.datasets import Dataset
+from algm_deploy.lowering.bundling import deployed, load_network
+from algm_deploy.merging import merge_inputs
+from algm_deploy.models.vit import Block, Tokens, VisionTransformer
+from algm_deploy.recipes import DENSE, MergePlan, Recipe
+from algm_deploy.tuning.similarity import Picture, pictures_of, windows_of
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class AttentionMass:
+    """Shares of classes (K,), and shares of attention by class without and with merging, (blocks, K), over windows.
+
+    `patches` and `tokens`: of the patches, and of the tokens behind the last merge. `classes_dense` and
+    `classes_merged` (blocks,): mean over windows of the number of classes that attention is spread over, as the
+    exponential of its entropy. Each window counts the same.
+    """
+
+    class_names: tuple[str, ...]
+    windows: int
+    patches: Array
+    tokens: Array
+    dense: Array
+    merged: Array
+    classes_dense: Array
+    classes_merged: Array
+
+    def record(self) -> dict[str, Any]:
+        """JSON-able record; shares in percent, blocks from the first on."""
+        percent = {
+            "patches_percent": self.patches,
+            "tokens_percent": self.tokens,
+            "attention_dense_percent_by_block": self.dense,
+            "attention_merged_percent_by_block": self.merged,
+        }
+        return {
+            "class_names": list(self.class_names),
+            "windows": self.windows,
+            **{name: (100 * shares).tolist() for name, shares in percent.items()},
+            "classes_attended_dense_by_block": self.classes_dense.tolist(),
+            "classes_attended_merged_by_block": self.classes_merged.tolist(),
+        }
+
+
+def measure_attention(bundle: Bundle, plan: MergePlan, dataset: Dataset, progress: bool = True) -> AttentionMass:
+    """Measures a bundle's network with a merge plan and without, in fp32, on every labelled window of the protocol.
+
+    Raises:
+        PlanError: the plan merges nothing.
+        DatasetError: labels of another size than their photo.
+        ImageError: a photo cannot be read.
+    """
+    if not plan.layers:
+        raise PlanError("expected a plan that merges, got one without: there is nothing to compare with dense")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    network = load_network(bundle, torch.float32).to(device)
+    recipes = [replace(bundle.recipe, merging=one) for one in (DENSE, plan)]
+    probes = [_Probe(deployed(network, recipe).model.encoder, recipe.merging) for recipe in recipes]
+    found = []
+    for picture in tqdm(pictures_of(dataset), "attention", unit="image", disable=None if progress else True):
+        found += _of_picture(picture, probes, bundle.recipe, device)
+    if not found:
+        raise PlanError(f"{dataset.name} {dataset.split}: expected labelled pixels, got none")
+    parts = [np.mean(part, axis=0) for part in zip(*found, strict=True)]
+    return AttentionMass(dataset.class_names, len(found), *parts)
+
+
+class _Probe:
+    """An encoder that tells, block by block, where attention goes."""
+
+    def __init__(self, encoder: VisionTransformer, plan: MergePlan) -> None:
+        self.encoder = encoder.eval()
+        self.inputs = merge_inputs(plan.clap_threshold, plan.gbm_threshold, device=encoder.pos_embed.device)
+        self._qkv = torch.empty(0)
+        self._blocks = [cast(Block, block) for block in encoder.blocks]
+        for block in self._blocks:
+            block.attn.qkv.register_forward_hook(self._keep)
+
+    def _keep(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        self._qkv = output
+
+    @torch.inference_mode()
+    def __call__(self, image: Tensor, classes: Tensor) -> tuple[Array, Array]:
+        """Attention (blocks, K) by class of one window (1, 3, H, W), and shares (K,) of tokens behind the last block.
+
+        `classes` (N, K) fp64: 1 for the class of every patch, nothing for unlabelled ones.
+        """
+        tokens, rows = self.encoder.embed(image), []
+        for block in self._blocks:
+            before = tokens
+            tokens = block(tokens, self.inputs)
+            rows.append(class_mass(self._qkv, before, classes, block, self.encoder.prefix))
+        return torch.stack(rows).cpu().numpy(), _shares(token_classes(tokens, classes)).cpu().numpy()
+
+
+def token_classes(tokens: Tokens, classes: Tensor) -> Tensor:
+    """The share (S, K) of each class among the patches of every token of a single image; zero for cls."""
+    rows = tokens.values.shape[1]
+    held = classes.new_zeros(rows, classes.shape[1]).index_add_(0, tokens.map[0], classes)
+    return held / tokens.size[0, :, None].double().clamp(min=1)
+
+
+def class_mass(qkv: Tensor, tokens: Tokens, classes: Tensor, block: Block, prefix: int) -> Tensor:
+    """Shares (K,) of a single image's attention in a block by class, from its queries, keys and values (1, S, 3D).
+
+    Every patch asks once: a token does so as often as it stands for patches.
+    """
+    query, key, _ = qkv[0].reshape(len(qkv[0]), 3, block.attn.heads, -1).permute(1, 2, 0, 3)
+    scores = query @ key.mT * block.attn.scale
+    if block.proportional:
+        scores = scores + tokens.size[0].log()
+    given = scores.softmax(-1).mean(0).double()
+    asks = tokens.size[0].double().clone()
+    asks[:prefix] = 0
+    return _shares(asks @ given @ token_classes(tokens, classes))
+
+
+def _shares(mass: Tensor) -> Tensor:
+    total = mass.reshape(-1, mass.shape[-1]).sum(0)
+    return total / total.sum()
+
+
+def _of_picture(picture: Picture, probes: Sequence[_Probe], recipe: Recipe, device: torch.device) -> list[Any]:
+    """The parts of an `AttentionMass` of each labelled window of a photo."""
+    found = []
+    for pixels, indices in windows_of(picture, recipe):
+        if indices is None or not (indices >= 0).any():
+            continue
+        known = torch.from_numpy(indices).to(device)
+        classes = (known[:, None] == torch.arange(recipe.network.classes, device=device)).double()
+        image = torch.from_numpy(pixels)[None].to(device)
+        (dense, _), (merged, tokens) = (probe(image, classes) for probe in probes)
+        found.append((_shares(classes).cpu().numpy(), tokens, dense, merged, _spread(dense), _spread(merged)))
+    return found
+
+
+def _spread(shares: Array) -> Array:
+    """Number of equally frequent classes (...) that would be as mixed as `shares` (..., K)."""
+    logs = np.log(shares, where=shares > 0, out=np.zeros_like(shares))
+    return np.asarray(np.exp(-(shares * logs).sum(-1)))
