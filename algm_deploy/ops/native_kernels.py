@@ -1,7 +1,7 @@
 """The operators on a CUDA device by the project's own kernels, called through their C interface.
 
-`use_kernels` makes `torch.ops.algm.clap`, `gbm` and `label_map` call the kernel library for tensors on a CUDA device, in
-the whole process. Without it, or without a built library, they run their bodies in PyTorch's operators.
+`use_kernels` makes `torch.ops.algm.clap`, `gbm` and `label_map` call the kernel library for tensors on a CUDA device,
+in the whole process. Without it, or without a built library, they run their bodies in PyTorch's operators.
 
 A merge is two calls: `decide` finds who merges and leaves a plan in a workspace, `apply` moves the rows by it. Nothing
 here waits for the device but the operators themselves, which must know how many rows their result has.
@@ -112,15 +112,14 @@ class Kernels:
                 f"expected the kernel {name} to run, it says {said!r}: is its GPU one it was built for?"
             )
 
-    def workspace_bytes(self, merge: Merge) -> int:
-        """Bytes of workspace; those of the largest shape serve all smaller ones."""
+    def _workspace_bytes(self, merge: Merge) -> int:
         return int(self._function(f"{merge.kind}_workspace")(ctypes.byref(merge.params)))
 
-    def decision(self, merge: Merge, patches: int, device: torch.device) -> Decision:
-        """Uninitialised tensors for a decision."""
-        map = torch.empty(merge.params.batch, patches, dtype=torch.int64, device=device)
-        length, rows = (torch.empty(n, dtype=torch.int64, device=device) for n in (merge.params.batch, 1))
-        workspace = torch.empty(self.workspace_bytes(merge), dtype=torch.uint8, device=device)
+    def decision(self, merge: Merge, tokens: Tensor, patches: int) -> Decision:
+        """Uninitialised tensors beside `tokens` for a decision on them, or on fewer rows."""
+        map = torch.empty(len(tokens), patches, dtype=torch.int64, device=tokens.device)
+        length, rows = (torch.empty(n, dtype=torch.int64, device=tokens.device) for n in (len(tokens), 1))
+        workspace = torch.empty(self._workspace_bytes(merge), dtype=torch.uint8, device=tokens.device)
         return Decision(map, length, rows, workspace)
 
     def decide_clap(self, merge: Merge, tokens: Tensor, threshold: Tensor, out: Decision) -> None:
@@ -135,10 +134,10 @@ class Kernels:
         self._call("gbm_decide", merge.params, *inputs, out.map, out.length, out.rows, None, out.workspace)
 
     def apply(self, merge: Merge, decision: Decision, tokens: Tensor, size: Tensor, out: tuple[Tensor, Tensor]) -> None:
-        """Moves tokens (B, S, D) and size (B, S) to `out`: at least as many rows as were decided, those behind them 0."""
+        """Moves tokens (B, S, D) and size (B, S) to `out`, which has room for as many rows or more; the rest gets 0."""
         merged, merged_size = out
-        rows = merged.shape[1]
-        self._call(f"{merge.kind}_apply", merge.params, tokens, size, decision.workspace, rows, merged, merged_size)
+        name, rows = f"{merge.kind}_apply", merged.shape[1]
+        self._call(name, merge.params, tokens, size, decision.workspace, rows, merged, merged_size)
 
     def merged(self, merge: Merge, decision: Decision, tokens: Tensor, size: Tensor) -> tuple[Tensor, ...]:
         """An operator's results; waits for the device to learn their number of rows."""
@@ -180,7 +179,7 @@ def use_kernels() -> Kernels | None:
         tokens, size = tokens.contiguous(), size.contiguous()
         with torch.cuda.device(tokens.device):
             merge = clap_merge(tokens, grid, window, prefix, semantics, batch, order)
-            decision = kernels.decision(merge, grid[0] * grid[1], tokens.device)
+            decision = kernels.decision(merge, tokens, grid[0] * grid[1])
             kernels.decide_clap(merge, tokens, threshold.contiguous(), decision)
             return kernels.merged(merge, decision, tokens, size)
 
@@ -200,7 +199,7 @@ def use_kernels() -> Kernels | None:
         tokens, size, map, length = (x.contiguous() for x in (tokens, size, map, length))
         with torch.cuda.device(tokens.device):
             merge = gbm_merge(tokens, map.shape[1], prefix, mode, divisor, semantics, batch)
-            decision = kernels.decision(merge, map.shape[1], tokens.device)
+            decision = kernels.decision(merge, tokens, map.shape[1])
             kernels.decide_gbm(merge, tokens, map, length, threshold.contiguous(), decision)
             return kernels.merged(merge, decision, tokens, size)
 

@@ -1,8 +1,12 @@
-"""The torch runtime: the bundle's weights in PyTorch's eager mode, on a CUDA device where there is one."""
+"""The torch runtime: the bundle's weights in PyTorch, on a CUDA device where there is one.
+
+On a CUDA device a Segmenter runs on packed rows, in CUDA graphs (`runners/torch_packed.py`); other networks run as they
+are, and so does everything on a CPU. Merges and label maps are the project's own kernels where these are built.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -10,15 +14,22 @@ from algm_deploy.bundle import Bundle
 from algm_deploy.errors import RuntimeUnavailableError
 from algm_deploy.lowering.bundling import deployed, load_network
 from algm_deploy.models.deployed import Deployed
+from algm_deploy.models.scores import labels_of, upsample_scores
 from algm_deploy.models.vit import MergeInputs
+from algm_deploy.native import REBUILD
+from algm_deploy.ops.native_kernels import LIBRARY, use_kernels
 from algm_deploy.runners.contract import Array, Runner
+from algm_deploy.runners.torch_packed import Merged, PackedSegmenter, supports
 from algm_deploy.signature import CLAP_THRESHOLD, GBM_THRESHOLD
 
 _THRESHOLDS = (CLAP_THRESHOLD, GBM_THRESHOLD)
 
 
 class TorchRunner(Runner):
-    """Runs on the first CUDA device, or on the CPU; in the bundle's precision, or in `dtype`."""
+    """Runs on the first CUDA device, or on the CPU, in the bundle's precision.
+
+    Given a `dtype` it is a reference for other runs: in that precision, and the modules as they are.
+    """
 
     runtime = "torch"
 
@@ -27,15 +38,32 @@ class TorchRunner(Runner):
         self._dtype = dtype
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._model: Deployed | None = None
+        self._packed: PackedSegmenter | None = None
+
+    @property
+    def execution(self) -> dict[str, str]:
+        """Packed rows or plain modules, graphs that were replayed or not, and whose merges and label map."""
+        if self.device.type == "cpu":
+            return {"rows": "plain modules"}
+        told = {"rows": "packed" if self._packed else "plain modules"}
+        if self._packed is not None and self._packed.graphs is not None:
+            told["cuda_graphs"] = str(len(self._packed.graphs))
+        kernels = "the kernel library" if use_kernels() else f"PyTorch's operators (faster: {REBUILD} {LIBRARY})"
+        return told | {"merges and label map": kernels}
 
     def _open(self) -> None:
         self._model = self._network().to(self.device)
+        if self.device.type == "cuda":
+            use_kernels()
+            if self._dtype is None and supports(self._model):
+                self._packed = PackedSegmenter(self._model, getattr(torch, self.signature.image.dtype))
 
     def _network(self) -> Deployed:
         return deployed(load_network(self.bundle, self._dtype), self.bundle.recipe)
 
     def _infer(self, feeds: dict[str, Array], outputs: Sequence[str]) -> dict[str, Array]:
-        given = {name: torch.tensor(value, device=self.device) for name, value in feeds.items()}
+        given: dict[str, torch.Tensor | float] = {n: float(feeds[n]) for n in feeds if n != "image"}
+        given["image"] = torch.tensor(feeds["image"], device=None if self._packed else self.device)
         return {name: tensor.cpu().numpy() for name, tensor in self.infer_device(given, outputs).items()}
 
     @torch.inference_mode()
@@ -50,12 +78,32 @@ class TorchRunner(Runner):
         """
         if self._model is None:
             raise RuntimeUnavailableError(f"the {self.runtime} runner is closed: use it inside a `with` block")
-        given = {name: feeds.get(name, self.signature.defaults.get(name, 0.0)) for name in _THRESHOLDS}
-        clap, gbm = (torch.as_tensor(given[n], dtype=torch.float32, device=self.device) for n in _THRESHOLDS)
-        tail, counts, maps = self._model(feeds["image"], MergeInputs(clap, gbm))
-        named_maps = maps[: len(self.signature.merges)]  # a network that drops tokens has maps that nobody names
-        named = dict(zip((t.name for t in self.signature.outputs), (tail, counts, *named_maps), strict=True))
-        return {name: named[name] for name in outputs or list(named)[:2]}
+        clap, gbm = (feeds.get(name, self.signature.defaults.get(name, 0.0)) for name in _THRESHOLDS)
+        image = feeds["image"]
+        assert isinstance(image, torch.Tensor)
+        names = [t.name for t in self.signature.outputs]
+        wanted = list(outputs or names[:2])
+        if self._packed is not None:
+            with self._packed.run(image, clap, gbm) as merged:
+                made = self._makers(merged)
+                return {name: made[names.index(name)]() for name in wanted}
+        clap, gbm = (torch.as_tensor(value, dtype=torch.float32, device=self.device) for value in (clap, gbm))
+        tail, counts, maps = self._model(image, MergeInputs(clap, gbm))
+        # A network that drops tokens has maps that nobody names.
+        found = tail, counts, *maps
+        return {name: found[names.index(name)] for name in wanted}
+
+    def _makers(self, merged: Merged) -> list[Callable[[], torch.Tensor]]:
+        """What computes each output of the signature; a network that drops tokens has maps that nobody names."""
+        assert self._model is not None
+        network, scores = self._model.network, merged.scores
+        tail = labels_of if self._model.output == "labels" else upsample_scores
+        empty = scores.map.new_zeros(len(scores.map), 0)
+
+        def counts() -> torch.Tensor:
+            return torch.stack(merged.lengths, 1) - scores.prefix if merged.lengths else empty
+
+        return [lambda: tail(scores, network.grid, network.image_size), counts, *(m.clone for m in merged.maps)]
 
     def _close(self) -> None:
-        self._model = None
+        self._model = self._packed = None

@@ -1,0 +1,75 @@
+"""CUDA graphs of work that is done again and again on the same memory."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+Key = tuple[int, ...]
+Result = TypeVar("Result")
+
+_CAPTURING = threading.Lock()  # one capture at a time in a process
+
+
+class Graphs:
+    """Captured work by key: done as it comes the first time, and captured; replayed from then on.
+
+    Work reads and writes memory that stays where it is, and hands nothing else on. Its intermediate results lie in one
+    pool that all graphs share, so that memory grows with the largest graph and not with their number.
+
+    Args:
+        device: a CUDA device.
+        limit: graphs kept; beyond it the one that was not needed for longest is dropped.
+    """
+
+    def __init__(self, device: torch.device, limit: int) -> None:
+        self._device, self._limit = device, limit
+        self._graphs: OrderedDict[Key, tuple[torch.cuda.CUDAGraph, Any]] = OrderedDict()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
+        self.captures = 0
+        # A pool cannot be used again once its last graph is gone: this one stays.
+        self._anchor = self._captured(lambda: torch.zeros(1, device=device))
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def run(self, key: Key, work: Callable[[], Result]) -> Result:
+        """Does `work` on the current stream; the host does not wait for it, but where a graph is dropped.
+
+        Returns:
+            What `work` returned the first time: memory that stays where it is.
+        """
+        if key not in self._graphs:
+            result = work()  # kernels are compiled and libraries initialised here, which a capture could not
+            while len(self._graphs) >= self._limit:
+                torch.cuda.synchronize(self._device)  # it may still run
+                self._graphs.popitem(last=False)
+            self._graphs[key] = self._captured(work), result
+            self.captures += 1
+            return result
+        self._graphs.move_to_end(key)
+        graph, result = self._graphs[key]
+        graph.replay()  # type: ignore[no-untyped-call]
+        return result
+
+    def drop(self, belongs: Callable[[Key], bool]) -> None:
+        """Forgets the graphs with these keys, before the memory they use goes."""
+        torch.cuda.synchronize(self._device)
+        for key in [key for key in self._graphs if belongs(key)]:
+            del self._graphs[key]
+
+    def _captured(self, work: Callable[[], object]) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with _CAPTURING, torch.cuda.stream(self._stream):
+            # thread_local: other threads may allocate memory meanwhile.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                work()
+            finally:
+                graph.capture_end()
+        return graph
