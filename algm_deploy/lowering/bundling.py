@@ -44,7 +44,7 @@ def write_bundle(
     if recipe.precision == "bf16":
         raise ExportError("portable ONNX has no bf16 that runtimes agree on: export fp32 or fp16")
     weights = state_dict_for(recipe.network, checkpoint)
-    source = {checkpoint.path.name: sha256_of(checkpoint.path)}
+    source = {file.name: sha256_of(file) for file in checkpoint.files}
     model = network_module(recipe.network, weights.state_dict, DTYPES[recipe.precision])
     with BundleWriter(target, recipe) as writer:
         write_network(writer, model, deployed(model, recipe), source)

@@ -3,7 +3,8 @@
 The published Segmenter code (rstrudel/segmenter, tue-mps/algm-segmenter) writes `checkpoint.pth`, a dict whose entry
 `model` is the state dict, and `variant.yml` beside it. Merging adds no parameters, so both projects share one format.
 mmsegmentation and its descendants (SETR, SegViT) write any name, the state dict as entry `state_dict` and no facts of
-the network that could be read without executing something: a recipe has to give them.
+the network that could be read without executing something: a recipe has to give them. Others write the state dict
+alone (EoMT), or backbone and head into files of their own (DINOv2), which are read from one folder.
 """
 
 from __future__ import annotations
@@ -43,10 +44,11 @@ VARIANT_FILE = "variant.yml"
 _VARIANT_BYTES = 1 << 16
 _VARIANT_NODES = 10_000
 _ENTRIES = ("model", "state_dict")
+_SUFFIXES = (".pth", ".pt", ".bin")
 # The one entry of a published state dict that is no floating-point tensor; nothing reads it at inference.
 _COUNTER = ".num_batches_tracked"
-# The encoder's ImageNet classifier: present in every official file, never part of the segmenter.
-_UNUSED_PREFIX = "encoder.head."
+# The encoder's ImageNet classifiers: present in every official file, never part of the segmenter.
+_UNUSED_PREFIXES = ("encoder.head.", "encoder.head_dist.")
 
 
 @dataclass(frozen=True)
@@ -54,13 +56,14 @@ class Checkpoint:
     """An official file as it lies on disk: raw tensors by official name, and the facts of `variant.yml` (or None).
 
     `unread` names the entries of the file that were left alone, such as the optimizer's. The tensors may be mapped from
-    the file: `state_dict_for` returns copies.
+    the file: `state_dict_for` returns copies. `files` are those it was read from, `path` their folder if several.
     """
 
     path: Path
     state_dict: dict[str, Tensor]
     variant: Mapping[str, Any] | None
     unread: tuple[str, ...]
+    files: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -78,25 +81,56 @@ class Weights:
 def read_checkpoint(path: str | Path) -> Checkpoint:
     """Reads `checkpoint.pth` (or the folder that holds it) and, where present, the `variant.yml` beside it.
 
+    A folder without `checkpoint.pth` stands for one network in several files, such as a backbone and its head.
     Raises CheckpointError for whatever is not such a file; code inside a file is never run.
     """
     path = Path(path)
-    path = path / CHECKPOINT_FILE if path.is_dir() else path
-    if not path.is_file():
-        raise CheckpointError(f"expected a checkpoint at {path}, found no file: name {CHECKPOINT_FILE} or its folder")
+    files = _files(path)
+    if len(files) == 1:
+        (path,) = files
+    state_dict: dict[str, Tensor] = {}
+    unread: list[str] = []
+    for file in files:
+        found, others = _state_dict(file)
+        twice = set(state_dict) & set(found)
+        if twice:
+            raise CheckpointError(
+                f"{path}: expected the parts of one network, {_names(sorted(twice))} came again in {file.name}: name "
+                "one file, or keep the others out of the folder"
+            )
+        state_dict |= found
+        unread += others
+    variant = path.with_name(VARIANT_FILE)
+    facts = read_variant(variant) if len(files) == 1 and variant.is_file() else None
+    return Checkpoint(path, state_dict, facts, tuple(unread), files)
+
+
+def _files(path: Path) -> tuple[Path, ...]:
+    """The file, or those of a folder: `checkpoint.pth` alone if there, else all that can be checkpoints."""
+    file = path / CHECKPOINT_FILE if path.is_dir() else path
+    if file.is_file():
+        return (file,)
+    parts = [part for part in path.iterdir() if part.suffix in _SUFFIXES] if path.is_dir() else []
+    if not parts:
+        raise CheckpointError(f"expected a checkpoint at {file}, found no file: name {CHECKPOINT_FILE} or its folder")
+    return tuple(sorted(parts))
+
+
+def _state_dict(path: Path) -> tuple[dict[str, Tensor], list[str]]:
+    """The state dict of one file, and the names of its other entries."""
     content = _load(path)
     entry = next((e for e in _ENTRIES if isinstance(content, dict) and isinstance(content.get(e), dict)), None)
-    if not isinstance(content, dict) or entry is None:
+    is_bare = isinstance(content, dict) and bool(content) and all(isinstance(v, Tensor) for v in content.values())
+    if not isinstance(content, dict) or (entry is None and not is_bare):
         came = f"entries {_names(content)}" if isinstance(content, dict) else type(content).__name__
         raise CheckpointError(
-            f"{path}: expected a dict with a state dict under {' or '.join(map(repr, _ENTRIES))} as published code "
+            f"{path}: expected a dict of tensors, alone or under {' or '.join(map(repr, _ENTRIES))} as published code "
             f"writes it, got {came}"
         )
-    state_dict = content.pop(entry)
+    state_dict, others = (content, {}) if entry is None else (content.pop(entry), content)
     for key, value in state_dict.items():
         _check_tensor(path, key, value)
-    variant = path.with_name(VARIANT_FILE)
-    return Checkpoint(path, state_dict, read_variant(variant) if variant.is_file() else None, tuple(map(str, content)))
+    return dict(state_dict), list(map(str, others))
 
 
 def read_variant(path: Path) -> dict[str, Any]:
@@ -198,7 +232,6 @@ def _check_tensor(path: Path, key: object, value: object) -> None:
 def network_from_variant(checkpoint: Checkpoint) -> Network:
     """The network that `variant.yml` describes, cross-checked with the shapes of the tensors."""
     facts = _Facts(checkpoint)
-    _refuse_distilled(checkpoint, facts.get("net_kwargs.distilled", False))
     decoder = facts.one_of("net_kwargs.decoder.name", values=("mask_transformer", "linear"))
     try:
         network = Network(
@@ -212,6 +245,7 @@ def network_from_variant(checkpoint: Checkpoint) -> Network:
             decoder=cast(Decoder, decoder),
             decoder_depth=facts.whole("net_kwargs.decoder.n_layers") if decoder == "mask_transformer" else 0,
             normalization=cast(Normalization, facts.one_of("net_kwargs.normalization", values=("vit", "deit"))),
+            extra_tokens=int(bool(facts.get("net_kwargs.distilled", False))),
         )
     except RecipeError as error:
         raise CheckpointError(f"{facts.path}: {error}") from error
@@ -334,12 +368,7 @@ def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1 << 31
 
 
-def _refuse_distilled(checkpoint: Checkpoint, distilled: object) -> None:
-    if distilled or "encoder.dist_token" in checkpoint.state_dict:
-        raise CheckpointError(
-            f"{checkpoint.path}: expected one non-patch token, got a distilled DeiT with two, which the published "
-            "token merging cannot run: use a checkpoint whose variant.yml says `distilled: false`"
-        )
+_DISTILLED = "encoder.dist_token"
 
 
 def _cross_check(checkpoint: Checkpoint, network: Network) -> None:
@@ -353,6 +382,7 @@ def _cross_check(checkpoint: Checkpoint, network: Network) -> None:
         "net_kwargs.n_layers": (network.depth, _blocks(found, "encoder.blocks.")),
         "net_kwargs.decoder.n_layers": (network.decoder_depth, _blocks(found, "decoder.blocks.")),
         "net_kwargs.n_cls": (network.classes, *classes),
+        "net_kwargs.distilled": (bool(network.extra_tokens), _DISTILLED in found),
     }
     for key, (claimed, *measured) in checks.items():
         if any(claimed != came for came in measured):
@@ -374,7 +404,8 @@ def expected_shapes(network: Network) -> dict[str, tuple[int, ...]]:
     dim, patch, classes = network.embed_dim, network.patch_size, network.classes
     shapes = {
         "encoder.cls_token": (1, 1, dim),
-        "encoder.pos_embed": (1, 1 + math.prod(network.grid), dim),
+        **({_DISTILLED: (1, 1, dim)} if network.extra_tokens else {}),
+        "encoder.pos_embed": (1, network.prefix + math.prod(network.grid), dim),
         "encoder.patch_embed.proj.weight": (dim, 3, patch, patch),
         "encoder.patch_embed.proj.bias": (dim,),
         **_block_shapes("encoder.blocks", network.depth, dim),
@@ -417,10 +448,9 @@ def state_dict_for(network: Network, checkpoint: Checkpoint) -> Weights:
     """
     if network.family in NAMINGS:
         return _translated(network, checkpoint)
-    _refuse_distilled(checkpoint, False)
     expected = expected_shapes(network)
     found = checkpoint.state_dict
-    unused = tuple(sorted(key for key in found if key.startswith(_UNUSED_PREFIX)))
+    unused = tuple(sorted(key for key in found if key.startswith(_UNUSED_PREFIXES)))
     _check_keys(checkpoint, expected, set(found) - set(unused))
     _check_shapes(checkpoint, expected, "encoder.pos_embed")
     state_dict = {key: found[key].to(torch.float32, copy=True) for key in expected}
@@ -428,27 +458,47 @@ def state_dict_for(network: Network, checkpoint: Checkpoint) -> Weights:
     old = _stored_grid(checkpoint, network)
     if old != network.grid:
         embedding = state_dict["encoder.pos_embed"]
-        state_dict["encoder.pos_embed"] = resize_position_embedding(embedding, old, network.grid)
+        state_dict["encoder.pos_embed"] = resize_position_embedding(embedding, old, network.grid, network.prefix)
+    if network.extra_tokens:
+        tokens = [state_dict["encoder.cls_token"], state_dict.pop(_DISTILLED)]
+        state_dict["encoder.cls_token"] = torch.cat(tokens, 1)
     return Weights(state_dict, unused, None if old == network.grid else old)
 
 
 def _translated(network: Network, checkpoint: Checkpoint) -> Weights:
-    """Weights under another project's names; such networks take no pictures of another size than in training."""
+    """Weights under another project's names; most such networks take pictures of no other size than in training."""
     naming = _naming(network, checkpoint)
     shapes, found = parameter_shapes(network), checkpoint.state_dict
+    reason = naming.refusal(found)
+    if reason:
+        raise CheckpointError(f"{checkpoint.path}: {reason}")
     expected = naming.expected(shapes)
     unused = tuple(sorted(key for key in set(found) - set(expected) if naming.is_unused(key)))
     _check_keys(checkpoint, expected, set(found) - set(unused))
     rows, came = expected[naming.positions][1], _shape(found, naming.positions)[1:2]
-    if came != (rows,):
+    old = _square_grid(checkpoint, naming) if naming.resized else network.grid
+    if came != (rows,) and not naming.resized:
         raise CheckpointError(
             f"{checkpoint.path}: expected position embeddings of {rows} tokens, got {came}: this network takes no "
             "other size than it was trained for, so set network.image_size to that"
         )
-    _check_shapes(checkpoint, expected)
-    state_dict = naming.translated(found, shapes)
+    _check_shapes(checkpoint, expected, naming.positions if naming.resized else "")
+    resized = old != network.grid
+    state_dict = naming.translated(found, shapes, network.grid if resized else None)
     _check_finite(checkpoint, state_dict)
-    return Weights(state_dict, unused, None)
+    return Weights(state_dict, unused, old if resized else None)
+
+
+def _square_grid(checkpoint: Checkpoint, naming: Naming) -> Size:
+    """The grid of a position embedding that its project resizes, which it does from a square."""
+    (rows,) = _shape(checkpoint.state_dict, naming.positions)[1:2] or (0,)
+    side = math.isqrt(max(rows - naming.positioned, 0))
+    if side * side != rows - naming.positioned or not side:
+        raise CheckpointError(
+            f"{checkpoint.path}: expected position embeddings of a square grid behind {naming.positioned} of other "
+            f"tokens in {naming.positions}, got {rows} rows: choose the recipe that fits the checkpoint"
+        )
+    return side, side
 
 
 def _naming(network: Network, checkpoint: Checkpoint) -> Naming:
@@ -497,7 +547,7 @@ def _check_shapes(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]
 
 def _stored_grid(checkpoint: Checkpoint, network: Network) -> Size:
     """Grid of the stored position embedding: the training size of `variant.yml`, else the network's, else a square."""
-    patches = _shape(checkpoint.state_dict, "encoder.pos_embed")[1] - 1
+    patches = _shape(checkpoint.state_dict, "encoder.pos_embed")[1] - network.prefix
     side = math.isqrt(max(patches, 0))
     candidates = [network.grid, (side, side)]
     if checkpoint.variant is not None and _Facts(checkpoint).get("net_kwargs.image_size") is not None:
@@ -512,12 +562,12 @@ def _stored_grid(checkpoint: Checkpoint, network: Network) -> Size:
     )
 
 
-def resize_position_embedding(embedding: Tensor, old: Size, new: Size) -> Tensor:
-    """(1, 1 + old rows * columns, D) -> (1, 1 + new rows * columns, D): the cls row kept, the grid part resized.
+def resize_position_embedding(embedding: Tensor, old: Size, new: Size, count: int = 1) -> Tensor:
+    """(1, count + old rows * columns, D) -> (1, count + new ..., D): `count` leading rows kept, the grid part resized.
 
     Bilinear with align_corners=False, as the published code does at run time (segm/model/utils.py).
     """
-    prefix, patches = embedding[:, :1], embedding[:, 1:]
+    prefix, patches = embedding[:, :count], embedding[:, count:]
     grid = patches.transpose(1, 2).reshape(1, -1, *old)
     resized = torch.nn.functional.interpolate(grid, size=new, mode="bilinear", align_corners=False)
     return torch.cat([prefix, resized.flatten(2).transpose(1, 2)], dim=1)

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from algm_deploy.models.scores import labels_of, upsample_scores
-from algm_deploy.models.vit import MergeInputs, PatchEmbedding, VitNetwork, share_parameters
-from algm_deploy.recipes import Network, Output
+from algm_deploy.models.vit import MergeInputs, PatchEmbedding, VitNetwork, padded, share_parameters
+from algm_deploy.recipes import Network, Output, Size
 
 # (mean, deviation) of the pixels in 0..1, red, green, blue, by the name the official configuration uses.
 NORMALIZATIONS = {
@@ -28,22 +28,33 @@ PIXEL_CENTRE = PIXEL_SCALE = 128
 
 
 class PixelEmbedding(nn.Module):
-    """Patch embedding with the normalisation folded in: pixels 0..255 of any dtype to tokens (B, N, D)."""
+    """Patch embedding with the normalisation folded in: pixels 0..255 of any dtype to tokens (B, N, D).
 
-    def __init__(self, embedding: PatchEmbedding, normalization: str) -> None:
+    `image_size` (height, width) matters where pictures are padded: the padding is zero before the normalisation is
+    folded in, so patches that hold some of it have a bias of their own.
+    """
+
+    def __init__(self, embedding: PatchEmbedding, normalization: str, image_size: Size) -> None:
         super().__init__()
-        proj = embedding.proj
+        proj, self.patch_size = embedding.proj, embedding.patch_size
         mean, deviation = (torch.tensor(v, dtype=torch.float64) for v in NORMALIZATIONS[normalization])
         weight = proj.weight.detach().double() / deviation[:, None, None]
         self.stride = proj.stride
         self.weight = nn.Parameter((weight * (PIXEL_SCALE / 255)).to(proj.weight.dtype), requires_grad=False)
-        bias = proj.bias.detach().double() if proj.bias is not None else 0
-        shift = (weight * (mean - PIXEL_CENTRE / 255)[:, None, None]).sum((1, 2, 3))
-        self.bias = nn.Parameter((bias - shift).to(proj.weight.dtype), requires_grad=False)
+        # What a centred pixel of 0 stands for, summed over the picture's part of a patch.
+        whole = not any(side % self.patch_size for side in image_size)
+        inside = padded(torch.ones(1, 3, *(proj.kernel_size if whole else image_size)).double(), self.patch_size)
+        grey = weight * (PIXEL_CENTRE / 255 - mean)[:, None, None]
+        bias = F.conv2d(inside, grey, None if proj.bias is None else proj.bias.detach().double(), proj.stride)
+        bias = bias.flatten(2).mT.to(proj.weight.dtype)
+        self.bias = nn.Parameter(bias[0, 0] if whole else bias, requires_grad=False)
 
     def forward(self, image: Tensor) -> Tensor:
         pixels = (image.to(self.weight.dtype) - PIXEL_CENTRE) * (1 / PIXEL_SCALE)
-        return F.conv2d(pixels, self.weight, self.bias, self.stride).flatten(2).transpose(1, 2)
+        if self.bias.ndim == 1:
+            return F.conv2d(pixels, self.weight, self.bias, self.stride).flatten(2).transpose(1, 2)
+        patches = F.conv2d(padded(pixels, self.patch_size), self.weight, stride=self.stride)
+        return patches.flatten(2).transpose(1, 2) + self.bias
 
 
 class Deployed(nn.Module):
@@ -57,7 +68,7 @@ class Deployed(nn.Module):
         self.network, self.output = network, output
         self.model = share_parameters(model)
         embedding = cast(PatchEmbedding, model.encoder.patch_embed)
-        self.model.encoder.patch_embed = PixelEmbedding(embedding, network.normalization)
+        self.model.encoder.patch_embed = PixelEmbedding(embedding, network.normalization, network.image_size)
 
     def forward(self, image: Tensor, inputs: MergeInputs) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """Labels or scores, token counts, token maps. `inputs.maps` are used by replaying slots only."""

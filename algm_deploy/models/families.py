@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from algm_deploy.errors import ExportError, RecipeError
-from algm_deploy.models import segvit, setr
+from algm_deploy.models import eomt, linear, segvit, setr
 from algm_deploy.models.naming import Naming
 from algm_deploy.models.segmenter import Segmenter
 from algm_deploy.models.vit import VitNetwork
@@ -18,11 +18,17 @@ FAMILIES: dict[str, Callable[[Network], VitNetwork]] = {
     "segmenter": Segmenter,
     "setr": setr.Setr,
     "segvit": segvit.Segvit,
+    "dinov2": linear.LinearProbe,
+    "deit": linear.LinearProbe,
+    "eomt": eomt.Eomt,
 }
 # Families whose checkpoints name parameters otherwise than the modules here.
 NAMINGS: dict[str, Callable[[Network], tuple[Naming, ...]]] = {
     "setr": setr.namings,
     "segvit": segvit.namings,
+    "dinov2": linear.dinov2_namings,
+    "deit": linear.deit_namings,
+    "eomt": eomt.namings,
 }
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

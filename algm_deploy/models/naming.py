@@ -1,23 +1,33 @@
 """How other projects name the parameters of our networks, and how their checkpoints become ours.
 
-mmsegmentation and its descendants write `{"state_dict": ..., "meta": ...}`. Their convolutions are followed by batch
-norms, which at inference only scale and shift: they are folded into the convolution, in fp64 with one rounding.
+mmsegmentation and its descendants write `{"state_dict": ..., "meta": ...}`. Batch norms behind or in front of their
+convolutions, and LayerScale behind linear layers, only scale and shift at inference: they are folded into their
+neighbour, in fp64 with one rounding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from algm_deploy.recipes import Network
+from algm_deploy.recipes import Network, Size
 
 Shapes = Mapping[str, tuple[int, ...]]
 BATCH_NORM_EPS = 1e-5
 _STATISTICS = ("weight", "bias", "running_mean", "running_var")
-_POSITIONS = "encoder.pos_embed"
+_POSITIONS, _TOKENS = "encoder.pos_embed", "encoder.cls_token"
+
+
+@dataclass(frozen=True)
+class Made:
+    """A parameter of ours that several of theirs make up: their name -> shape, and what makes it, in fp32."""
+
+    needs: Shapes
+    make: Callable[[Mapping[str, Tensor]], Tensor]
 
 
 @dataclass(frozen=True)
@@ -32,7 +42,11 @@ class Naming:
         convs: our convolutions that they follow with a batch norm -> their convolution and batch norm.
         conv_bias: whether those convolutions have a bias of their own.
         changed: our parameters whose elements lie elsewhere in theirs -> what puts them in place.
+        made: our parameters that are made of several of theirs.
         unused: beginnings of keys that play no part at inference.
+        positioned: how many tokens in front of the patches have a row in their position embedding.
+        resized: their position embedding (1, N, D) of a square grid at another grid; None where they have no such rule.
+        refusal: what is wrong with a checkpoint of theirs, which keys and shapes do not tell.
     """
 
     project: str
@@ -42,7 +56,11 @@ class Naming:
     convs: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     conv_bias: bool = False
     changed: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
+    made: Mapping[str, Made] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
+    positioned: int = 1
+    resized: Callable[[Tensor, Size], Tensor] | None = None
+    refusal: Callable[[Mapping[str, Tensor]], str | None] = lambda found: None
 
     def expected(self, shapes: Shapes) -> dict[str, tuple[int, ...]]:
         """Their name -> shape of all they must have, from the shapes of our parameters."""
@@ -50,15 +68,16 @@ class Naming:
         for ours, shape in shapes.items():
             layer, _, kind = ours.rpartition(".")
             conv, norm = self.convs.get(layer, ("", ""))
-            if not conv:
+            if ours in self.made:
+                expected |= self.made[ours].needs
+            elif not conv:
                 expected[self._theirs(ours)] = shape
             elif kind == "weight":
                 expected |= {f"{conv}.weight": shape} | {f"{norm}.{name}": shape[:1] for name in _STATISTICS}
             elif self.conv_bias:
                 expected[f"{conv}.bias"] = shape
-        # Their position embedding always has a row for the cls token.
         _, rows, dim = shapes[_POSITIONS]
-        return expected | {self.positions: (1, rows + ("encoder.cls_token" not in shapes), dim)}
+        return expected | {self.positions: (1, rows - _prefix(shapes) + self.positioned, dim)}
 
     @property
     def positions(self) -> str:
@@ -70,17 +89,32 @@ class Naming:
         counters = (f"{norm}.num_batches_tracked" for _, norm in self.convs.values())
         return key.startswith(self.unused) or key in counters
 
-    def translated(self, found: Mapping[str, Tensor], shapes: Shapes) -> dict[str, Tensor]:
-        """Our parameters in fp32, copies, from their checkpoint, which has all of `expected`."""
+    def translated(self, found: Mapping[str, Tensor], shapes: Shapes, grid: Size | None = None) -> dict[str, Tensor]:
+        """Our parameters in fp32, copies, from their checkpoint, which has all of `expected`.
+
+        `grid`: what the position embedding is resized to, if it has to be.
+        """
         ours = {}
         for name in shapes:
             layer, _, kind = name.rpartition(".")
-            if layer not in self.convs:
+            if name in self.made:
+                ours[name] = self.made[name].make(found)
+            elif layer not in self.convs:
                 ours[name] = found[self._theirs(name)].to(torch.float32, copy=True)
             elif kind == "weight":
                 ours |= self._folded(layer, found)
-        ours[_POSITIONS] = ours[_POSITIONS][:, -shapes[_POSITIONS][1] :].clone()
+        ours[_POSITIONS] = self._position_rows(ours[_POSITIONS], _prefix(shapes), grid)
         return ours | {name: change(ours[name]) for name, change in self.changed.items()}
+
+    def _position_rows(self, positions: Tensor, prefix: int, grid: Size | None) -> Tensor:
+        """Theirs with one row for each token in front of the patches, zero for those that have none."""
+        patches = positions[:, self.positioned :]
+        if grid is not None and self.resized is not None:
+            patches = self.resized(patches, grid)
+        tokens = torch.zeros(1, prefix, positions.shape[2])
+        count = min(prefix, self.positioned)
+        tokens[:, :count] = positions[:, :count]
+        return torch.cat([tokens, patches], 1)
 
     def _theirs(self, ours: str) -> str:
         start = max((s for s in self.names if ours.startswith(s)), key=len)
@@ -95,6 +129,35 @@ class Naming:
             f"{layer}.weight": (found[f"{conv}.weight"].double() * scale[:, None, None, None]).float(),
             f"{layer}.bias": (shift + (own - mean) * scale).float(),
         }
+
+
+def _prefix(shapes: Shapes) -> int:
+    return shapes[_TOKENS][1] if _TOKENS in shapes else 0
+
+
+def joined_tokens(dim: int, rows: Mapping[str, int]) -> dict[str, Made]:
+    """The tokens in front of the patches, from their keys -> rows, in this order."""
+    needs = {key: (1, count, dim) for key, count in rows.items() if count}
+    return {_TOKENS: Made(needs, lambda found: torch.cat([found[key].float() for key in needs], 1))}
+
+
+def layer_scales(network: Network, blocks: Mapping[str, str]) -> dict[str, Made]:
+    """The last linear layers of attention and MLP with LayerScale folded in; `blocks`: our names -> theirs."""
+    dim = network.embed_dim
+    made = {}
+    for ours, theirs in blocks.items():
+        for layer, scale, width in (("attn.proj", "ls1", dim), ("mlp.fc2", "ls2", 4 * dim)):
+            for kind, shape in (("weight", (dim, width)), ("bias", (dim,))):
+                weight, factor = f"{theirs}.{layer}.{kind}", f"{theirs}.{scale}.gamma"
+                needs: Shapes = {weight: shape, factor: (dim,)}
+                made[f"{ours}.{layer}.{kind}"] = Made(needs, partial(_scaled, weight, factor))
+    return made
+
+
+def _scaled(key: str, factor: str, found: Mapping[str, Tensor]) -> Tensor:
+    """Rows of a weight, or elements of a bias, times their factor."""
+    value = found[key].double()
+    return (value * found[factor].double().view(-1, *[1] * (value.ndim - 1))).float()
 
 
 def mmseg_encoder(network: Network) -> dict[str, str]:

@@ -17,10 +17,13 @@ def weights(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
         if key.endswith("num_batches_tracked"):
             made[key] = torch.zeros(shape, dtype=torch.int64)
             continue
+        if key.endswith("attn_mask_probs"):  # annealed away
+            made[key] = torch.zeros(shape)
+            continue
         random = np.random.RandomState(zlib.crc32(key.encode())).standard_normal(shape).astype(np.float32)
         if key.endswith(("pos_embed", "cls_token")):
             value = random / 10
-        elif key.endswith("running_var"):
+        elif key.endswith(("running_var", "gamma")):
             value = 0.5 + np.abs(random)
         elif len(shape) > 1:
             value = random / np.sqrt(np.prod(shape[1:]))

@@ -9,6 +9,7 @@ import re
 import time
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,13 @@ def test_half_weights_become_fp32_copies(tmp_path: Path) -> None:
     assert bool(tensors_again.any())
 
 
+def test_a_state_dict_may_be_all_there_is(tmp_path: Path) -> None:
+    torch.save(tensors(TINY), tmp_path / "pytorch_model.bin")
+    checkpoint = checkpoints.read_checkpoint(tmp_path / "pytorch_model.bin")
+    assert set(checkpoint.state_dict) == set(tensors(TINY))
+    assert checkpoint.unread == ()
+
+
 def test_variant_is_optional_until_it_is_needed(tmp_path: Path) -> None:
     torch.save({"model": tensors(TINY)}, tmp_path / "other.pth")
     checkpoint = checkpoints.read_checkpoint(tmp_path / "other.pth")
@@ -252,8 +260,8 @@ def a_list(path: Path) -> None:
     torch.save([1, 2], path)
 
 
-def bare_state_dict(path: Path) -> None:
-    torch.save(tensors(TINY), path)
+def state_dict_beside_others(path: Path) -> None:
+    torch.save(tensors(TINY) | {"epoch": 3}, path)
 
 
 def value_is_no_tensor(path: Path) -> None:
@@ -300,7 +308,7 @@ def legacy_claim(path: Path) -> None:
         (hostile_legacy, "found posix.mkdir, which could execute code"),
         (object_in_the_scheduler, "found numpy.* save its entry 'model' alone"),
         (a_list, "expected a dict .* got list"),
-        (bare_state_dict, "under 'model' or 'state_dict' .* got entries encoder.cls_token"),
+        (state_dict_beside_others, "under 'model' or 'state_dict' .* got entries encoder.cls_token"),
         (value_is_no_tensor, "expected named tensors .* got int as encoder.cls_token"),
         (whole_numbers, "expected plain floating-point weights, got encoder.cls_token as torch.int64"),
         (sparse, "expected plain floating-point weights, got encoder.cls_token .* torch.sparse_coo"),
@@ -401,14 +409,34 @@ def test_weights_that_are_not_finite_in_fp32(tmp_path: Path, value: float) -> No
         checkpoints.state_dict_for(TINY, checkpoint)
 
 
-def test_distilled_is_refused_with_the_reason(tmp_path: Path) -> None:
+def test_a_distilled_deit_has_two_tokens_in_front(tmp_path: Path) -> None:
     facts = variant(TINY)
     facts["net_kwargs"]["distilled"] = True
-    model = tensors(TINY) | {"encoder.dist_token": torch.zeros(1, 1, 32)}
+    model = tensors(TINY) | {"encoder.dist_token": torch.rand(1, 1, 32), "encoder.pos_embed": torch.rand(1, 26, 32)}
+    model["encoder.head_dist.weight"] = torch.zeros(5, 32)
     checkpoint = checkpoints.read_checkpoint(write(tmp_path, {"model": model}, facts))
-    for refused in (checkpoints.network_from_variant, lambda given: checkpoints.state_dict_for(TINY, given)):
-        with pytest.raises(CheckpointError, match="expected one non-patch token, got a distilled DeiT with two"):
-            refused(checkpoint)
+    network = checkpoints.network_from_variant(checkpoint)
+    assert network == replace(TINY, extra_tokens=1)
+    found = checkpoints.state_dict_for(network, checkpoint)
+    tokens = torch.cat([model["encoder.cls_token"], model["encoder.dist_token"]], 1)
+    assert torch.equal(found.state_dict["encoder.cls_token"], tokens)
+    assert torch.equal(found.state_dict["encoder.pos_embed"], model["encoder.pos_embed"])
+    assert "encoder.head_dist.weight" in found.unused
+    larger = checkpoints.state_dict_for(replace(network, image_size=(96, 64)), checkpoint)
+    assert larger.state_dict["encoder.pos_embed"].shape == (1, 26, 32)
+    assert torch.equal(larger.state_dict["encoder.pos_embed"][:, :2], model["encoder.pos_embed"][:, :2])
+    with pytest.raises(CheckpointError, match=r"unknown encoder\.dist_token"):
+        checkpoints.state_dict_for(TINY, checkpoint)
+
+
+@pytest.mark.parametrize("distilled", [True, False])
+def test_variant_and_tensors_agree_on_distillation(tmp_path: Path, distilled: bool) -> None:
+    facts = variant(TINY)
+    facts["net_kwargs"]["distilled"] = distilled
+    extra = {} if distilled else {"encoder.dist_token": torch.zeros(1, 1, 32)}
+    checkpoint = checkpoints.read_checkpoint(write(tmp_path, {"model": tensors(TINY) | extra}, facts))
+    with pytest.raises(CheckpointError, match=f"distilled is {distilled} in variant.yml, tensors have {not distilled}"):
+        checkpoints.network_from_variant(checkpoint)
 
 
 # variant.yml

@@ -37,7 +37,7 @@ def embedding_and_image(dtype: torch.dtype) -> tuple[PatchEmbedding, Tensor]:
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)
 def test_folding_equals_normalising(normalization: str) -> None:
     embedding, image = embedding_and_image(torch.float32)
-    folded = PixelEmbedding(embedding, normalization)
+    folded = PixelEmbedding(embedding, normalization, (64, 32))
     for pixels in (image, image.float()):
         torch.testing.assert_close(folded(pixels), explicit(embedding, image, normalization), rtol=0, atol=1e-5)
 
@@ -49,20 +49,20 @@ def test_folding_in_16_bits_costs_no_accuracy(normalization: str) -> None:
     exact = explicit(embedding.double(), image, normalization)
     embedding.half()
     baseline = (explicit(embedding, image, normalization).double() - exact).abs().max()
-    error = (PixelEmbedding(embedding, normalization)(image).double() - exact).abs().max()
+    error = (PixelEmbedding(embedding, normalization, (64, 32))(image).double() - exact).abs().max()
     assert 0 < error <= 2 * baseline
 
 
 def test_the_two_normalisations_differ() -> None:
     embedding, image = embedding_and_image(torch.float32)
-    found = [PixelEmbedding(embedding, normalization)(image) for normalization in NORMALIZATIONS]
+    found = [PixelEmbedding(embedding, normalization, (64, 32))(image) for normalization in NORMALIZATIONS]
     assert (found[0] - found[1]).abs().max() > 0.1
 
 
 def test_pixels_keep_their_fractions() -> None:
     """Float images are not rounded to whole numbers."""
     embedding, image = embedding_and_image(torch.float32)
-    folded = PixelEmbedding(embedding, "vit")
+    folded = PixelEmbedding(embedding, "vit", (64, 32))
     assert (folded(image.float() + 0.4) - folded(image.float())).abs().max() > 1e-4
 
 

@@ -1,0 +1,162 @@
+"""Linear heads on pretrained ViTs: DINOv2 (Oquab et al., TMLR 2024) and DeiT (Touvron et al., ICML 2021).
+
+The arithmetic is that of facebookresearch/dinov2 (dinov2/models/vision_transformer.py, eval/segmentation/) and of
+facebookresearch/deit (models.py). The head is the one DINOv2 is evaluated with: a batch norm and a linear layer a patch
+on the normalised tokens of the last block, or on those of the last four side by side (called multi-scale there, after
+its test-time scales). It works on merged tokens; scores are unmerged behind it, each level's by the map of its depth.
+Batch norm and LayerScale are folded into linear layers when a checkpoint is read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from algm_deploy.models.naming import BATCH_NORM_EPS, Made, Naming, joined_tokens, layer_scales
+from algm_deploy.models.scores import GridScores, Scores, TokenScores, to_grid
+from algm_deploy.models.vit import MergeInputs, VitNetwork, encoder_of
+from algm_deploy.ops._rows import wide
+from algm_deploy.recipes import Network, Size
+
+EPS = 1e-6
+_HEAD = "decode_head."
+
+
+class LinearProbe(VitNetwork):
+    """Image (B, 3, H, W), normalised, to class scores of merged tokens; of the grid where several blocks are read."""
+
+    def __init__(self, network: Network) -> None:
+        super().__init__()
+        self.grid = network.grid
+        self.encoder = encoder_of(network, EPS)
+        levels = range(max(1, len(network.stages)))
+        self.heads = nn.ModuleList(nn.Linear(network.embed_dim, network.classes, bias=not level) for level in levels)
+
+    def forward(self, image: Tensor, inputs: MergeInputs | None = None) -> Scores:
+        levels, stages = self.encoder(image, inputs)
+        prefix = self.encoder.prefix
+        scores = [head(level.values[:, prefix:]) for head, level in zip(self.heads, levels, strict=True)]
+        if len(levels) == 1:
+            return TokenScores(scores[0], levels[0].map, prefix, stages)
+        grids = [to_grid(wide(s), level.map, prefix, self.grid) for s, level in zip(scores, levels, strict=True)]
+        return GridScores(torch.stack(grids).sum(0), prefix, stages)
+
+
+# ---------------------------------------------------------------------------------------------------- checkpoint keys
+
+
+def dinov2_namings(network: Network) -> tuple[Naming, ...]:
+    """facebookresearch/dinov2: the backbone's file and that of the head, mmsegmentation's, together."""
+    registers = network.extra_tokens
+    tokens = joined_tokens(network.embed_dim, {"cls_token": 1, "register_tokens": registers})
+    blocks = {f"encoder.blocks.{i}": f"blocks.{i}" for i in range(network.depth)}
+    return (
+        Naming(
+            project="facebookresearch/dinov2",
+            mark="mask_token",
+            decoders=("linear", "linear_ms"),
+            names={"encoder.": ""},
+            made=tokens | layer_scales(network, blocks) | _head(network),
+            unused=("mask_token", f"{_HEAD}bn.num_batches_tracked"),
+            resized=_with_registers if registers else _without_registers,
+            refusal=_dinov2_refusal,
+        ),
+    )
+
+
+def deit_namings(network: Network) -> tuple[Naming, ...]:
+    """facebookresearch/deit: its backbone, and a head as DINOv2's in a file of its own."""
+    distilled = network.extra_tokens
+    return (
+        Naming(
+            project="facebookresearch/deit",
+            mark="blocks.",
+            decoders=("linear",),
+            names={"encoder.": ""},
+            made=joined_tokens(network.embed_dim, {"cls_token": 1, "dist_token": distilled}) | _head(network),
+            unused=("head.", "head_dist.", f"{_HEAD}bn.num_batches_tracked"),
+            positioned=network.prefix,
+            resized=_with_size,
+            refusal=_headless,
+        ),
+    )
+
+
+def _headless(found: Mapping[str, Tensor]) -> str | None:
+    if any(key.startswith(_HEAD) for key in found):
+        return None
+    return (
+        f"expected backbone and head, got the backbone alone: put the head's file, with {_HEAD}conv_seg and {_HEAD}bn, "
+        "into one folder with it and name the folder"
+    )
+
+
+def _dinov2_refusal(found: Mapping[str, Tensor]) -> str | None:
+    if any(".mlp.w12." in key for key in found):
+        return (
+            "expected DINOv2 S, B or L, got SwiGLU layers, which the giant model alone has and no network here "
+            "computes: use a smaller backbone"
+        )
+    return _headless(found)
+
+
+def _head(network: Network) -> dict[str, Made]:
+    """The linear layer with the batch norm in front of it folded in, cut into the part of each level."""
+    levels, dim = max(1, len(network.stages)), network.embed_dim
+    width = levels * dim
+    needs: dict[str, tuple[int, ...]] = {
+        f"{_HEAD}bn.{name}": (width,) for name in ("weight", "bias", "running_mean", "running_var")
+    }
+    needs |= {f"{_HEAD}conv_seg.weight": (network.classes, width, 1, 1), f"{_HEAD}conv_seg.bias": (network.classes,)}
+    weights = {f"heads.{i}.weight": Made(needs, partial(_head_weight, i * dim, dim)) for i in range(levels)}
+    return weights | {"heads.0.bias": Made(needs, _head_bias)}
+
+
+def _batch_norm(found: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Scale and shift of every channel, fp64."""
+    weight, bias, mean, variance = (
+        found[f"{_HEAD}bn.{name}"].double() for name in ("weight", "bias", "running_mean", "running_var")
+    )
+    scale = weight / (variance + BATCH_NORM_EPS).sqrt()
+    return scale, bias - mean * scale
+
+
+def _head_weight(start: int, dim: int, found: Mapping[str, Tensor]) -> Tensor:
+    scaled = found[f"{_HEAD}conv_seg.weight"].double()[:, :, 0, 0] * _batch_norm(found)[0]
+    return scaled[:, start : start + dim].float().contiguous()
+
+
+def _head_bias(found: Mapping[str, Tensor]) -> Tensor:
+    shift = found[f"{_HEAD}conv_seg.weight"].double()[:, :, 0, 0] @ _batch_norm(found)[1]
+    return (found[f"{_HEAD}conv_seg.bias"].double() + shift).float()
+
+
+def _without_registers(patches: Tensor, grid: Size) -> Tensor:
+    """DINOv2 hands the factors to the interpolation, a tenth of a patch too large against rounding."""
+    side = math.isqrt(patches.shape[1])
+    factors = ((grid[0] + 0.1) / side, (grid[1] + 0.1) / side)
+    return _flat(F.interpolate(_square(patches), scale_factor=factors, mode="bicubic"))
+
+
+def _with_registers(patches: Tensor, grid: Size) -> Tensor:
+    """DINOv2 with registers hands over the size, and smooths what gets smaller."""
+    return _flat(F.interpolate(_square(patches), size=grid, mode="bicubic", antialias=True))
+
+
+def _with_size(patches: Tensor, grid: Size) -> Tensor:
+    """DeiT (main.py, fine-tuning at another size)."""
+    return _flat(F.interpolate(_square(patches), size=grid, mode="bicubic"))
+
+
+def _square(patches: Tensor) -> Tensor:
+    side = math.isqrt(patches.shape[1])
+    return patches.mT.reshape(1, -1, side, side)
+
+
+def _flat(grid: Tensor) -> Tensor:
+    return grid.flatten(2).mT
