@@ -33,6 +33,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from algm_deploy.bundle import Bundle
 from algm_deploy.errors import BundleError, ExportError
 from algm_deploy.lowering.bundling import ONNX, ONNX_DATA
+from algm_deploy.lowering.onnxruntime_stretches import stretches
 from algm_deploy.lowering.portable import operator_of
 from algm_deploy.ops.bodies import OPSET
 from algm_deploy.ops.schema import DOMAIN, VERSION
@@ -53,6 +54,11 @@ def graph_file(provider: Provider) -> str:
     return f"model.onnxruntime-{provider}.onnx"
 
 
+def stretch_file(index: int) -> str:
+    """Name of a stretch of the graph for CUDA in a bundle."""
+    return f"model.onnxruntime-cuda.stretch-{index}.onnx"
+
+
 def single_image(recipe: Recipe, provider: Provider) -> bool:
     """Whether the provider's graph takes one image at a time: on the CPU, where images do not decide together."""
     return provider == "cpu" and recipe.merging.batch == "per_image"
@@ -61,14 +67,23 @@ def single_image(recipe: Recipe, provider: Provider) -> bool:
 def write_onnxruntime_onnx(bundle: Bundle, provider: Provider, custom_operators: bool) -> Counter[str]:
     """Adds the provider's graph to the bundle; returns how often each rewrite fired.
 
+    On CUDA, with custom operators and images that decide alone, the graph is added once more in stretches for CUDA
+    graphs; their number is among the counts.
+
     Raises:
         BundleError: the portable graph cannot be read, or was not written by this package.
     """
     model = _portable(bundle.file(ONNX))
     counts = rewrite(model, provider, custom_operators, single_image(bundle.recipe, provider))
+    files = [(graph_file(provider), model)]
+    if provider == "cuda" and custom_operators and bundle.recipe.merging.batch == "per_image":
+        parts = stretches(model)
+        files += [(stretch_file(index), part) for index, part in enumerate(parts)]
+        counts["stretches"] = len(parts)
     made_from = {ONNX: bundle.files[ONNX].sha256}
-    with bundle.add(graph_file(provider), made_from, uses=(ONNX_DATA,)) as path:
-        ir.save(model, path)
+    for name, written in files:
+        with bundle.add(name, made_from, uses=(ONNX_DATA,)) as path:
+            ir.save(written, path)
     return counts
 
 
@@ -225,10 +240,10 @@ def _key_lengths(graph: ir.Graph, node: ir.Node, provider: Provider, length: ir.
     keys = add("Cast", length, to=ir.DataType.INT32)
     if provider == "cpu":
         return keys
+    # Range takes its numbers from the host and leaves its result on the device: nothing is copied in between.
     zero, one = (add.constant(np.array(n, np.int64)) for n in (0, 1))
-    images = add("Squeeze", add("Shape", length, start=0, end=1))
-    rows = add("Shape", x, start=1, end=2)
-    starts = add("Mul", add("Range", zero, add("Add", images, one), one), rows)
+    images, rows = (add("Squeeze", add("Shape", v, start=i, end=i + 1)) for i, v in enumerate((length, x)))
+    starts = add("Range", zero, add("Add", add("Mul", images, rows), one), rows)
     starts = add("Cast", starts, to=ir.DataType.INT32)
     return add("Concat", keys, starts, starts, axis=0)
 

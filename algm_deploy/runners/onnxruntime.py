@@ -6,42 +6,41 @@ for are not computed, so token maps cost nothing until they are wanted.
 
 from __future__ import annotations
 
-import json
-import tempfile
 import threading
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import onnxruntime as ort
 import torch
-from onnxruntime.capi import onnxruntime_pybind11_state
 
 from algm_deploy.bundle import Bundle
 from algm_deploy.errors import BundleError, RuntimeUnavailableError
 from algm_deploy.lowering.bundling import ONNX
-from algm_deploy.lowering.onnxruntime import CUSTOM_OPERATORS, Provider, graph_file, write_onnxruntime_onnx
+from algm_deploy.lowering.onnxruntime import (
+    CUSTOM_OPERATORS,
+    Provider,
+    graph_file,
+    stretch_file,
+    write_onnxruntime_onnx,
+)
 from algm_deploy.native import REBUILD, find_library, require_library
 from algm_deploy.runners.contract import Array, Runner
-from algm_deploy.signature import Signature
+from algm_deploy.runners.onnxruntime_graphs import GraphUse, StretchedSession
+from algm_deploy.runners.onnxruntime_sessions import (
+    CUDA_OPTIONS,
+    ORT_ERRORS,
+    CudaSession,
+    Placement,
+    check_cuda,
+    checked_session,
+    numpy_dtype,
+    placement,
+)
 
 FACT = "onnxruntime"  # in the manifest: rewrites of each provider's graph
 LIBRARY = "ort_custom_op"
-
-
-# Its errors share no base class.
-ORT_ERRORS: tuple[type[Exception], ...] = tuple(
-    kind for kind in vars(onnxruntime_pybind11_state).values() if isinstance(kind, type) and issubclass(kind, Exception)
-)
-
-
-class Placement(NamedTuple):
-    """Where the nodes of a run were executed: nodes by provider, and copies between host and device among them."""
-
-    nodes: dict[str, int]
-    copies: int
+GRAPH_IMAGES = 1  # largest batch for CUDA graphs
 
 
 class OnnxRuntimeRunner(Runner):
@@ -82,7 +81,7 @@ class OnnxRuntimeRunner(Runner):
         """Custom operators in that graph, by name."""
         if self.graph == ONNX:
             return ()
-        return tuple(sorted(CUSTOM_OPERATORS[self.provider] & set(self.bundle.fact(FACT)[self.provider])))
+        return tuple(sorted(CUSTOM_OPERATORS[self.provider] & set(self.bundle.section(FACT).get(self.provider, {}))))
 
     def placement(self, feeds: Mapping[str, Array]) -> Placement:
         """Runs once more, in a session of its own that records which provider executes each node."""
@@ -111,43 +110,6 @@ class OnnxRuntimeRunner(Runner):
         self._session = None
 
 
-def checked_session(
-    path: Path, options: ort.SessionOptions, provider: str, provider_options: dict[str, str]
-) -> ort.InferenceSession:
-    """A session on this provider; RuntimeUnavailableError where ONNX Runtime fell back to another."""
-    try:
-        session = ort.InferenceSession(path, options, providers=[(provider, provider_options)])
-    except ORT_ERRORS as error:
-        said = next(iter(str(error).splitlines()), "nothing")[:300]
-        raise BundleError(
-            f"{path}: expected a graph that ONNX Runtime {ort.__version__} can load, it says {said!r}: export or build "
-            "it again"
-        ) from error
-    active = session.get_providers()
-    if active[0] != provider:
-        raise RuntimeUnavailableError(
-            f"asked ONNX Runtime for {provider}, got {', '.join(active)}: its libraries could not be loaded "
-            "(`python -c 'import onnxruntime; onnxruntime.print_debug_info()'` shows which)"
-        )
-    return session
-
-
-def placement(
-    path: Path, options: ort.SessionOptions, provider: str, provider_options: dict[str, str], feeds: dict[str, Array]
-) -> Placement:
-    """Where the nodes of a graph run on these feeds; a graph for single images gets the first."""
-    with tempfile.TemporaryDirectory() as folder:
-        options.enable_profiling = True
-        options.profile_file_prefix = str(Path(folder) / "profile")
-        session = checked_session(path, options, provider, provider_options)
-        single = session.get_inputs()[0].shape[0] == 1
-        session.run(None, feeds | ({"image": feeds["image"][:1]} if single else {}))
-        events = json.loads(Path(session.end_profiling()).read_text())
-    ran = [e["args"] for e in events if e.get("cat") == "Node" and "provider" in e.get("args", {})]
-    nodes = Counter(args["provider"] for args in ran)
-    return Placement(dict(nodes), sum(args["op_name"].startswith("Memcpy") for args in ran))
-
-
 class OnnxRuntimeCpuRunner(OnnxRuntimeRunner):
     """ONNX Runtime on the CPU provider. A graph for single images runs once for each image of a batch."""
 
@@ -172,7 +134,9 @@ class OnnxRuntimeCpuRunner(OnnxRuntimeRunner):
 class OnnxRuntimeCudaRunner(OnnxRuntimeRunner):
     """ONNX Runtime on the CUDA provider of the current device, or an error: never on the CPU instead.
 
-    `infer_device` takes and returns tensors in device memory without a copy.
+    `infer_device` takes and returns tensors in device memory. Batches up to `GRAPH_IMAGES` are replayed from CUDA
+    graphs where the bundle has the network in stretches; `cuda_graphs` tells. Weights are loaded once for them and once
+    for larger batches, when the first of either comes.
     """
 
     runtime = "onnxruntime-cuda"
@@ -182,16 +146,67 @@ class OnnxRuntimeCudaRunner(OnnxRuntimeRunner):
     def __init__(self, bundle: Bundle) -> None:
         check_cuda()
         super().__init__(bundle)
-        self._device_session: CudaSession | None = None
+        self._whole: CudaSession | None = None
+        self._stretched: StretchedSession | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def stretches(self) -> int:
+        """Into how many stretches the bundle's network is cut for CUDA graphs; 0 where graphs cannot be used.
+
+        ONNX Runtime before 1.31 freed host memory that a captured graph still reads (microsoft/onnxruntime#32121).
+        """
+        if self.graph == ONNX or tuple(map(int, ort.__version__.split(".")[:2])) < (1, 31):
+            return 0
+        return int(self.bundle.fact(FACT)[self.provider].get("stretches", 0))
+
+    @property
+    def cuda_graphs(self) -> GraphUse | None:
+        """What CUDA graphs have done since the runner was opened; None while they have done nothing."""
+        return self._stretched.use if self._stretched is not None else None
+
+    def warm_up(self, images: int = 1) -> None:
+        """Captures the CUDA graphs of every token count beforehand, for batches of this many images.
+
+        Without it each is captured when first needed, which takes that photo about ten times as long; no other thread
+        of the process may allocate device memory meanwhile. Nothing is done where graphs are not used.
+        """
+        self._check_open()
+        session = self._session_for(images)
+        if isinstance(session, StretchedSession):
+            session.warm_up(images)
 
     def _provider_options(self) -> dict[str, str]:
         return CUDA_OPTIONS | {"device_id": str(torch.cuda.current_device())}
 
     def _open(self) -> None:
-        self._device_session = CudaSession(self.bundle.file(self.graph), self._session_options(), self.signature)
+        self._session_for(1)
 
     def _close(self) -> None:
-        self._device_session = None
+        if self._stretched is not None:
+            self._stretched.close()
+        self._whole = self._stretched = None
+
+    def _check_open(self) -> None:
+        if not self._opened:
+            raise RuntimeUnavailableError(f"the {self.runtime} runner is closed: use it inside a `with` block")
+
+    def _session_for(self, images: int) -> CudaSession | StretchedSession:
+        with self._lock:
+            if self.stretches and images <= GRAPH_IMAGES:
+                if self._stretched is None:
+                    self._stretched = self._open_stretches()
+                return self._stretched
+            if self._whole is None:
+                self._whole = CudaSession(self.bundle.file(self.graph), self._session_options(), self.signature)
+            return self._whole
+
+    def _open_stretches(self) -> StretchedSession:
+        def open_session(index: int, chosen: dict[str, str]) -> ort.InferenceSession:
+            path = self.bundle.file(stretch_file(index))
+            return checked_session(path, self._session_options(), self.provider_name, self._provider_options() | chosen)
+
+        return StretchedSession(open_session, self.stretches, torch.device("cuda", torch.cuda.current_device()))
 
     def infer_device(
         self, feeds: Mapping[str, torch.Tensor | float], outputs: Sequence[str] | None = None
@@ -206,10 +221,9 @@ class OnnxRuntimeCudaRunner(OnnxRuntimeRunner):
         Raises:
             BundleError: as for `infer`, and for an image that is somewhere else.
         """
-        session = self._device_session
-        if session is None:
-            raise RuntimeUnavailableError(f"the {self.runtime} runner is closed: use it inside a `with` block")
+        self._check_open()
         image = feeds.get("image")
+        session = self._session_for(len(image) if isinstance(image, torch.Tensor) and image.ndim else 1)
         if not isinstance(image, torch.Tensor) or image.device != session.device:
             raise BundleError(f"expected an image in the memory of {session.device}: use infer for arrays on the host")
         if image.is_floating_point() and self.signature.image.dtype == "float32":
@@ -222,107 +236,9 @@ class OnnxRuntimeCudaRunner(OnnxRuntimeRunner):
         return session.run(image, numbers, wanted)
 
     def _infer(self, feeds: dict[str, Array], outputs: Sequence[str]) -> dict[str, Array]:
-        assert self._device_session is not None
-        image = torch.from_numpy(feeds["image"]).to(self._device_session.device)
+        array = feeds["image"]
+        image = torch.from_numpy(array if array.flags.writeable else array.copy())  # PyTorch warns of read-only memory
         numbers = {name: float(value) for name, value in feeds.items() if name != "image"}
-        results = self._device_session.run(image, numbers, outputs)
-        return {name: tensor.cpu().numpy() for name, tensor in results.items()}
-
-
-# --- CUDA ------------------------------------------------------------------------------------------------------------
-
-CUDA_OPTIONS = {
-    "use_tf32": "0",
-    # The other mode keeps sums over a row in 16 bits.
-    "enable_skip_layer_norm_strict_mode": "1",
-    # The exhaustive search repeats itself for every new batch size, for the one convolution there is.
-    "cudnn_conv_algo_search": "HEURISTIC",
-    # Flash (1), memory-efficient (2) and plain (16) attention. ONNX Runtime's own choice on Hopper, cuDNN, makes a plan
-    # for every token count it has not met, and merging gives nearly every photo a count of its own.
-    "sdpa_kernel": "19",
-}
-
-
-def check_cuda() -> None:
-    """Raises RuntimeUnavailableError unless ONNX Runtime has the CUDA provider and a device is there."""
-    if "CUDAExecutionProvider" not in ort.get_available_providers():
-        raise RuntimeUnavailableError(
-            f"the installed package onnxruntime {ort.__version__} has no CUDA provider: uninstall it, then "
-            "`pip install onnxruntime-gpu`"
-        )
-    if not torch.cuda.is_available():
-        raise RuntimeUnavailableError("expected a CUDA device for onnxruntime-cuda, PyTorch finds none")
-
-
-def numpy_dtype(tensor: torch.Tensor) -> np.dtype[Any]:
-    """NumPy's dtype of the same name."""
-    return np.dtype(str(tensor.dtype).removeprefix("torch."))
-
-
-class CudaSession:
-    """A graph on the current CUDA device, on a stream of its own, with PyTorch tensors in and out by address.
-
-    Args:
-        path: graph whose outputs all have the static shapes of `signature`, batch apart.
-        options: session options.
-        signature: names, dtypes and shapes of the outputs.
-        provider_options: of the CUDA provider, instead of those of `CUDA_OPTIONS`.
-
-    Raises:
-        RuntimeUnavailableError: ONNX Runtime could not use the device.
-    """
-
-    def __init__(
-        self, path: Path, options: ort.SessionOptions, signature: Signature, provider_options: Mapping[str, str] = {}
-    ) -> None:
-        check_cuda()
-        self.device = torch.device("cuda", torch.cuda.current_device())
-        self._outputs = {t.name: t for t in signature.outputs}
-        self._lock = threading.Lock()  # one stream, one run at a time
-        self._stream: torch.cuda.Stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        self._scalars: dict[float, torch.Tensor] = {}
-        if hasattr(ort, "preload_dlls"):  # since 1.21: finds the CUDA libraries that came with PyTorch
-            ort.preload_dlls()
-        chosen = {"device_id": str(self.device.index), "user_compute_stream": str(self._stream.cuda_stream)}
-        self._session = checked_session(
-            path, options, "CUDAExecutionProvider", {**CUDA_OPTIONS, **provider_options, **chosen}
-        )
-        self._inputs = {i.name for i in self._session.get_inputs()}
-        self._run_options = ort.RunOptions()
-        self._run_options.only_execute_path_to_fetches = True
-        self._run_options.add_run_config_entry("disable_synchronize_execution_providers", "1")
-
-    def run(
-        self, image: torch.Tensor, thresholds: Mapping[str, float], outputs: Sequence[str]
-    ) -> dict[str, torch.Tensor]:
-        """One run between the past and the future work of the caller's current stream; the host may return before it.
-
-        Inputs that the graph does not have are left out.
-        """
-        tensors = {"image": image.contiguous(), **{n: self._scalar(v) for n, v in thresholds.items()}}
-        binding = self._session.io_binding()
-        for name in self._inputs & set(tensors):
-            tensor = tensors[name]
-            binding.bind_input(
-                name, "cuda", self.device.index, numpy_dtype(tensor).type, tuple(tensor.shape), tensor.data_ptr()
-            )
-        results = {name: self._empty(name, len(image)) for name in outputs}
-        for name, tensor in results.items():
-            binding.bind_output(
-                name, "cuda", self.device.index, numpy_dtype(tensor).type, tuple(tensor.shape), tensor.data_ptr()
-            )
-        caller = torch.cuda.current_stream(self.device)
-        with self._lock:
-            self._stream.wait_stream(caller)
-            self._session.run_with_iobinding(binding, self._run_options)
-            caller.wait_stream(self._stream)
-        return results
-
-    def _empty(self, name: str, images: int) -> torch.Tensor:
-        output = self._outputs[name]
-        return torch.empty(images, *output.shape[1:], dtype=getattr(torch, output.dtype), device=self.device)
-
-    def _scalar(self, value: float) -> torch.Tensor:
-        if value not in self._scalars:
-            self._scalars[value] = torch.tensor(value, dtype=torch.float32, device=self.device)
-        return self._scalars[value]
+        session = self._session_for(len(image))
+        results = session.run(image, numbers, outputs, torch.device("cpu"))
+        return {name: tensor.numpy() for name, tensor in results.items()}

@@ -65,6 +65,8 @@ template <Backend const& backend>
 void addAll(OrtCustomOpDomain* domain) {
     add<Clap, backend>(domain);
     add<Gbm, backend>(domain);
+    add<PaddedClap, backend>(domain);
+    add<PaddedGbm, backend>(domain);
     add<Unmerge, backend>(domain);
     add<LabelMap, backend>(domain);
 }

@@ -102,12 +102,41 @@ void expect(Tensor const& tensor, std::vector<int64_t> const& shape, char const*
     }
 }
 
-int64_t waitForCount(Call const& call, int64_t const* count) {
-    if (call.kernels.wait != nullptr) {
-        call.kernels.wait(call.stream);
+// What both merges have in common: where the plan and the row count are, and how many rows come out.
+class Merging {
+public:
+    Merging(Call const& call, bool padded, size_t planBytes) : call_(call), padded_(padded) {
+        if (padded) {
+            rows_ = call.output<int64_t>(4, {});
+            plan_ = call.output(5, {static_cast<int64_t>(planBytes)});
+        } else {
+            rows_ = call.kernels.hostCount();
+            scratch_ = call.scratch(planBytes);
+            plan_ = scratch_.get();
+        }
     }
-    return *count;
-}
+
+    int64_t* rows() const { return rows_; }
+    void* plan() const { return plan_; }
+
+    // Rows of the outputs once the merge is decided, of `rowsIn` that went in.
+    int64_t rowsOut(int64_t rowsIn) const {
+        if (padded_) {
+            return rowsIn;
+        }
+        if (call_.kernels.wait != nullptr) {
+            call_.kernels.wait(call_.stream);
+        }
+        return *rows_;
+    }
+
+private:
+    Call const& call_;
+    bool padded_;
+    int64_t* rows_{};
+    void* plan_{};
+    Scratch scratch_;
+};
 
 }  // namespace
 
@@ -122,21 +151,20 @@ Clap::Clap(Attributes const& attributes)
     attributes.pair("window", window_);
 }
 
-void Clap::run(Call const& call) const {
+void Clap::merge(Call const& call, bool padded) const {
     Tensor const tokens = call.input(0, 3), size = call.input(1, 2), threshold = call.input(2, 0);
     int64_t const images = tokens.shape[0], rows = tokens.shape[1], width = tokens.shape[2];
     expect(size, {images, rows}, "size");
     algm_clap_params const p{images,     rows,    width,          grid_[0],   grid_[1], window_[0],
                              window_[1], prefix_, tokens.dtype(), semantics_, batch_,   order_};
-    Scratch const plan = call.scratch(call.kernels.clapWorkspace(&p));
+    Merging const merging(call, padded, call.kernels.clapWorkspace(&p));
     auto* map = call.output<int64_t>(2, {images, grid_[0] * grid_[1]});
     auto* length = call.output<int64_t>(3, {images});
-    int64_t* const count = call.kernels.hostCount();
-    call.done(call.kernels.clapDecide(&p, tokens.data, threshold.as<float>(), map, length, count, nullptr, plan.get(),
-                                      call.stream),
+    call.done(call.kernels.clapDecide(&p, tokens.data, threshold.as<float>(), map, length, merging.rows(), nullptr,
+                                      merging.plan(), call.stream),
               "deciding which windows merge");
-    int64_t const merged = waitForCount(call, count);
-    call.done(call.kernels.clapApply(&p, tokens.data, size.as<float>(), plan.get(), merged,
+    int64_t const merged = merging.rowsOut(rows);
+    call.done(call.kernels.clapApply(&p, tokens.data, size.as<float>(), merging.plan(), merged,
                                      call.output(0, {images, merged, width}),
                                      call.output<float>(1, {images, merged}), call.stream),
               "merging windows");
@@ -151,7 +179,7 @@ Gbm::Gbm(Attributes const& attributes)
       semantics_(attributes.choice("semantics", {"code", "paper"})),
       batch_(attributes.choice("batch", {"per_image", "batch_min"})) {}
 
-void Gbm::run(Call const& call) const {
+void Gbm::merge(Call const& call, bool padded) const {
     Tensor const tokens = call.input(0, 3), size = call.input(1, 2), map = call.input(2, 2), length = call.input(3, 1),
                  threshold = call.input(4, 0);
     int64_t const images = tokens.shape[0], rows = tokens.shape[1], width = tokens.shape[2], patches = map.shape[1];
@@ -160,14 +188,13 @@ void Gbm::run(Call const& call) const {
     expect(length, {images}, "length");
     algm_gbm_params const p{images,   rows,           width,      patches, prefix_,
                             divisor_, tokens.dtype(), semantics_, batch_,  mode_};
-    Scratch const plan = call.scratch(call.kernels.gbmWorkspace(&p));
-    int64_t* const count = call.kernels.hostCount();
+    Merging const merging(call, padded, call.kernels.gbmWorkspace(&p));
     call.done(call.kernels.gbmDecide(&p, tokens.data, map.as<int64_t>(), length.as<int64_t>(), threshold.as<float>(),
                                      call.output<int64_t>(2, {images, patches}), call.output<int64_t>(3, {images}),
-                                     count, nullptr, plan.get(), call.stream),
+                                     merging.rows(), nullptr, merging.plan(), call.stream),
               "deciding which tokens merge");
-    int64_t const merged = waitForCount(call, count);
-    call.done(call.kernels.gbmApply(&p, tokens.data, size.as<float>(), plan.get(), merged,
+    int64_t const merged = merging.rowsOut(rows);
+    call.done(call.kernels.gbmApply(&p, tokens.data, size.as<float>(), merging.plan(), merged,
                                     call.output(0, {images, merged, width}), call.output<float>(1, {images, merged}),
                                     call.stream),
               "merging tokens");

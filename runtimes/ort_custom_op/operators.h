@@ -1,4 +1,4 @@
-// The four operators as ONNX Runtime sees them: types, attributes, calls. Semantics are in ../kernels.
+// The operators as ONNX Runtime sees them: types, attributes, calls. Semantics are in ../kernels.
 #pragma once
 
 #include "call.h"
@@ -10,6 +10,7 @@ inline constexpr auto kTokens = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
 inline constexpr auto kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
 inline constexpr auto kIndex = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
 inline constexpr auto kLabel = ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
+inline constexpr auto kBytes = ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
 
 struct Clap {
     static constexpr char const* kName = "clap";
@@ -17,11 +18,24 @@ struct Clap {
     static constexpr ONNXTensorElementDataType kOutputs[] = {kTokens, kFloat, kIndex, kIndex};
 
     explicit Clap(Attributes const& attributes);
-    void run(Call const& call) const;
+    void run(Call const& call) const { merge(call, false); }
+
+protected:
+    void merge(Call const& call, bool padded) const;
 
 private:
     int64_t grid_[2], window_[2], prefix_;
     int32_t semantics_, batch_, order_;
+};
+
+// As many rows come out as went in, those behind an image's length zero. So every size is known beforehand, nothing
+// waits for the device, and a CUDA graph can hold it. Two more outputs: the row count S', and the plan, scratch memory.
+struct PaddedClap : Clap {
+    static constexpr char const* kName = "padded_clap";
+    static constexpr ONNXTensorElementDataType kOutputs[] = {kTokens, kFloat, kIndex, kIndex, kIndex, kBytes};
+
+    using Clap::Clap;
+    void run(Call const& call) const { merge(call, true); }
 };
 
 struct Gbm {
@@ -30,12 +44,24 @@ struct Gbm {
     static constexpr ONNXTensorElementDataType kOutputs[] = {kTokens, kFloat, kIndex, kIndex};
 
     explicit Gbm(Attributes const& attributes);
-    void run(Call const& call) const;
+    void run(Call const& call) const { merge(call, false); }
+
+protected:
+    void merge(Call const& call, bool padded) const;
 
 private:
     int64_t prefix_;
     double divisor_;
     int32_t mode_, semantics_, batch_;
+};
+
+// What PaddedClap is to Clap.
+struct PaddedGbm : Gbm {
+    static constexpr char const* kName = "padded_gbm";
+    static constexpr ONNXTensorElementDataType kOutputs[] = {kTokens, kFloat, kIndex, kIndex, kIndex, kBytes};
+
+    using Gbm::Gbm;
+    void run(Call const& call) const { merge(call, true); }
 };
 
 struct Unmerge {

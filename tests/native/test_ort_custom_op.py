@@ -7,7 +7,6 @@ they need onnxruntime and numpy, nothing of this project. `ALGM_ORT_LIBRARY` nam
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,6 @@ import pytest
 from kernel_cases import exact_tokens, random_tokens
 from onnx import helper
 
-from algm_deploy.native import ONNXRUNTIME_HEADER, find_header
 from algm_deploy.ops import reference
 
 RUN = """
@@ -41,33 +39,12 @@ PYTHONS = [sys.executable, *filter(None, os.environ.get("ALGM_ORT_PYTHON", "").s
 PLAN = {"semantics": "code", "batch": "per_image"}
 
 
-@pytest.fixture(scope="session")
-def library(root_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if built := os.environ.get("ALGM_ORT_LIBRARY"):
-        return Path(built)
-    headers = find_header(ONNXRUNTIME_HEADER)
-    missing = [tool for tool in ("cmake", "g++") if shutil.which(tool) is None]
-    if missing or headers is None:
-        pytest.skip(
-            f"building the operators needs {', '.join(missing) or 'ONNXRUNTIME_ROOT, the folder of its headers'}"
-        )
-    build = tmp_path_factory.mktemp("ort_custom_op")
-    configure = ["-DALGM_CUDA=OFF", f"-DONNXRUNTIME_INCLUDE_DIR={headers}"]
-    for command in (
-        ["cmake", "-S", str(root_dir / "runtimes"), "-B", str(build), *configure],
-        ["cmake", "--build", str(build), "--target", "algm_ort_custom_op"],
-    ):
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    return build / "libalgm_ort_custom_op.so"
-
-
 @pytest.fixture(params=PYTHONS, ids=lambda path: "here" if path == sys.executable else path.replace("/", "_"))
-def run(request: pytest.FixtureRequest, library: Path, tmp_path: Path) -> Any:
+def run(request: pytest.FixtureRequest, ort_library: Path, tmp_path: Path) -> Any:
     def run(op: str, inputs: Mapping[str, np.ndarray], outputs: int, **attributes: Any) -> list[np.ndarray]:
         write(tmp_path, op, inputs, outputs, attributes)
         done = subprocess.run(
-            [request.param, "-c", RUN, str(tmp_path), str(library)], capture_output=True, text=True, check=False
+            [request.param, "-c", RUN, str(tmp_path), str(ort_library)], capture_output=True, text=True, check=False
         )
         if done.returncode:
             raise RuntimeError(done.stderr)
