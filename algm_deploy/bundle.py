@@ -27,12 +27,11 @@ from typing import Any, Self
 
 from algm_deploy.environment import environment
 from algm_deploy.errors import BundleError, RecipeError
+from algm_deploy.facts import NOT_RUN, SECTIONS, checked_fact, checked_record
 from algm_deploy.recipes import Recipe, from_table, to_table
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
-# Facts that are tables of records, to which steps add one at a time.
-SECTIONS = ("engines", "evaluation", "onnxruntime", "parity", "speed", "tuning")
 _RESERVED = {"schema", "environment", "recipe", "files", "replacing"}
 _WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO)
 
@@ -66,7 +65,7 @@ class Bundle:
         self.manifest = manifest
         try:
             self.recipe: Recipe = from_table(manifest["recipe"], str(self.path / MANIFEST))
-            self.files = {name: _entry(name, table) for name, table in manifest["files"].items()}
+            self.files = _Files(self.path, {name: _entry(name, table) for name, table in manifest["files"].items()})
             # What a process that was stopped in `add` may already have put in place.
             self._replacing = {name: _entry(name, table) for name, table in manifest.get("replacing", {}).items()}
         except (KeyError, TypeError, AttributeError, ValueError, RecipeError) as error:
@@ -90,10 +89,7 @@ class Bundle:
     def file(self, name: str) -> Path:
         """Path of a listed file whose content, sources and companions are as the manifest says."""
         if name not in self.files:
-            raise BundleError(
-                f"{self.path}: expected a file of this bundle, got {name!r:.100}: build it first, there are "
-                f"{', '.join(self.files)}"
-            )
+            raise self.files.unlisted(name)
         entry = self._check_hash(name)
         for source, sha256 in entry.made_from.items():
             if source in self.files and sha256 not in [entry.sha256 for entry in self._candidates(source)]:
@@ -104,15 +100,28 @@ class Bundle:
             self._check_hash(companion)
         return self.path / name
 
-    def fact(self, name: str) -> Any:
-        """A fact of the manifest; BundleError where no step has put it there."""
+    def fact(self, name: str, default: Any = None) -> Any:
+        """A fact of the manifest, or the default where one is given and no step has put it there.
+
+        Raises:
+            BundleError: neither is there, or the fact is not of its shape (`facts.py`).
+        """
+        if name not in self.manifest and default is not None:
+            return default
         if name not in self.manifest:
             raise BundleError(f"{self.path}: expected {name!r:.100} in its manifest: run the step that writes it")
-        return self.manifest[name]
+        with _edited(self.path):
+            return checked_fact(name, self.manifest[name])
 
     def section(self, name: str) -> dict[str, Any]:
-        """One of `SECTIONS`, such as `parity` by runtime; empty where no step has written to it yet."""
-        return dict(_section(self.path, self.manifest, name))
+        """One of `SECTIONS`, such as `parity` by runtime; empty where no step has written to it yet.
+
+        Raises:
+            BundleError: a record is not of its section's shape (`facts.py`).
+        """
+        records = _section(self.path, self.manifest, name)
+        with _edited(self.path):
+            return {key: checked_record(name, key, record) for key, record in records.items()}
 
     def verify(self) -> None:
         """Checks the hashes of all files anew."""
@@ -126,13 +135,20 @@ class Bundle:
         self._change(lambda manifest: _set(manifest, facts))
 
     def record(self, section: str, key: str, value: Mapping[str, Any]) -> None:
-        """Sets one entry of a section, atomically; entries that other processes wrote meanwhile stay."""
-        _check_facts([section])
+        """Sets one entry of a section, atomically; entries that other processes wrote meanwhile stay.
+
+        With it goes the reason why this step had not run on the runtime that the key starts with.
+        """
 
         def change(manifest: dict[str, Any]) -> None:
             manifest[section] = {**_section(self.path, manifest, section), key: dict(value)}
+            _excuse(manifest, [f"{section} {key.partition(' ')[0]}"], None)
 
         self._change(change)
+
+    def not_run(self, steps: Iterable[str], reason: str) -> None:
+        """Notes, atomically, why steps did not run; a step is named with its runtime, such as `parity tensorrt`."""
+        self._change(lambda manifest: _excuse(manifest, steps, reason))
 
     @contextmanager
     def add(self, name: str, made_from: Mapping[str, str] | None = None, uses: tuple[str, ...] = ()) -> Iterator[Path]:
@@ -154,8 +170,8 @@ class Bundle:
             manifest = _read_manifest(self.path)
             change(manifest)
             _check_sections(self.path, manifest)
-            _write_manifest(self.path, manifest)
-        self._read(manifest)
+            written = _write_manifest(self.path, manifest)
+        self._read(written)
 
     def _candidates(self, name: str) -> list[FileEntry]:
         return [entries[name] for entries in (self.files, self._replacing) if name in entries]
@@ -184,6 +200,23 @@ class Bundle:
                 )
             self._verified[name] = found[0]
         return self._verified[name]
+
+
+class _Files(dict[str, FileEntry]):
+    """Listed files by name; asking for another one is an error for people."""
+
+    def __init__(self, bundle: Path, entries: Mapping[str, FileEntry]) -> None:
+        super().__init__(entries)
+        self._bundle = bundle
+
+    def __missing__(self, name: str) -> FileEntry:
+        raise self.unlisted(name)
+
+    def unlisted(self, name: str) -> BundleError:
+        return BundleError(
+            f"{self._bundle}: expected a file of this bundle, got {name!r:.100}: build it first, there are "
+            f"{', '.join(self)}"
+        )
 
 
 class BundleWriter:
@@ -296,13 +329,15 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     return dict(manifest)
 
 
-def _write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
+def _write_manifest(folder: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Writes it, and returns what a reader will find."""
     try:
         text = json.dumps(manifest, indent=1, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise BundleError(f"expected finite JSON values as facts of a manifest, got {_reason(error)}") from error
     with write_atomically(folder / MANIFEST) as path:
         path.write_text(text + "\n", encoding="utf-8")
+    return dict(json.loads(text))
 
 
 def _entry(name: str, table: Mapping[str, Any]) -> FileEntry:
@@ -329,6 +364,18 @@ def _section(path: Path, manifest: Mapping[str, Any], name: str) -> Mapping[str,
     return section
 
 
+@contextmanager
+def _edited(path: Path) -> Iterator[None]:
+    """Names the manifest in which something is not what a step wrote."""
+    try:
+        yield
+    except RecipeError as error:
+        said = " ".join(str(error).split())[:400]
+        raise BundleError(
+            f"{path / MANIFEST}: {said}: it was edited, remove that entry and run the step that writes it"
+        ) from error
+
+
 def _check_sections(path: Path, manifest: Mapping[str, Any]) -> None:
     for name in SECTIONS:
         _section(path, manifest, name)
@@ -340,6 +387,12 @@ def _check_facts(facts: Iterable[str]) -> None:
         raise BundleError(
             f"expected facts under names of their own, got {', '.join(taken)}, which the bundle itself keeps"
         )
+
+
+def _excuse(manifest: dict[str, Any], steps: Iterable[str], reason: str | None) -> None:
+    """Sets the reason why steps did not run, or removes it."""
+    reasons = {**manifest.get(NOT_RUN, {}), **dict.fromkeys(steps, reason)}
+    _set(manifest, {NOT_RUN: {step: why for step, why in reasons.items() if why is not None} or None})
 
 
 def _set(manifest: dict[str, Any], facts: Mapping[str, Any]) -> None:

@@ -88,7 +88,7 @@ def _verify(bundle: Bundle, runtime: str, count: int, say: Say, progress: bool) 
 
 def _time(bundle: Bundle, runtime: str, say: Say, progress: bool) -> None:
     """Dense against merged on a few scenes, for a few seconds."""
-    if runtime not in bundle.manifest["parity"]:  # nothing is timed before
+    if runtime not in bundle.section("parity"):  # nothing is timed before
         _verify(bundle, runtime, 1, lambda _: None, progress)
     rows = bench_bundle(bundle, runtime, [], SHORT, progress)
     dense, merged = (row.record for row in rows)

@@ -140,7 +140,7 @@ def verify_bundle(
     report = verify(bundle, runtime, parity_windows(bundle.recipe, paths, count), progress)
     source = "photos" if paths else "synthetic scenes"
     facts = {"pictures": source, "device": device_of(runtime), "files": executables(bundle, runtime)}
-    _keep(bundle, "parity", runtime, {**report.record(), **facts})
+    bundle.record("parity", runtime, {**report.record(), **facts})
     return report
 
 
@@ -187,7 +187,7 @@ def evaluate_bundle(
         raise GateError(f"{dataset.name}: none of {len(dataset.samples)} images could be evaluated")
     images = f"{len(dataset.samples)} images"
     tag = " ".join([runtime, dataset.name, dataset.split, images, *(f"{n} {v}" for n, v in thresholds.items())])
-    _keep(bundle, "evaluation", tag, {**result.record(), "thresholds": thresholds, "device": device_of(runtime)})
+    bundle.record("evaluation", tag, {**result.record(), "thresholds": thresholds, "device": device_of(runtime)})
     return result
 
 
@@ -215,7 +215,8 @@ def bench_bundle(
         if reading:
             record["stages"] = {**reading, **figures["stages"]}
         given = (f"{name} {value}" for name, value in request.thresholds.items())
-        _keep(bundle, SPEED, " ".join((runtime, request.protocol, variant, f"batch {request.batch}", *given)), record)
+        tag = " ".join((runtime, request.protocol, variant, f"batch {request.batch}", *given))
+        bundle.record(SPEED, tag, record)
         rows.append(Measured(bundle.path.name, runtime, artifact_of(bundle, runtime, record), record))
     return rows
 
@@ -230,7 +231,7 @@ def _kind_of_pictures(windows: NDArray[Any], paths: Sequence[Path]) -> dict[str,
 def note_not_run(bundle: Bundle, runtime: str, reason: str) -> list[str]:
     """Writes into the manifest that the steps behind the build did not run, and why; returns their names."""
     steps = [f"{step} {runtime}" for step in ("parity", "evaluation", "speed")]
-    bundle.update({"not_run": {**bundle.manifest.get("not_run", {}), **dict.fromkeys(steps, reason)}})
+    bundle.not_run(steps, reason)
     return steps
 
 
@@ -240,8 +241,3 @@ def device_of(runtime: str) -> str:
     if runtime == "onnxruntime-cpu" or not here.devices:
         return f"{here.cpu}, {here.cpu_count} cores"
     return here.devices[0].name
-
-
-def _keep(bundle: Bundle, section: str, key: str, record: Mapping[str, Any]) -> None:
-    """Adds one record to a section of the manifest."""
-    bundle.record(section, key, record)

@@ -20,6 +20,7 @@ from algm_deploy.bundle import Bundle, BundleWriter, sha256_of, write_atomically
 from algm_deploy.errors import BundleError
 from algm_deploy.recipes import DENSE, Network, Protocol, Recipe
 
+PARITY = {"passed": True, "images": 1, "batches": [1], "links": []}
 RECIPE = Recipe("small", Network("segmenter", 32, 2, 2, 3, (64, 64)), DENSE, Protocol("camvid", 64, 64, 48))
 
 
@@ -58,14 +59,27 @@ def current_umask() -> int:
 
 def test_facts_are_added_later(tmp_path: Path) -> None:
     bundle = write(tmp_path / "bundle")
-    bundle.update({"parity": {"torch": {"passed": True}}, "inputs": None})
-    bundle.record("parity", "onnxruntime-cpu", {"passed": False})
+    bundle.update({"parity": {"torch": PARITY}, "inputs": None})
+    bundle.record("parity", "onnxruntime-cpu", {**PARITY, "passed": False})
     again = Bundle.open(bundle.path)
     assert again.fact("parity") == again.section("parity")
-    assert again.section("parity") == {"torch": {"passed": True}, "onnxruntime-cpu": {"passed": False}}
+    assert {runtime: record["passed"] for runtime, record in again.section("parity").items()} == {
+        "torch": True,
+        "onnxruntime-cpu": False,
+    }
     assert again.section("speed") == {}
     with pytest.raises(BundleError, match="expected 'inputs' in its manifest: run the step that writes it"):
         again.fact("inputs")
+
+
+def test_a_record_takes_the_reason_why_there_was_none_with_it(tmp_path: Path) -> None:
+    bundle = write(tmp_path / "bundle")
+    bundle.not_run(["parity torch", "speed torch", "parity tensorrt"], "no GPU here")
+    bundle.record("parity", "torch", PARITY)
+    assert Bundle.open(bundle.path).fact("not_run") == dict.fromkeys(("speed torch", "parity tensorrt"), "no GPU here")
+    bundle.record("parity", "tensorrt", PARITY)
+    bundle.record("speed", "torch latency merged batch 1", {"variant": "merged"})
+    assert "not_run" not in Bundle.open(bundle.path).manifest
 
 
 @pytest.mark.parametrize("name", ["schema", "environment", "recipe", "files", "replacing"])

@@ -14,13 +14,13 @@ from typing import Any
 from algm_deploy import __version__
 from algm_deploy.bundle import Bundle, write_atomically
 from algm_deploy.errors import BundleError
+from algm_deploy.facts import NOT_RUN
 from algm_deploy.recipes import Network
 from algm_deploy.report.gallery import Example, Gallery, data_url
 from algm_deploy.report.plots import Series, histogram, scatter
 from algm_deploy.report.published import Published, published_beside, read_published
 from algm_deploy.report.records import (
     EVALUATION,
-    NOT_RUN,
     PARITY,
     SPEED,
     Measured,
@@ -244,7 +244,7 @@ def _artifact(bundle: Bundle, runtime: str) -> str:
 
 def _runtimes(bundle: Bundle) -> list[str]:
     recorded = [row.runtime for step in _STEPS for row in measured(bundle, step)]
-    missing = [key.split()[1] for key in bundle.manifest.get(NOT_RUN, {})]
+    missing = [key.partition(" ")[2] for key in bundle.fact(NOT_RUN, {})]
     return list(dict.fromkeys((*RUNTIMES, *bundle.section("engines"), *recorded, *missing)))
 
 
@@ -252,7 +252,7 @@ def _why_not(bundle: Bundle, step: str, runtime: str) -> str:
     """Why a step has no record for a runtime, as HTML; empty where it has one."""
     if any(row.runtime == runtime for row in measured(bundle, step)):
         return ""
-    reason = bundle.manifest.get(NOT_RUN, {}).get(f"{step} {runtime}")
+    reason = bundle.fact(NOT_RUN, {}).get(f"{step} {runtime}")
     command = _COMMANDS[step].format(bundle.path.name, runtime)
     return escape(reason) if reason else f"no record yet, <code>algm-deploy {escape(command)}</code> makes one"
 
@@ -497,7 +497,7 @@ def _published(bundle: Bundle, evaluations: Sequence[Measured], published: Seque
 
 
 def _environment(bundles: Sequence[Bundle]) -> Iterator[str]:
-    yield html_table(*environment_table(bundles[0].manifest["environment"]), "where the bundle was exported")
+    yield html_table(*environment_table(bundles[0].fact("environment")), "where the bundle was exported")
     if engines := bundles[0].section("engines"):
         yield html_table(*engine_table(engines), "engines as built; whether one was executed is said in the summary")
     for bundle in bundles:
@@ -512,7 +512,7 @@ def _environment(bundles: Sequence[Bundle]) -> Iterator[str]:
 
 
 def _reason(bundle: Bundle, step: str) -> str:
-    reasons = {name: bundle.manifest.get(NOT_RUN, {}).get(f"{step} {name}") for name in _runtimes(bundle)}
+    reasons = {name: bundle.fact(NOT_RUN, {}).get(f"{step} {name}") for name in _runtimes(bundle)}
     if known := [f"{escape(name)}: {escape(reason)}" for name, reason in reasons.items() if reason]:
         return "; ".join(known)
     command = _COMMANDS[step].format(bundle.path.name, "onnxruntime-cpu")

@@ -26,7 +26,7 @@ from algm_deploy.bundle import Bundle
 from algm_deploy.recipes import DENSE, MergePlan
 from algm_deploy.signature import CLAP_THRESHOLD, GBM_THRESHOLD
 
-PARITY, EVALUATION, SPEED, NOT_RUN = "parity", "evaluation", "speed", "not_run"
+PARITY, EVALUATION, SPEED = "parity", "evaluation", "speed"
 WEIGHTS = "weights.safetensors"
 
 
@@ -63,7 +63,7 @@ def measured(bundle: Bundle, section: str) -> list[Measured]:
     """The records in a section of a manifest; where they do not name their runtime, their keys start with it."""
     found = []
     for key, record in bundle.section(section).items():
-        runtime = record.get("runtime") or key.split()[0]
+        runtime = record.get("runtime") or key.partition(" ")[0]
         found.append(Measured(bundle.path.name, runtime, artifact_of(bundle, runtime, record), record))
     return found
 

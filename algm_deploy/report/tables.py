@@ -144,8 +144,8 @@ def class_table(group: Sequence[Measured]) -> Table:
     reference = baseline(group)
     rows = []
     for name in group[0].record["iou_percent_by_class"]:
-        base = reference.record["iou_percent_by_class"][name] if reference else None
-        values = [(row, row.record["iou_percent_by_class"][name]) for row in group]
+        base = reference.record["iou_percent_by_class"].get(name) if reference else None
+        values = [(row, row.record["iou_percent_by_class"].get(name)) for row in group]
         rows.append((name, *(with_difference(value, base, row is reference) for row, value in values)))
     return Table(("class", *(f"IoU %, {plan_name(row.artifact.plan, merged_plan(group))}" for row in group)), rows)
 

@@ -86,7 +86,7 @@ class VariantTorchRunner(TorchRunner):
     """PyTorch on a variant: dropping tokens is no merge plan, so a truncated network is made by its fact."""
 
     def _network(self) -> Deployed:
-        rows = dict(self.bundle.manifest.get(FACT, {}).get("rows_by_layer", []))
+        rows = dict(self.bundle.fact(FACT, {"rows_by_layer": ()})["rows_by_layer"])
         if not rows:
             return super()._network()
         recipe = self.bundle.recipe

@@ -254,14 +254,18 @@ CASES: dict[str, tuple[Edit, tuple[str, ...], str]] = {
         PREDICT,
         "expected 'preprocessing_sha256' in its manifest",
     ),
-    "a preprocessing that is none": (fact("preprocessing_sha256", 5), PREDICT, "other preprocessing rules (5"),
+    "a preprocessing that is none": (
+        fact("preprocessing_sha256", 5),
+        PREDICT,
+        "expected a text as preprocessing_sha256, got 5",
+    ),
     "a section that is none": (fact("parity", 5), VERIFY, "expected a table of tables as parity, got 5"),
     "a section of the report": (fact("evaluation", {"a": 1}), REPORT, "expected a table of tables as evaluation"),
     "a section of the builder": (fact("onnxruntime", []), BUILD, "expected a table of tables as onnxruntime"),
     "an engine without facts": (
         fact("engines", {"tensorrt": {"facts": {"batches": 5}}}),
         (*PREDICT, "--runtime", "tensorrt"),
-        "expected the facts of an engine in the manifest, got {'batches': 5}: build it again",
+        "expected a text as engines.tensorrt.facts.version, found none",
     ),
     # pictures
     "an animation": (picture("animated"), PREDICT, "2 frames"),

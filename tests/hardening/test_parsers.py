@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,16 @@ from hypothesis import strategies as st
 from algm_deploy.bundle import MANIFEST, Bundle
 from algm_deploy.cli.settings import parsed
 from algm_deploy.content import content
-from algm_deploy.errors import AlgmDeployError, BundleError, CheckpointError, RecipeError
+from algm_deploy.demonstration import SHORT, generated_scenes
+from algm_deploy.deployment import bench_bundle, evaluate_bundle, verify_bundle
+from algm_deploy.errors import AlgmDeployError, BundleError, CheckpointError, GateError, RecipeError
+from algm_deploy.facts import SECTIONS
 from algm_deploy.models.checkpoints import Checkpoint, read_variant, settings_from_variant
 from algm_deploy.recipes import checked, read_recipe, recipe_settings
+from algm_deploy.report.page import report_page
 from algm_deploy.signature import Signature
+from algm_deploy.timing.protocols import check_verified
+from algm_deploy.timing.timers import Effort
 
 SECONDS = 2.0  # for one file; the largest that is read takes a tenth on a quiet machine
 FUZZ = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -54,6 +62,7 @@ SCRAPS = st.sampled_from(
         *("é", '"', "'''", "[[", "a.b.c = 1\n", "= ", "#", "\n", " ", "null", "true", "1e999", "[" * 3000),
     ]
 )
+GONE = object()
 WORDS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.just(10**400)
 VALUES = st.recursive(WORDS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner))
 
@@ -154,12 +163,52 @@ def test_manifests(tmp_path: Path, described: dict[str, Any], data: st.DataObjec
         Signature.from_table(bundle.fact("signature"))
 
 
+@pytest.fixture(scope="module")
+def recorded(tiny_bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A manifest with a record of every kind, as the steps write them."""
+    bundle = Bundle.open(shutil.copytree(tiny_bundle.path, tmp_path_factory.mktemp("recorded") / "bundle"))
+    scenes = generated_scenes(bundle.path.parent / "scenes", 2)
+    scenes = replace(scenes, class_names=bundle.recipe.class_names)
+    verify_bundle(bundle, "torch", [], 1, progress=False)
+    for merge in (True, False):
+        evaluate_bundle(bundle, "torch", scenes, merge=merge, progress=False)
+    bench_bundle(bundle, "torch", [], replace(SHORT, count=1, effort=Effort(0, 2, 2)), progress=False)
+    facts = {"version": "1.7", "precision": "fp32", "batches": [1, 2, 2], "compute_capabilities": ["8.9"]}
+    engine = {"facts": facts, "parsed_network": {"plugins": [{"plugin": "clap"}]}, "build_seconds": 1.5}
+    bundle.record("engines", "tensorrt-rtx", engine)
+    bundle.not_run(["parity tensorrt-rtx"], "no GPU here")
+    manifest: dict[str, Any] = json.loads((bundle.path / MANIFEST).read_text())
+    return manifest
+
+
+@settings(FUZZ, max_examples=150)
+@given(data=st.data())
+def test_edited_records(tmp_path: Path, recorded: dict[str, Any], data: st.DataObject) -> None:
+    """The report reads all of them, the clock asks for the parity record."""
+    manifest = json.loads(json.dumps(recorded))
+    kept = {name: manifest[name] for name in (*SECTIONS, "environment", "not_run", "signature") if name in manifest}
+    for path in data.draw(st.lists(st.sampled_from(list(places(kept))), min_size=1, max_size=2)):
+        _put(manifest, path, data.draw(VALUES | st.just(GONE)))
+    for read in (lambda bundle: report_page(bundle), lambda bundle: check_verified(bundle, "torch")):
+        with soon(BundleError, GateError):
+            read(Bundle(tmp_path, json.loads(json.dumps(manifest))))
+
+
+def test_sound_records_are_read(tmp_path: Path, recorded: dict[str, Any]) -> None:
+    page = report_page(Bundle(tmp_path, recorded))
+    assert "FAILED" not in page
+    assert page.count("times as fast") + page.count("speed-up") >= 1
+    check_verified(Bundle(tmp_path, recorded), "torch")
+
+
 def _put(table: Any, path: tuple[Any, ...], value: object) -> None:
     for key in path[:-1]:
         if not isinstance(table, dict | list):
             return  # replaced a moment ago
         table = table[key]
-    if isinstance(table, dict):
+    if isinstance(table, dict) and value is GONE:
+        table.pop(path[-1], None)
+    elif isinstance(table, dict):
         table[path[-1]] = value
 
 
@@ -173,10 +222,8 @@ def test_manifests_that_are_hardly_json(tmp_path: Path, text: str) -> None:
 
 def test_two_steps_at_once_keep_both_records(tmp_path: Path, tiny_bundle: Bundle) -> None:
     """Both opened the bundle before either wrote."""
-    import shutil
-
     folder = shutil.copytree(tiny_bundle.path, tmp_path / "bundle")
     one, other = Bundle.open(folder), Bundle.open(folder)
-    one.record("parity", "torch", {"passed": True})
-    other.record("parity", "onnxruntime-cpu", {"passed": False})
-    assert Bundle.open(folder).section("parity") == {"torch": {"passed": True}, "onnxruntime-cpu": {"passed": False}}
+    one.record("tuning", "first", {"tau": 0.5})
+    other.record("tuning", "second", {"tau": 0.6})
+    assert Bundle.open(folder).section("tuning") == {"first": {"tau": 0.5}, "second": {"tau": 0.6}}

@@ -188,7 +188,9 @@ def bundle(tmp_path: Path) -> Callable[..., Bundle]:
             writer.path(engine_name(facts.runtime)).write_bytes(content)
             writer.record(engine_name(facts.runtime))
             writer.facts["signature"] = signature_of(RECIPE).to_table()
-            writer.facts["engines"] = {facts.runtime: {"facts": asdict(facts)}}
+            writer.facts["engines"] = {
+                facts.runtime: {"facts": asdict(facts), "parsed_network": {"plugins": []}, "build_seconds": 1.0}
+            }
         return Bundle.open(tmp_path / "bundle")
 
     return make
