@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import re
-from dataclasses import dataclass
+import subprocess
+from dataclasses import dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -49,6 +50,24 @@ class Environment:
     devices: tuple[Device, ...]
 
 
+@dataclass(frozen=True)
+class GpuState:
+    """What nvidia-smi tells of a GPU at one moment, each figure None where it does not: MHz, watts, degrees Celsius."""
+
+    driver: str | None
+    sm_clock_mhz: float | None
+    sm_clock_max_mhz: float | None
+    memory_clock_mhz: float | None
+    memory_clock_max_mhz: float | None
+    power_w: float | None
+    power_limit_w: float | None
+    temperature_c: float | None
+
+
+# The fields above as nvidia-smi calls them.
+_QUERY = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,clocks.max.mem,power.draw,power.limit,temperature.gpu"
+
+
 def environment(devices: bool = False) -> Environment:
     """Facts about this machine, read without importing a runtime; `devices` lists CUDA devices and imports torch."""
     return Environment(
@@ -76,6 +95,24 @@ def cuda_devices() -> tuple[Device, ...]:
 
     found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return tuple(Device(one.name, f"{one.major}.{one.minor}", one.total_memory) for one in found)
+
+
+def gpu_state(uuid: str) -> GpuState | None:
+    """State of the GPU with this UUID now; None where nvidia-smi is missing or does not know it."""
+    query = ["nvidia-smi", f"--id={uuid}", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
+    try:
+        told = subprocess.run(query, capture_output=True, text=True, check=True, timeout=10).stdout  # noqa: S603
+    except (OSError, subprocess.SubprocessError):
+        return None
+    driver, *figures = (value.strip() for value in told.strip().split(","))
+    if len(figures) + 1 != len(fields(GpuState)):
+        return None
+    return GpuState(driver, *map(_figure, figures))
+
+
+def _figure(told: str) -> float | None:
+    """A number; nvidia-smi writes `[N/A]` and the like where a card does not tell."""
+    return float(told) if re.fullmatch(r"-?\d+(\.\d+)?", told) else None
 
 
 def _first(path: Path, pattern: str) -> str | None:

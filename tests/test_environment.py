@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from dataclasses import asdict
 from importlib.metadata import version
@@ -42,6 +43,29 @@ def test_driver_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: s
     assert module.environment().driver == driver
     monkeypatch.setattr(module, "_DRIVER", tmp_path / "none")
     assert module.environment().driver is None
+
+
+def fake_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    (folder / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+    (folder / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+def test_state_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = 'echo "$1" > "$0.asked"; echo "580.65.06, 1755, 1980, 2619, 2619, 412.37, 700.00, [N/A]"'
+    fake_nvidia_smi(tmp_path, monkeypatch, script)
+    state = module.gpu_state("GPU-12")
+    assert state == module.GpuState("580.65.06", 1755, 1980, 2619, 2619, 412.37, 700, None)
+    assert (tmp_path / "nvidia-smi.asked").read_text() == "--id=GPU-12\n"
+    assert len(module._QUERY.split(",")) == len(asdict(state))
+
+
+@pytest.mark.parametrize("script", ["exit 6", "echo 'No devices were found'"])
+def test_a_gpu_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    fake_nvidia_smi(tmp_path, monkeypatch, script)
+    assert module.gpu_state("GPU-12") is None
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    assert module.gpu_state("GPU-12") is None
 
 
 def test_devices_are_those_of_torch() -> None:

@@ -14,7 +14,7 @@ Row = Sequence[str]
 Record = Mapping[str, Any]
 
 UNKNOWN = "-"
-_NUMBER = re.compile(r"[-+]?\d[\d.,]*(e[-+]?\d+)?( %)?( \([-+][\d.]+\))?|-")
+_NUMBER = re.compile(r"[-+]?\d[\d.,]*(e[-+]?\d+)?( %)?( \([-+][\d.]+\)| \(-?[\d.]+ to -?[\d.]+\))?|-")
 
 # What a link of the parity chain compares, for readers who see it for the first time.
 LINKS = {
@@ -41,7 +41,7 @@ _SPEED = (
     ("tokens_after_gbm_mean", "tokens after GBM", 0),
     ("gmacs_per_window_mean", "GMACs per window", 2),
     ("speedup", "speed-up", 2),
-    ("merge_efficiency", "merge efficiency", 2),
+    ("merge_efficiency", "merge efficiency (middle half of rounds)", 2),
 )
 
 
@@ -173,7 +173,16 @@ def speed_notes(rows: Sequence[Measured]) -> list[str]:
         notes.append(f"not stable: the halves of the run differ ({drifts}): close what else runs here, then repeat")
     elif "stages" in first:
         notes += [f"p50 of {row.record['variant']}: {_stages(row.record['stages'])}" for row in rows]
-    return notes
+    return notes + [f"{row.record['variant']} ran {told}" for row in rows if (told := _executed(row.record))]
+
+
+def _executed(record: Record) -> str:
+    """How a network really ran: what its runner tells, and where its nodes were executed."""
+    told = [f"{name.replace('_', ' ')} {value}" for name, value in record.get("execution", {}).items()]
+    told += [f"{count} nodes on {provider}" for provider, count in record.get("nodes_by_provider", {}).items()]
+    if copies := record.get("host_device_copies"):
+        told.append(f"{copies} copies between host and device")
+    return ", ".join(told)
 
 
 def _stages(stages: Record) -> str:
@@ -327,6 +336,9 @@ def _speed_cell(record: Record, key: str, digits: int | None) -> str:
     is_count = key.startswith(("tokens_", "gmacs_"))
     if record.get("stable") is False and isinstance(value, float) and not is_count:
         return "not stable"
+    spread = record.get("merge_efficiency_by_round") if key == "merge_efficiency" else None
+    if spread:
+        return f"{shown(value, digits)} ({shown(spread['p25'], digits)} to {shown(spread['p75'], digits)})"
     return str(value) if isinstance(value, str) else shown(value, digits)
 
 

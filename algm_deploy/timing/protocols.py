@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 import os
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -29,7 +28,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from algm_deploy.bundle import Bundle
-from algm_deploy.environment import environment
+from algm_deploy.environment import environment, gpu_state
 from algm_deploy.errors import BundleError, GateError
 from algm_deploy.evaluation.evaluate import merge_names
 from algm_deploy.evaluation.flops import multiply_adds
@@ -48,7 +47,7 @@ from algm_deploy.timing.timers import (
     Times,
     cuda_ms,
     drift,
-    halves_of,
+    efficiency_by_round,
     host_ms,
     merge_efficiency,
     percentiles,
@@ -61,7 +60,6 @@ from algm_deploy.timing.variants import VARIANTS, Variant
 
 SCHEMA_VERSION = 1
 ProtocolName = Literal["duplicate", "mixed", "latency"]
-_GPU_STATE = {"gpu_clock": "clocks.sm", "gpu_memory_clock": "clocks.mem", "gpu_power_limit": "power.limit"}
 _STAGE_EFFORT = Effort(warmup=1, rounds=2, most_rounds=2)
 
 
@@ -121,6 +119,21 @@ class InDeviceMemory(Protocol):
         """Results stay on the device."""
 
 
+@runtime_checkable
+class TellsPlacement(Protocol):
+    """A runner that can tell which provider executes each node, and how often data moves between them."""
+
+    def placement(self, feeds: Mapping[str, Array]) -> Placed:
+        """Runs once more to see."""
+
+
+class Placed(Protocol):
+    """Nodes of a run by provider, and copies between host and device among them."""
+
+    nodes: dict[str, int]
+    copies: int
+
+
 # ------------------------------------------------------------------------------------------------------------- the run
 
 
@@ -155,8 +168,9 @@ def benchmark(
         contestants = {name: _Contestant(one, bundle.recipe, request.thresholds) for name, one in runners.items()}
         times, stages = _times(contestants, [windows[list(batch)] for batch in batches], request, progress)
         common = {**_conditions(contestants["merged" if "merged" in runners else "dense"]), **_work(request, windows)}
+        executed = {name: one.executed(windows[list(batches[0])]) for name, one in contestants.items()}
     records = _records(bundle.recipe, times, stages, request, tokens)
-    return {name: {"runtime": runtime, **record, **common} for name, record in records.items()}
+    return {name: {"runtime": runtime, **record, **executed[name], **common} for name, record in records.items()}
 
 
 def check_verified(bundle: Bundle, runtime: str) -> None:
@@ -264,6 +278,19 @@ class _Contestant:
         """Milliseconds of the host's clock from pictures to label maps, both in host memory."""
         return partial(host_ms, lambda: self._labels(self.run.infer(self._feeds(windows), [self.output])))
 
+    def label_map(self, windows: Array) -> Callable[[], float]:
+        """Milliseconds of the host's clock from the network's scores to label maps, both in host memory."""
+        outputs = self.run.infer(self._feeds(windows), [self.output])
+        return partial(host_ms, lambda: self._labels(outputs))
+
+    def executed(self, windows: Array) -> dict[str, Any]:
+        """How the network really ran, as far as its runner tells."""
+        told: dict[str, Any] = {"execution": self.run.execution}
+        if isinstance(self.run, TellsPlacement):
+            placed = self.run.placement(self._feeds(windows))
+            told |= {"nodes_by_provider": placed.nodes, "host_device_copies": placed.copies}
+        return told
+
     def _network(self, windows: Array) -> Call:
         """The call to time; pictures are uploaded here, and freed with it."""
         if not self.on_cuda:
@@ -300,13 +327,18 @@ def _times(
             return take_turns(network, effort, bar.update), {}
         whole: list[Work] = [{name: one.whole(batch) for name, one in contestants.items()} for batch in batches]
         times = take_turns(whole, effort, bar.update)
-        parts = take_turns(network, _STAGE_EFFORT, bar.update)
-    return times, {name: _stages(times[name], parts[name]) for name in times}
+        parts = {"network": take_turns(network, _STAGE_EFFORT, bar.update)}
+        if any(one.output == "scores" for one in contestants.values()):  # else the network ends in its label map
+            tail: list[Work] = [{name: one.label_map(batch) for name, one in contestants.items()} for batch in batches]
+            parts["label_map"] = take_turns(tail, _STAGE_EFFORT, bar.update)
+    stages = {name: {part: taken[name] for part, taken in parts.items()} for name in times}
+    return times, {name: _stages(times[name], stages[name]) for name in times}
 
 
-def _stages(whole: Times, network: Times) -> dict[str, float]:
-    inside, total = float(np.median(network)), float(np.median(whole))
-    return {"network_ms_p50": inside, "copies_and_label_map_ms_p50": max(total - inside, 0.0)}
+def _stages(whole: Times, parts: Mapping[str, Times]) -> dict[str, float]:
+    """Medians of the parts of a latency; what they leave are copies between host and device, and calls."""
+    known = {f"{name}_ms_p50": float(np.median(times)) for name, times in parts.items()}
+    return {**known, "copies_and_calls_ms_p50": max(float(np.median(whole)) - sum(known.values()), 0.0)}
 
 
 # -------------------------------------------------------------------------------------------------------------- records
@@ -340,8 +372,10 @@ def _records(
             record |= {f"latency_ms_{share}": value for share, value in percentiles(times[name]).items()}
             record["stages"] = stages[name]
         records[name] = record | _tokens(recipe, name, tokens) | _against_dense(name, typical)
+    if request.protocol == "latency" and "merged" in records:
+        records["merged"]["by_picture"] = _by_picture(recipe, times["merged"], tokens)
     if "merge_efficiency" in records.get("merged", {}):
-        records["merged"]["merge_efficiency_by_half"] = _efficiency_by_half(times)
+        records["merged"]["merge_efficiency_by_round"] = efficiency_by_round(*(times[name] for name in VARIANTS))
     return records
 
 
@@ -369,6 +403,15 @@ def _tokens(recipe: Recipe, variant: Variant, tokens: NDArray[np.int64]) -> dict
     return {**means, "gmacs_per_window_mean": gmacs}
 
 
+def _by_picture(recipe: Recipe, times: Times, tokens: NDArray[np.int64]) -> dict[str, list[float]]:
+    """Latency of each picture beside its own token counts, in the order they were timed."""
+    names = (f"tokens_after_{name}" for name in merge_names(recipe.merging))
+    return {
+        "latency_ms_p50": np.median(times, axis=0).tolist(),
+        **dict(zip(names, tokens.T.tolist(), strict=True)),
+    }
+
+
 def _against_dense(variant: Variant, typical: Mapping[str, float]) -> dict[str, float]:
     if variant == "dense" or "dense" not in typical:
         return {}
@@ -377,12 +420,6 @@ def _against_dense(variant: Variant, typical: Mapping[str, float]) -> dict[str, 
         efficiency = merge_efficiency(typical["dense"], typical["merged"], typical["truncated"])
         found |= {} if efficiency is None else {"merge_efficiency": efficiency}
     return found
-
-
-def _efficiency_by_half(times: Mapping[str, Times]) -> list[float | None]:
-    """The efficiency in each half of the run: how far it can be trusted, as it is a ratio of small differences."""
-    halves = ({name: typical_ms(halves_of(one)[part]) for name, one in times.items()} for part in (0, 1))
-    return [merge_efficiency(half["dense"], half["merged"], half["truncated"]) for half in halves]
 
 
 def _conditions(contestant: _Contestant) -> dict[str, Any]:
@@ -399,19 +436,15 @@ def _conditions(contestant: _Contestant) -> dict[str, Any]:
         "cpus_usable": len(os.sched_getaffinity(0)),
         "load_average_1_minute": os.getloadavg()[0],
         "environment": asdict(environment(devices=contestant.on_cuda)),
-        **(_gpu_state() if contestant.on_cuda else {}),
+        "gpu": _gpu() if contestant.on_cuda else None,
     }
 
 
-def _gpu_state() -> dict[str, str | None]:
-    """Clocks and power limit of the current device as nvidia-smi tells them; None where it does not."""
+def _gpu() -> dict[str, Any] | None:
+    """Clocks, power and temperature of the current device, right behind the last timed call."""
     uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
-    query = ["nvidia-smi", f"--id=GPU-{uuid}", f"--query-gpu={','.join(_GPU_STATE.values())}", "--format=csv,noheader"]
-    try:
-        told = subprocess.run(query, capture_output=True, text=True, check=True, timeout=10).stdout  # noqa: S603
-    except (OSError, subprocess.SubprocessError):
-        return dict.fromkeys(_GPU_STATE)
-    return dict(zip(_GPU_STATE, told.strip().split(", "), strict=True))
+    state = gpu_state(f"GPU-{uuid}")
+    return asdict(state) if state else None
 
 
 def _work(request: Request, windows: Array) -> dict[str, Any]:

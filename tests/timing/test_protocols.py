@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,7 @@ from algm_deploy.errors import BundleError, GateError, RuntimeUnavailableError
 from algm_deploy.evaluation.flops import multiply_adds
 from algm_deploy.recipes import DENSE
 from algm_deploy.report.records import Measured, measured
-from algm_deploy.report.tables import speed_notes, speed_table
+from algm_deploy.report.tables import markdown_table, speed_notes, speed_table
 from algm_deploy.runners.contract import Runner, runner
 from algm_deploy.timing import protocols
 from algm_deploy.timing.protocols import Request, batches_of, benchmark, natural, reading_ms, usual_request
@@ -50,7 +52,7 @@ def timed_as(monkeypatch: pytest.MonkeyPatch, **ms: float) -> None:
 
     def told(contestants: dict[str, Any], batches: list[Any], request: Request, progress: bool) -> Any:
         shape = request.effort.rounds, len(batches)
-        stages = {"network_ms_p50": 1.0, "copies_and_label_map_ms_p50": 0.5}
+        stages = {"network_ms_p50": 1.0, "label_map_ms_p50": 0.25, "copies_and_calls_ms_p50": 0.5}
         return {name: np.full(shape, ms[name]) for name in contestants}, dict.fromkeys(contestants, stages)
 
     monkeypatch.setattr(protocols, "_times", told)
@@ -224,8 +226,15 @@ def test_latency_from_pictures_to_records(verified: Bundle, tmp_path: Path) -> N
     assert merged["provider"] == "CPUExecutionProvider"
     assert merged["environment"]["packages"]["onnxruntime"]
     assert set(merged["stages"]) == {
-        "decode_ms_p50", "preprocess_ms_p50", "network_ms_p50", "copies_and_label_map_ms_p50"
+        "decode_ms_p50", "preprocess_ms_p50", "network_ms_p50", "label_map_ms_p50", "copies_and_calls_ms_p50"
     }  # fmt: skip
+    assert all(ms > 0 for name, ms in merged["stages"].items() if name != "copies_and_calls_ms_p50")
+    assert merged["nodes_by_provider"]["CPUExecutionProvider"] > dense["nodes_by_provider"]["CPUExecutionProvider"] > 50
+    assert (merged["host_device_copies"], merged["gpu"]) == (0, None)
+    by_picture = merged["by_picture"]
+    assert np.mean(by_picture["tokens_after_gbm"]) == merged["tokens_after_gbm_mean"]
+    assert len(by_picture["latency_ms_p50"]) == len(by_picture["tokens_after_clap"]) == 2
+    assert "by_picture" not in dense
     assert 0 < merged["latency_ms_p50"] <= merged["latency_ms_p90"]
     assert merged["latency_ms_p99"] is None
     assert dense["thresholds"] == {}
@@ -258,7 +267,8 @@ def test_speed_up_efficiency_and_throughput(
     timed_as(monkeypatch, dense=8.0, merged=5.0, truncated=4.0)
     records = benchmark(verified, CPU, windows, Request("mixed", batch=2, effort=QUICK), progress=False)
     assert records["merged"]["merge_efficiency"] == pytest.approx(0.75)
-    assert records["merged"]["merge_efficiency_by_half"] == pytest.approx([0.75, 0.75])
+    spread = {"rounds": 2, "min": 0.75, "p25": 0.75, "p75": 0.75, "max": 0.75}
+    assert records["merged"]["merge_efficiency_by_round"] == pytest.approx(spread)
     assert records["merged"]["speedup"] == pytest.approx(1.6)
     assert records["truncated"]["speedup"] == pytest.approx(2.0)
     assert records["merged"]["throughput_img_per_s"] == pytest.approx(400.0)
@@ -271,7 +281,52 @@ def test_speed_up_efficiency_and_throughput(
 def test_stages_are_told_where_times_are(verified: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     timed_as(monkeypatch, dense=8.0, merged=5.0, truncated=4.0)
     rows = bench_bundle(verified, CPU, [], Request("latency", count=2, effort=QUICK), progress=False)
-    assert "p50 of merged: network 1.0 ms, copies and label map 0.5 ms" in speed_notes(rows)
+    notes = speed_notes(rows)
+    assert "p50 of merged: network 1.0 ms, label map 0.2 ms, copies and calls 0.5 ms" in notes
+    (ran,) = [note for note in notes if note.startswith("merged ran ")]
+    assert re.fullmatch(r"merged ran \d+ nodes on CPUExecutionProvider", ran)
+
+
+def test_a_network_that_ends_in_labels_has_no_label_map_of_its_own(labels_bundle: Bundle, windows: np.ndarray) -> None:
+    with runner(labels_bundle, "torch") as run:
+        contestants: Any = {"merged": protocols._Contestant(run, labels_bundle.recipe, {})}
+        _, stages = protocols._times(contestants, [windows[:1]], Request("latency", effort=QUICK), progress=False)
+    assert set(stages["merged"]) == {"network_ms_p50", "copies_and_calls_ms_p50"}
+
+
+def test_how_a_network_ran_is_recorded_and_told(verified: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    timed_as(monkeypatch, dense=8.0, merged=5.0, truncated=4.0)
+    kind = type(runner(verified, CPU))
+    monkeypatch.setattr(kind, "execution", property(lambda _: {"cuda_graph": "no, shapes vary"}))
+    placed = SimpleNamespace(nodes={"CUDAExecutionProvider": 140, "CPUExecutionProvider": 3}, copies=2)
+    monkeypatch.setattr(kind, "placement", lambda self, feeds: placed)
+    rows = bench_bundle(verified, CPU, [], Request("latency", count=1, effort=QUICK), progress=False)
+    record = rows[1].record
+    assert record["execution"] == {"cuda_graph": "no, shapes vary"}
+    assert (record["nodes_by_provider"], record["host_device_copies"]) == (placed.nodes, 2)
+    assert (
+        "merged ran cuda graph no, shapes vary, 140 nodes on CUDAExecutionProvider, 3 nodes on CPUExecutionProvider, "
+        "2 copies between host and device"
+    ) in speed_notes(rows)
+    assert Bundle.open(verified.path).section("speed")["onnxruntime-cpu latency merged batch 1"]["execution"]
+
+
+def test_the_spread_of_an_efficiency_stands_beside_it(verified: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(contestants: dict[str, Any], batches: list[Any], *_: Any) -> Any:
+        rounds = {"dense": [8.0, 8.0, 8.0], "merged": [4.1, 4.4, 4.8], "truncated": [4.0, 4.0, 4.0]}
+        times = {name: np.array(rounds[name])[:, None].repeat(len(batches), 1) for name in contestants}
+        return times, {name: {"network_ms_p50": 1.0} for name in contestants}
+
+    monkeypatch.setattr(protocols, "_times", told)
+    monkeypatch.setattr(protocols, "steady", lambda _: True)
+    rows = bench_bundle(verified, CPU, [], Request("latency", count=1, effort=QUICK), progress=False)
+    assert rows[1].record["merge_efficiency_by_round"] == pytest.approx(
+        {"rounds": 3, "min": 0.8, "p25": 0.85, "p75": 0.9375, "max": 0.975}
+    )
+    table = speed_table(rows)
+    assert table.rows[1][-1] == "0.90 (0.85 to 0.94)"
+    assert table.rows[0][-1] == "-"
+    assert "| ---: |\n" in markdown_table(*table)  # still a column of numbers
 
 
 def test_no_efficiency_where_dropping_saves_nothing(

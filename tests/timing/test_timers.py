@@ -14,6 +14,7 @@ from algm_deploy.timing.timers import (
     Effort,
     cuda_ms,
     drift,
+    efficiency_by_round,
     host_ms,
     merge_efficiency,
     percentiles,
@@ -122,3 +123,11 @@ def test_no_99th_percentile_of_a_few_samples() -> None:
 def test_merge_efficiency(dense: float, merged: float, truncated: float, expected: float | None) -> None:
     found = merge_efficiency(dense, merged, truncated)
     assert found == (None if expected is None else pytest.approx(expected))
+
+
+def test_spread_of_the_efficiency_over_rounds() -> None:
+    dense, truncated = np.full((4, 2), 10.0), np.array([[5.0, 5.0]] * 3 + [[10.0, 10.0]])
+    merged = np.array([[5.0, 5.0], [4.0, 8.0], [7.0, 7.0], [6.0, 6.0]])
+    found = efficiency_by_round(dense, merged, truncated)  # 1.0, 0.8, 0.6; in the last round dropping saves nothing
+    assert found == pytest.approx({"rounds": 3, "min": 0.6, "p25": 0.7, "p75": 0.9, "max": 1.0})
+    assert efficiency_by_round(dense, merged, dense) == {}
