@@ -241,11 +241,11 @@ class Gates:
     """Values that `verify` holds a bundle to. Shares lie in [0, 1]."""
 
     label_agreement: float = 0.999
-    excused_windows: float = 0.25
+    excused_decisions: float = 0.01
     miou_drop_points: float = 0.1
 
     def __post_init__(self) -> None:
-        _check_ranges("gates", self, label_agreement=(0, 1), excused_windows=(0, 1), miou_drop_points=(0, 100))
+        _check_ranges("gates", self, label_agreement=(0, 1), excused_decisions=(0, 1), miou_drop_points=(0, 100))
 
 
 @dataclass(frozen=True)

@@ -213,7 +213,7 @@ WRONG = {
     "protocol.max_ratio": ("inf", "a finite number"),
     "protocol.resize": ('"twice"', "double or single"),
     "gates.label_agreement": ("99.9", "gates.label_agreement between 0 and 1"),
-    "gates.excused_windows": ("-0.1", "gates.excused_windows between 0 and 1"),
+    "gates.excused_decisions": ("-0.1", "gates.excused_decisions between 0 and 1"),
     "gates.miou_drop_points": ('"0.1"', "a finite number"),
 }
 

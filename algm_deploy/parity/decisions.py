@@ -8,6 +8,7 @@ Noise that is NaN excuses nothing.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 
 from algm_deploy.ops.clap import window_members
 from algm_deploy.ops.gbm import first_source
-from algm_deploy.recipes import MergePlan, Size
+from algm_deploy.recipes import MergePlan, Network, Size
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
@@ -77,12 +78,42 @@ def map_problem(maps: list[Ints], prefix: int) -> str | None:
     return None
 
 
+def differing(before: Ints, ours: Ints, other: Ints, stage: int, plan: MergePlan, network: Network) -> tuple[int, int]:
+    """How many decisions of one merge differ between two token maps (N,) behind it, and how many there are.
+
+    `before` is the map in front of the merge. CLAP decides for each window whether it merges, GBM and ToMe for each
+    token that may which other it joins, if any. Merged windows, and tokens that stay, in another order count once for
+    each that would have to be moved.
+    """
+    layer, prefix = plan.layers[stage], network.prefix
+    if plan.merge_in(layer) == "clap":
+        a, b = (_merged_windows(token_map, plan, network.grid) for token_map in (ours, other))
+        count, total = len(np.setxor1d(a, b)), len(window_members(network.grid, plan.window))
+    else:
+        first = 0 if plan.method == "tome" else first_source(plan.semantics, prefix)
+        one, two = (_join(before, token_map, prefix, first) for token_map in (ours, other))
+        count, total = int((one.partners != two.partners).sum()), len(one.sources)
+        a, b = one.stays, two.stays
+    count += _out_of_order(a, b)
+    return (count if np.array_equal(ours, other) else max(count, 1)), total
+
+
+def _out_of_order(ours: Ints, other: Ints) -> int:
+    """How many of the common items would have to be moved for the other order."""
+    place = {int(item): index for index, item in enumerate(other)}
+    places = [place[int(item)] for item in ours if int(item) in place]
+    ends: list[int] = []  # the smallest end of an ascending run of each length
+    for index in places:
+        at = bisect_left(ends, index)
+        ends[at : at + 1] = [index]
+    return len(places) - len(ends)
+
+
 def clap_problems(facts: ClapFacts, token_map: Ints, plan: MergePlan, grid: Size, prefix: int) -> list[str]:
     """What in CLAP's decision for one image the noise cannot explain; empty when it is excused."""
-    members = window_members(grid, plan.window)
-    rows = token_map[members]
-    merged = (rows == rows[:, :1]).all(1)
-    windows = np.flatnonzero(merged)[np.argsort(rows[merged, 0])]
+    windows = _merged_windows(token_map, plan, grid)
+    merged = np.zeros(len(facts.similarity), bool)
+    merged[windows] = True
     if not np.array_equal(token_map, _clap_map(windows, grid, plan, prefix)):
         return ["CLAP: the token map is not one that merging whole windows gives"]
     if plan.order == "raster" and (np.diff(windows) < 0).any():
@@ -117,8 +148,8 @@ def tome_problems(facts: GbmFacts, before: Ints, after: Ints, prefix: int) -> li
     """What in ToMe's decision for one image the noise cannot explain; empty when it is excused. As for GBM."""
     join = _join(before, after, prefix, 0)
     stays, targets = join.row[join.sources[~join.joins]], join.row[join.targets]
-    numbered = np.array_equal(np.sort(np.concatenate([stays, targets])), np.arange(prefix, join.row.max() + 1))
-    if not numbered or not (np.diff(targets) > 0).all() or (prefix and not join.ascending(prefix)):
+    numbered = np.array_equal(np.concatenate([np.sort(stays), targets]), np.arange(prefix, join.row.max() + 1))
+    if not numbered or (prefix and not join.ascending(prefix)):
         return ["ToMe: the token map is not one that joining tokens gives"]
     if not np.isfinite(facts.noise):
         return ["ToMe: similarities are not finite"]
@@ -156,14 +187,24 @@ class _Join(NamedTuple):
         best = facts.best[index]
         return best[self.joins], best[~self.joins & facts.sources[index]]
 
+    @property
+    def stays(self) -> Ints:
+        """The sources that join nothing, in the order of their new rows."""
+        sources = self.sources[~self.joins]
+        return sources[np.argsort(self.row[sources])]
+
+    @property
+    def partners(self) -> Ints:
+        """The target (|sources|,) every source joins, -1 for none."""
+        target_of = np.full(self.row.max() + 1, -1, dtype=np.int64)
+        target_of[self.row[self.targets]] = self.targets
+        return np.where(self.joins, target_of[self.row[self.sources]], -1)
+
     def problems(self, merge: str, facts: GbmFacts) -> list[str]:
         """Sources that joined another target than their most similar one."""
-        target_of = {int(self.row[t]): (t - self.first - 1) // 2 for t in self.targets}
-        index, joined = (self.sources - self.first) // 2, self.row[self.sources]
-        taken = [
-            facts.scores[i, target_of[int(row)]] for i, row in zip(index[self.joins], joined[self.joins], strict=True)
-        ]
-        gap = (facts.best[index[self.joins]] - np.array(taken)).max(initial=0)
+        index = (self.sources[self.joins] - self.first) // 2
+        taken = facts.scores[index, (self.partners[self.joins] - self.first - 1) // 2]
+        gap = (facts.best[index] - taken).max(initial=0)
         return (
             [f"{merge}: a token joined one that is {gap:.1e} less similar than the best"] if gap > facts.noise else []
         )
@@ -196,6 +237,13 @@ def _threshold_problems(
     if highest > lowest + facts.noise:
         problems.append(f"{merge}: left a {what} {highest - lowest:.1e} above one that merged")
     return problems
+
+
+def _merged_windows(token_map: Ints, plan: MergePlan, grid: Size) -> Ints:
+    """The windows whose patches share a token, in the order of the tokens."""
+    rows = token_map[window_members(grid, plan.window)]
+    merged = (rows == rows[:, :1]).all(1)
+    return np.flatnonzero(merged)[np.argsort(rows[merged, 0])]
 
 
 def _clap_map(windows: Ints, grid: Size, plan: MergePlan, prefix: int) -> Ints:

@@ -87,7 +87,7 @@ def _encoder_nodes(recipe: Recipe) -> list[dict[str, Any]]:
     clap = {"operator": "clap", "grid": list(network.grid), "window": list(plan.window), "order": plan.order} | common
     attention = {"operator": "attention", "heads": network.heads, "scale": (network.embed_dim / network.heads) ** -0.5}
     nodes = []
-    for layer in range(1, network.depth + 1):
+    for layer in range(1, network.encoder_depth + 1):
         nodes.append(attention)
         if layer in plan.clap_layers:
             nodes.append(clap)

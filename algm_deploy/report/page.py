@@ -50,6 +50,7 @@ from algm_deploy.report.tables import (
     slice_table,
     speed_table,
 )
+from algm_deploy.report.tuning import tuning_section
 from algm_deploy.runners.contract import RUNTIMES
 
 _STYLE = Path(__file__).with_name("page.css")
@@ -98,6 +99,7 @@ def report_page(
         ("speed", "Speed", _speed(bundle, evaluations, speeds)),
         ("tokens", "Tokens", _tokens(bundle, own)),
         ("trade-off", "Trade-off", _trade_off(bundle, evaluations, speeds, published)),
+        *_tuning(bundle, gallery),
         ("gallery", "Gallery", _gallery(gallery)),
         ("published", "Beside published figures", _published(bundle, own, published)),
         ("environment", "Environment", _environment(bundles)),
@@ -438,6 +440,12 @@ def _speed_series(pairs: Sequence[tuple[Measured, Measured]]) -> Iterator[Series
         by_kind.setdefault(kind, []).append(point)
     for kind, points in by_kind.items():
         yield Series(kind, tuple(points))
+
+
+def _tuning(bundle: Bundle, gallery: Gallery | None) -> Iterator[tuple[str, str, Iterator[str]]]:
+    """The section on tuning, where a bundle was tuned."""
+    if bundle.section("tuning"):
+        yield "tuning", "Tuning", tuning_section(bundle, gallery.at_thresholds if gallery else ())
 
 
 # ------------------------------------------------------------------------------------------------------------- gallery

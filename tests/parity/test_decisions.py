@@ -7,8 +7,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from algm_deploy.parity.decisions import ClapFacts, GbmFacts, clap_problems, gbm_problems, map_problem
-from algm_deploy.recipes import MergePlan
+from algm_deploy.parity.decisions import (
+    ClapFacts,
+    GbmFacts,
+    clap_problems,
+    differing,
+    gbm_problems,
+    map_problem,
+    tome_problems,
+)
+from algm_deploy.recipes import MergePlan, Network
 
 GRID, PREFIX = (4, 4), 1  # four windows of 2x2
 NOISE = 1e-3
@@ -185,6 +193,75 @@ def test_gbm_of_the_paper_splits_behind_the_prefix() -> None:
     joined = np.array([3, 3, 1, 4, 2, 5])
     assert gbm_problems(facts, np.arange(1, 7), joined, paper, PREFIX) == []
     assert gbm_problems(facts, np.arange(1, 7), joined, PLAN, PREFIX) != []
+
+
+def tome(joins: dict[int, int], r: int, noise: float = NOISE) -> list[str]:
+    scores = np.array([(-np.inf,) * 3, *SCORES.values()], np.float32)
+    facts = GbmFacts(scores, np.array([False, True, True, True]), 0.0, noise, 0.0, r)
+    return tome_problems(facts, np.arange(1, 7), gbm_map(joins), PREFIX)
+
+
+@pytest.mark.parametrize(
+    ("joins", "r", "problem"),
+    [
+        ({4: 3}, 1, None),
+        ({4: 5}, 1, None),  # two targets nearly tied
+        ({4: 1}, 1, "joined one that is 4.7e-01 less similar than the best"),
+        ({2: 1}, 1, "left a token 2.0e-02 above one that merged"),
+        ({2: 1, 4: 3}, 2, None),
+        ({2: 1, 4: 3}, 1, "merged 2 tokens instead of 1"),
+        ({4: 3}, 2, "merged 1 tokens instead of 2"),
+        ({2: 1, 4: 3, 6: 5}, 3, None),
+    ],
+)
+def test_tome_of_one_image(joins: dict[int, int], r: int, problem: str | None) -> None:
+    found = tome(joins, r)
+    assert (not found) if problem is None else (len(found) == 1 and problem in found[0])
+
+
+def test_tome_without_prefix_orders_rows_by_similarity() -> None:
+    """Rows 0, 2, 4 are A; row 2 joins row 3, and row 4 is more similar to its best than row 0."""
+    scores = np.array([(0.5, 0.1, 0.1), (0.1, 0.9, 0.1), (0.1, 0.1, 0.7)], np.float32)
+    before = np.arange(6)
+
+    def problems(after: list[int], noise: float = NOISE) -> list[str]:
+        facts = GbmFacts(scores, np.ones(3, bool), 0.0, noise, 0.0, 1)
+        return tome_problems(facts, before, np.array(after), 0)
+
+    assert problems([1, 2, 3, 3, 0, 4]) == []
+    assert "wrong order, 2.0e-01 apart" in problems([0, 2, 3, 3, 1, 4])[0]
+    assert problems([0, 2, 3, 3, 1, 4], noise=0.3) == []
+    assert "not one that joining tokens gives" in problems([2, 1, 3, 3, 0, 4])[0]
+    assert problems([1, 2, 3, 3, 0, 4], noise=np.nan) == ["ToMe: similarities are not finite"]
+
+
+NETWORK = Network("segmenter", 64, 4, 1, 3, (64, 64))
+
+
+def clap_difference(ours: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, int]:
+    return differing(np.arange(1, 17), clap_map(*ours), clap_map(*other), 0, PLAN, NETWORK)
+
+
+def test_decisions_of_clap_are_windows() -> None:
+    assert clap_difference((2, 0), (2, 0)) == (0, 4)
+    assert clap_difference((2, 0), (2, 0, 3)) == (1, 4)
+    assert clap_difference((2, 0), (2, 3)) == (2, 4)
+    assert clap_difference((0, 2), (2, 0)) == (1, 4)
+    assert clap_difference((3, 0, 1, 2), (0, 1, 2, 3)) == (1, 4)  # one moved to the front
+    assert clap_difference((3, 2, 1, 0), (0, 1, 2, 3)) == (3, 4)
+
+
+@pytest.mark.parametrize("plan", [replace(PLAN, gbm_layers=(3,)), MergePlan((), (), method="tome", tome_r=(2,))])
+def test_decisions_of_bipartite_merges_are_tokens(plan: MergePlan) -> None:
+    stage = len(plan.layers) - 1
+
+    def difference(ours: dict[int, int], other: dict[int, int]) -> tuple[int, int]:
+        return differing(np.arange(1, 7), gbm_map(ours), gbm_map(other), stage, plan, NETWORK)
+
+    assert difference({2: 1, 4: 3}, {2: 1, 4: 3}) == (0, 3)
+    assert difference({2: 1, 4: 3}, {2: 1}) == (1, 3)
+    assert difference({2: 1, 4: 3}, {2: 1, 4: 5}) == (1, 3)
+    assert difference({2: 1, 4: 3}, {2: 3, 6: 3}) == (3, 3)
 
 
 def test_maps_are_partitions_that_only_grow_coarser() -> None:
