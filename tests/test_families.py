@@ -19,31 +19,45 @@ from algm_deploy.parity.chain import verify
 from algm_deploy.recipes import MergePlan, Network, Protocol, Recipe, flatten
 from algm_deploy.runners.contract import runner
 
-STAGES = {"mla": (1, 2, 3, 4), "mla_mmseg": (1, 2, 3, 4), "atm": (1, 2, 4)}
-DECODERS = ("naive", "naive_mmseg", "pup", "mla", "mla_mmseg", "atm")
+STAGES = dict.fromkeys(("mla", "mla_mmseg", "linear_ms"), (1, 2, 3, 4)) | {"atm": (1, 2, 4)}
+SETR = ("naive", "naive_mmseg", "pup", "mla", "mla_mmseg")
+# Tokens in front of the patches beside cls: five and two in all, where a family has such.
+EXTRA_TOKENS = {"dinov2": 4, "deit": 1, "eomt": 4}
+CASES = (
+    *(("setr", decoder) for decoder in SETR),
+    ("segvit", "atm"),
+    ("dinov2", "linear"),
+    ("dinov2", "linear_ms"),
+    ("deit", "linear"),
+    ("eomt", "queries"),
+)
 IMAGES = 3
 
 
-def toy(decoder: Any) -> Recipe:
+def toy(family: Any, decoder: Any) -> Recipe:
+    """A small network of four blocks; DINOv2's pictures are padded to whole patches."""
     network = Network(
-        "segvit" if decoder == "atm" else "setr",
+        family,
         embed_dim=16,
         depth=4,
         heads=2,
         classes=5,
         image_size=(64, 64),
+        patch_size=17 if family == "dinov2" else 16,
         decoder=decoder,
         decoder_depth=1,
-        normalization="vit" if decoder == "atm" else "deit",
+        normalization="vit" if family == "segvit" else "deit",
         stages=STAGES.get(decoder, ()),
         decoder_dim=8,
+        extra_tokens=EXTRA_TOKENS.get(family, 0),
+        queries=6 if family == "eomt" else 0,
     )
     plan = MergePlan((1,), (3,), clap_threshold=0.8)
     return Recipe("toy", network, plan, Protocol("camvid", 64, 64, 64), max_batch=IMAGES)
 
 
 def checkpoint_of(network: Network, path: Path) -> Path:
-    """A checkpoint of random weights as the authors' project writes it."""
+    """A checkpoint of random weights as the authors' project writes it: one file, or backbone and head in a folder."""
     naming = next(n for n in NAMINGS[network.family](network) if network.decoder in n.decoders)
     generator = torch.Generator().manual_seed(0)
     state = {
@@ -52,8 +66,15 @@ def checkpoint_of(network: Network, path: Path) -> Path:
         else torch.randn(shape, generator=generator) / np.prod(shape[1:]) ** 0.5
         for key, shape in naming.expected(parameter_shapes(network)).items()
     }
-    torch.save({"meta": {"CLASSES": ["a"]}, "state_dict": state}, path)
-    return path
+    if network.family not in ("dinov2", "deit"):
+        torch.save({"meta": {"CLASSES": ["a"]}, "state_dict": state}, path)
+        return path
+    folder = path.with_suffix("")
+    folder.mkdir()
+    head = {key: state.pop(key) for key in list(state) if key.startswith("decode_head.")}
+    torch.save(state, folder / "backbone.pth")
+    torch.save({"meta": {"CLASSES": ["a"]}, "state_dict": head}, folder / "head.pth")
+    return folder
 
 
 def toml_of(recipe: Recipe) -> str:
@@ -67,11 +88,11 @@ def toml_of(recipe: Recipe) -> str:
 
 
 @pytest.fixture(scope="module")
-def bundle_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Bundle]:
+def bundle_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str, str], Bundle]:
     """A new bundle of a toy network, from a checkpoint and a recipe on disk."""
 
-    def make(decoder: str, output: str) -> Bundle:
-        folder, recipe = tmp_path_factory.mktemp(decoder), toy(decoder)
+    def make(family: str, decoder: str, output: str) -> Bundle:
+        folder, recipe = tmp_path_factory.mktemp(decoder), toy(family, decoder)
         (folder / "toy.toml").write_text(toml_of(recipe))
         checkpoint = checkpoint_of(recipe.network, folder / "latest.pth")
         return export(checkpoint, folder / "bundle", str(folder / "toy.toml"), {"output": output}).bundle
@@ -80,14 +101,23 @@ def bundle_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], 
 
 
 def test_every_family_is_covered() -> None:
-    assert {toy(decoder).network.family for decoder in DECODERS} | {"segmenter"} == set(FAMILIES)
+    assert {family for family, _ in CASES} | {"segmenter"} == set(FAMILIES)
 
 
 @pytest.mark.parametrize(
-    ("decoder", "output"), [*((decoder, "scores") for decoder in DECODERS), ("naive", "labels"), ("atm", "labels")]
+    ("family", "decoder", "output"),
+    [
+        *((*case, "scores") for case in CASES),
+        ("setr", "naive", "labels"),
+        ("segvit", "atm", "labels"),
+        ("dinov2", "linear", "labels"),
+        ("eomt", "queries", "labels"),
+    ],
 )
-def test_the_parity_chain_holds(bundle_of: Callable[[str, str], Bundle], decoder: str, output: str) -> None:
-    bundle = bundle_of(decoder, output)
+def test_the_parity_chain_holds(
+    bundle_of: Callable[[str, str, str], Bundle], family: str, decoder: str, output: str
+) -> None:
+    bundle = bundle_of(family, decoder, output)
     images = parity_windows(bundle.recipe, [], IMAGES)
     report = verify(bundle, "onnxruntime-cpu", images, progress=False)
     assert report.batches == (1, 2, 3)
@@ -103,7 +133,7 @@ def _token_counts(bundle: Bundle, images: np.ndarray) -> np.ndarray:
 
 
 def test_a_checkpoint_without_facts_needs_a_recipe(tmp_path: Path) -> None:
-    path = checkpoint_of(toy("naive").network, tmp_path / "latest.pth")
+    path = checkpoint_of(toy("setr", "naive").network, tmp_path / "latest.pth")
     with pytest.raises(
         CheckpointError, match=r"expected variant.yml beside .*latest.pth, found none: .* name a recipe"
     ):

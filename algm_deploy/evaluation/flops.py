@@ -8,6 +8,7 @@ The published tables call these multiply-adds "GFLOPs"; in floating-point operat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -54,14 +55,14 @@ def multiply_adds(network: Network, plan: MergePlan, tokens_after_merge: Sequenc
     patches = network.grid[0] * network.grid[1]
     counts = _counts(plan, patches, tokens_after_merge)
     encoder, merging, leaving = _encoder(network, plan, counts, patches)
-    levels = [leaving[layer] for layer in network.stages or (network.depth,)]
+    levels = [leaving[layer] for layer in network.stages or (network.encoder_depth,)]
     height, width = network.image_size
     return MultiplyAdds(
         patch_embedding=patches * network.embed_dim * 3 * network.patch_size**2,
         encoder=encoder,
         merging=merging,
         decoder=_DECODERS[network.decoder](network, levels),
-        upsampling=_BILINEAR * network.classes * height * width,
+        upsampling=_BILINEAR * (network.queries or network.classes) * height * width,
     )
 
 
@@ -83,7 +84,7 @@ def _encoder(network: Network, plan: MergePlan, counts: dict[int, int], tokens: 
     """
     encoder = merging = 0
     leaving = {}
-    for layer in range(1, network.depth + 1):
+    for layer in range(1, network.encoder_depth + 1):
         encoder += _attention(tokens + network.prefix, network.embed_dim)
         if layer in plan.gbm_layers:
             sequence = tokens + network.prefix
@@ -118,7 +119,7 @@ def _mask_transformer(network: Network, levels: Sequence[int]) -> int:
 
 
 def _linear(network: Network, levels: Sequence[int]) -> int:
-    return _normalised(network, levels) + levels[0] * network.embed_dim * network.classes
+    return _normalised(network, levels) + sum(levels) * network.embed_dim * network.classes
 
 
 def _up_head(network: Network, levels: Sequence[int]) -> int:
@@ -155,9 +156,26 @@ def _atm(network: Network, levels: Sequence[int]) -> int:
     return total
 
 
+def _queries(network: Network, levels: Sequence[int]) -> int:
+    """EoMT: the last blocks with queries in front of the tokens, the heads, and masks at up to a quarter of the size."""
+    (tokens,) = levels
+    dim, queries = network.embed_dim, network.queries
+    rows = queries + tokens + network.prefix
+    total = network.decoder_depth * (_attention(rows, dim) + _mlp(rows, dim)) + _NORM * rows * dim
+    total += queries * dim * (network.classes + 1) + 3 * queries * dim * dim
+    cells = network.grid[0] * network.grid[1]
+    for _ in range(max(1, int(math.log2(network.patch_size)) - 2)):
+        cells *= 4
+        total += cells * dim * (dim + 9 + _NORM)
+    height, width = network.image_size
+    return total + queries * dim * cells + queries * network.classes * height * width
+
+
 _DECODERS: dict[str, Callable[[Network, Sequence[int]], int]] = {
     "mask_transformer": _mask_transformer,
     "linear": _linear,
+    "linear_ms": _linear,
+    "queries": _queries,
     "naive": _up_head,
     "naive_mmseg": _up_head,
     "pup": _up_head,

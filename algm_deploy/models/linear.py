@@ -58,7 +58,7 @@ def dinov2_namings(network: Network) -> tuple[Naming, ...]:
     return (
         Naming(
             project="facebookresearch/dinov2",
-            mark="mask_token",
+            mark="blocks.0.ls1.",
             decoders=("linear", "linear_ms"),
             names={"encoder.": ""},
             made=tokens | layer_scales(network, blocks) | _head(network),

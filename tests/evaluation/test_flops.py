@@ -160,6 +160,29 @@ def test_setr_and_segvit_equal_fvcore(decoder: Any, decoder_dim: int, traced: in
     assert multiply_adds(network, DENSE).total == traced
 
 
+SMALL = (32, 4, 2, 7, (96, 96))
+
+
+@pytest.mark.parametrize(
+    ("network", "traced"),
+    [
+        (Network("dinov2", *SMALL, patch_size=17, decoder="linear"), 3494176 - 2304 - 4608),
+        (
+            Network("dinov2", *SMALL, decoder="linear_ms", stages=(1, 2, 3, 4), extra_tokens=4),
+            3726976 - 9216 - 4 * 4608,
+        ),
+        (
+            Network("eomt", 32, 5, 2, 7, (96, 96), decoder="queries", decoder_depth=2, queries=10, extra_tokens=4),
+            6676436 + 140,
+        ),
+    ],
+    ids=["linear", "linear_ms", "queries"],
+)
+def test_linear_heads_and_eomt_equal_fvcore(network: Network, traced: int) -> None:
+    """fvcore 0.1.5 on the published modules, as above; it rounds what the two einsums of EoMT take, 829440."""
+    assert multiply_adds(network, DENSE).total == traced
+
+
 @pytest.mark.parametrize(
     "name",
     [
