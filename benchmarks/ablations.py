@@ -84,6 +84,15 @@ def tables(plan: MergePlan, network: Network) -> Iterator[tuple[str, list[Row]]]
         ],
     )
     yield (
+        "GBM compares",
+        [
+            ("tokens after attention", plan, ALGM),
+            ("queries", plan, Variant(gbm_feature="query")),
+            ("keys", plan, Variant(gbm_feature="key")),
+            ("values", plan, Variant(gbm_feature="value")),
+        ],
+    )
+    yield (
         "a merged window becomes",
         [
             ("its mean", plan, ALGM),

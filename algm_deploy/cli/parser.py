@@ -12,6 +12,10 @@ from algm_deploy.cli.settings import count, positive, size
 from algm_deploy.cli.tuning import tune
 
 RUNTIMES = ("torch", "onnxruntime-cpu", "onnxruntime-cuda", "tensorrt", "tensorrt-rtx")
+_SLICE = (
+    "how to group images for figures by slice: folder; FILE.csv:COLUMN with the images' names in the first column; or "
+    "a regular expression whose group, or match, in an image's name is its slice; default: the data set's own"
+)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -91,7 +95,7 @@ def _data_options(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--dataset", help="its name; default: the bundle's")
     command.add_argument("--split", help="default: the split its results are published on")
-    command.add_argument("--slice", help="how to group images for figures by slice")
+    command.add_argument("--slice", help=_SLICE)
     command.add_argument("--limit", type=positive, help="evaluate that many images, spread evenly")
     if required:
         command.add_argument("--tau", type=float, help="CLAP threshold instead of the bundle's")
@@ -141,8 +145,9 @@ def _tune_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--dataset", help="its name; default: the bundle's")
     command.add_argument("--split", help="split to tune on; default: the one its results are published on")
     command.add_argument("--held-out", help="split to report on; default: the second half of each slice is kept back")
-    command.add_argument("--slice", help="how to group images for figures by slice")
+    command.add_argument("--slice", help=_SLICE)
     command.add_argument("--limit", type=positive, help="use that many images of a split, spread evenly")
+    command.add_argument("--held-out-limit", type=positive, metavar="LIMIT", help="of --held-out; default: as --limit")
     command.add_argument("--images", type=Path, nargs="+", default=[], help="--rule: photos without labels")
     command.add_argument("--layers", choices=("first", "all"), default="first", help="--rule: blocks (default first)")
     command.add_argument("--knob", choices=("tau", "gbm"), default="tau", help="threshold to search (default tau)")
@@ -185,7 +190,7 @@ def _report_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--data", type=Path, help="root folder of a data set: photos to show with their labels")
     command.add_argument("--dataset", help="its name; default: the bundle's")
     command.add_argument("--split", help="default: the split its results are published on")
-    command.add_argument("--slice", help="how to group images")
+    command.add_argument("--slice", help=_SLICE)
     command.add_argument("--count", type=positive, default=3, help="how many photos of the data set (default 3)")
 
 

@@ -59,7 +59,7 @@ def _rule(bundle: Bundle, options: argparse.Namespace) -> Finding:
     if options.images:
         pictures = [Picture(path) for path in find_images(options.images)]
         return find_by_rule(bundle, pictures, layers, "photos without labels")
-    dataset = _tuning_data(bundle, options, options.split)
+    dataset = _tuning_data(bundle, options, options.split, options.limit)
     return find_by_rule(bundle, pictures_of(dataset), layers, f"{dataset.name} {dataset.split}")
 
 
@@ -67,7 +67,7 @@ def _attention(bundle: Bundle, options: argparse.Namespace) -> Finding:
     from algm_deploy.tuning.findings import find_attention
 
     plan = _recipe_to_tune(bundle, options).merging
-    return find_attention(bundle, plan, _tuning_data(bundle, options, options.split))
+    return find_attention(bundle, plan, _tuning_data(bundle, options, options.split, options.limit))
 
 
 def _objective(bundle: Bundle, options: argparse.Namespace) -> Finding:
@@ -267,15 +267,16 @@ def _tuning_splits(bundle: Bundle, options: argparse.Namespace) -> tuple[Dataset
     from algm_deploy.tuning.objective import halves
 
     if options.held_out is None:
-        return halves(_tuning_data(bundle, options, options.split))
-    return _tuning_data(bundle, options, options.split), _tuning_data(bundle, options, options.held_out)
+        return halves(_tuning_data(bundle, options, options.split, options.limit))
+    held_out = _tuning_data(bundle, options, options.held_out, options.held_out_limit or options.limit)
+    return _tuning_data(bundle, options, options.split, options.limit), held_out
 
 
-def _tuning_data(bundle: Bundle, options: argparse.Namespace, split: str | None) -> Dataset:
+def _tuning_data(bundle: Bundle, options: argparse.Namespace, split: str | None, limit: int | None) -> Dataset:
     from algm_deploy.errors import DatasetError
     from algm_deploy.evaluation.datasets import open_dataset
 
     if options.data is None:
         raise DatasetError("expected --data with the root folder of a labelled data set, got none")
     dataset = open_dataset(options.dataset or bundle.recipe.protocol.dataset, options.data, split, options.slice)
-    return dataset.subset(options.limit) if options.limit else dataset
+    return dataset.subset(limit) if limit else dataset

@@ -47,11 +47,15 @@ class Example:
 
 @dataclass(frozen=True)
 class Gallery:
-    """Examples as one runtime computed them, and the colours of the classes that occur in them."""
+    """Examples as one runtime computed them, and the colours of the classes that occur in them.
+
+    `at_thresholds` show the same photos at several values of the threshold that was tuned last.
+    """
 
     runtime: str
     examples: tuple[Example, ...]
     legend: tuple[tuple[str, tuple[int, int, int]], ...]
+    at_thresholds: tuple[Example, ...] = ()
 
 
 def labelled_photos(dataset: Dataset, count: int) -> list[Photo]:
@@ -80,7 +84,9 @@ def draw_gallery(bundle: Bundle, runtime: str, photos: Sequence[Photo], progress
             examples.append(Example(photo.name, tuple(panels)))
             seen |= {int(index) for p in predictions for index in np.unique(p.labels)}
     legend = tuple((classes.names[index], classes.palette[index]) for index in sorted(seen))
-    return Gallery(runtime, tuple(examples), legend)
+    tuned = [record["pictured"] for record in bundle.section("tuning").values() if record["pictured"]][-1:]
+    rows = [draw_thresholds(bundle, runtime, photos, one["name"], one["values"], progress) for one in tuned]
+    return Gallery(runtime, tuple(examples), legend, tuple(row for part in rows for row in part))
 
 
 def draw_thresholds(
@@ -94,7 +100,7 @@ def draw_thresholds(
     """
     pixels = {photo.name: read_photo(photo.path) for photo in photos}
     panels: dict[str, list[Panel]] = {
-        photo.name: [Panel("Photo", f"{one.shape[1]} x {one.shape[0]} pixels", one)]
+        photo.name: [Panel(photo.name, f"{one.shape[1]} x {one.shape[0]} pixels", one)]
         for photo, one in zip(photos, pixels.values(), strict=True)
     }
     for value in tqdm(values, "thresholds", disable=None if progress else True):

@@ -70,7 +70,7 @@ def examples_html(examples: Sequence[Example]) -> Iterator[str]:
             f"<b>{escape(panel.title)}</b> {escape(panel.subtitle)}</figcaption></figure>"
             for panel in example.panels
         )
-        yield f'<h4>{escape(example.name)}</h4><div class="pictures">{figures}</div>'
+        yield f'<div class="pictures">{figures}</div>'
 
 
 def _drawn(plot: Plot) -> str:

@@ -346,9 +346,10 @@ def _referred(reference: Reference | None, dataset: Dataset) -> dict[str, Record
 
 
 def _three(tuned: Tuned) -> tuple[float, ...]:
-    """The value that merges most, the one that is marked, and the one that merges least, as far as they differ."""
-    marked = (tuned.chosen or tuned.nearest).value
-    return tuple(sorted({tuned.points[0].value, marked, tuned.points[-1].value}))
+    """The value that merges most, the one that is marked, and the one that merges least, or one between."""
+    values = [point.value for point in tuned.points]
+    found = {values[0], (tuned.chosen or tuned.nearest).value, values[-1]}
+    return tuple(sorted(found if len(found) > 2 else found | {values[len(values) // 2]}))
 
 
 def _verdict(knob: str, tuned: Tuned) -> str:
@@ -368,7 +369,7 @@ def _exceptions(tuned: Tuned, chosen: Point) -> str:
 
 
 def _where(verb: str, record: Record) -> str:
-    return f"{verb} {record['dataset']} {record['split']}, {record['images']} images: dense {miou_of(record):.2f} %"
+    return f"{_part(verb, record)}: dense {miou_of(record):.2f} %"
 
 
 def _held_out_lines(tuned: Tuned, held: Mapping[str, Record]) -> list[str]:
@@ -401,7 +402,7 @@ def _point_table(outcome: _Outcome, points: Sequence[Point], dense: Record, what
     """A row for each point: mIoU as a whole and in each of several slices, its cost, and which one is marked."""
     tuned, names = outcome.tuned, merge_names(outcome.plan)
     tokens = {f"tokens after {name.replace('_', ' ').upper()}": f"tokens_after_{name}_mean" for name in names}
-    columns = {"GMACs per window": ("gmacs_per_window_mean", 2), **{name: (key, 0) for name, key in tokens.items()}}
+    columns = {"GMACs": ("gmacs_per_window_mean", 2), **{name: (key, 0) for name, key in tokens.items()}}
     if any(THROUGHPUT in point.record for point in points):
         columns |= {"img/s": (THROUGHPUT, 1), "times as fast": (SPEEDUP, 2)}
     slices = [name for name in dense["slices"] if len(dense["slices"]) > 1]
@@ -411,16 +412,19 @@ def _point_table(outcome: _Outcome, points: Sequence[Point], dense: Record, what
     rows = [
         (
             name,
+            mark,
             f"{miou_of(record):.2f}",
             f"{miou_of(record) - miou_of(dense):+.2f}",
             *(_shown(record["slices"][part]["miou_percent"], 2) for part in slices),
             *(_shown(record.get(key), digits) for key, digits in columns.values()),
-            mark,
         )
         for name, record, mark in (*named, (DENSE, without_tokens, ""))
     ]
-    caption = f"{dense['dataset']} {dense['split']}, {dense['images']} images: {what}every measured candidate"
-    return Table(caption, (outcome.knob, "mIoU %", "to dense", *slices, *columns, ""), rows)
+    caption = (
+        f"{dense['dataset']} {dense['split']}, {dense['images']} images: {what}every measured candidate, with tokens "
+        "and multiply-adds in 10^9 of a window"
+    )
+    return Table(caption, (outcome.knob, "", "mIoU %", "to dense", *slices, *columns), rows)
 
 
 def _shown(value: float | None, digits: int) -> str:
@@ -455,32 +459,35 @@ def _with_change(value: float | None, base: float | None, is_base: bool) -> str:
 
 def _plots(outcome: _Outcome) -> Iterator[Plot]:
     """Accuracy against what it costs and against the knob, on the tuning data and, where measured, on the others."""
-    knob, tuned, dense = outcome.knob, outcome.tuned, outcome.dense
+    knob, tuned = outcome.knob, outcome.tuned
     marked = tuned.chosen or tuned.nearest
-    name, held_name = "measured", f"held out: {outcome.held_dense['split']}"
-    where = f"{dense['dataset']} {dense['split']}, {dense['images']} images"
-    if dense["gmacs_per_window_mean"] is not None and marked.gmacs is not None:
+    here, there = _part("tuned on", outcome.dense), _part("held out", outcome.held_dense)
+    if outcome.dense["gmacs_per_window_mean"] is not None and marked.gmacs is not None:
+        held = [_cost_point(one) for one in (*(p.record for p in outcome.held_points), outcome.held_dense)]
         series = {
-            name: _labelled(tuned.points, marked),
-            _state(tuned): [(marked.gmacs, marked.miou_percent, f"{marked.value:g}")],
-            DENSE: [_cost_point(one) for one in (dense, *[outcome.held_dense] * bool(outcome.held_points))],
-            held_name: [_cost_point(point.record) for point in outcome.held_points],
+            here: [*_labelled(tuned.points, marked), _cost_point(outcome.dense, DENSE)],
+            there: held if outcome.held_points else [],
+            _state(tuned): [_cost_point(marked.record, f"{marked.value:g}")],
         }
-        yield _plot(f"accuracy against arithmetic, {where}", "GMACs per window", series)
+        yield _plot("accuracy against arithmetic", "GMACs per window", series)
     series = {
-        name: [(p.value, p.miou_percent, "") for p in tuned.points],
+        here: [(p.value, p.miou_percent, "") for p in tuned.points],
+        there: [(p.value, p.miou_percent, "") for p in outcome.held_points],
         _state(tuned): [(marked.value, marked.miou_percent, f"{marked.value:g}")],
-        held_name: [(p.value, p.miou_percent, "") for p in outcome.held_points],
     }
-    yield _plot(f"accuracy by {knob}, {where}", knob, series)
+    yield _plot(f"accuracy by {knob}", knob, series)
     timed = [p for p in tuned.points if THROUGHPUT in p.record]
     if timed:
         points = [(float(p.record[THROUGHPUT]), p.miou_percent, f"{p.value:g}" if p is marked else "") for p in timed]
-        yield _plot(f"accuracy against throughput, {where}", "img/s", {name: points})
+        yield _plot("accuracy against throughput", "img/s", {here: points})
 
 
-def _cost_point(record: Record) -> tuple[float, float, str]:
-    return record["gmacs_per_window_mean"], miou_of(record), ""
+def _cost_point(record: Record, label: str = "") -> tuple[float, float, str]:
+    return record["gmacs_per_window_mean"], miou_of(record), label
+
+
+def _part(verb: str, record: Record) -> str:
+    return f"{verb} {record['dataset']} {record['split']}, {record['images']} images"
 
 
 def _plot(caption: str, x_label: str, series: Mapping[str, Sequence[tuple[float, float, str]]]) -> Plot:
