@@ -171,9 +171,9 @@ def evaluate_bundle(
     with Predictor(bundle, runtime, tau, gbm_threshold, merge) as predictor:
         # JSON has no infinity.
         thresholds = {n: v if np.isfinite(v) else str(v) for n, v in predictor.thresholds_in_force.items()}
-        weights = bundle.files["weights.safetensors"].sha256
-        plan = bundle.recipe.merging
-        artifact = f"{weights} {bundle.recipe.precision} {runtime} {plan} {sorted(thresholds.items())}"
+        # A graph or an engine that was built anew, perhaps in another precision, starts a run of its own.
+        files, plan = executables(bundle, runtime), bundle.recipe.merging
+        artifact = f"{files} {bundle.recipe.precision} {runtime} {plan} {sorted(thresholds.items())}"
         result = evaluate(
             dataset,
             predictor.scores_of,

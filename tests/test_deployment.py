@@ -12,7 +12,7 @@ from PIL import Image
 
 from algm_deploy.bundle import Bundle
 from algm_deploy.demo.scenes import scene
-from algm_deploy.deployment import evaluate_bundle, export, find_images, parity_windows, verify_bundle
+from algm_deploy.deployment import build_bundle, evaluate_bundle, export, find_images, parity_windows, verify_bundle
 from algm_deploy.errors import BundleError, CheckpointError, DatasetError, RecipeError
 from algm_deploy.evaluation.datasets import SPECS, open_dataset
 
@@ -193,3 +193,12 @@ def test_evaluation_is_kept_by_threshold(tiny_bundle: Bundle, tmp_path: Path, la
     assert own["images"] == dense["images"] == 2
     assert own["tokens_after_clap_mean"] < dense["tokens_after_clap_mean"] == 64
     assert len(Bundle.open(bundle.path).fact("evaluation")) == 2
+
+
+def test_a_graph_built_anew_starts_its_own_evaluation(tiny_bundle: Bundle, tmp_path: Path, labelled: Path) -> None:
+    bundle = Bundle.open(shutil.copytree(tiny_bundle.path, tmp_path / "bundle"))
+    dataset = open_dataset("folder", labelled)
+    first = evaluate_bundle(bundle, "onnxruntime-cpu", dataset, progress=False)
+    assert evaluate_bundle(bundle, "onnxruntime-cpu", dataset, progress=False).fingerprint == first.fingerprint
+    build_bundle(bundle, "onnxruntime-cpu")
+    assert evaluate_bundle(bundle, "onnxruntime-cpu", dataset, progress=False).fingerprint != first.fingerprint

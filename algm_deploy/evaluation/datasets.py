@@ -7,6 +7,7 @@ CamVid has been run on its photos; of the others the layout is tested on miniatu
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -120,8 +121,9 @@ def open_dataset(name: str, root: Path, split: str | None = None, slice_by: str 
     """Opens a data set by its registered name, or `folder`: photos, label PNGs and a `classes.json`.
 
     `split` defaults to the one published figures use (`folder`: none, the photos lie directly in `images`).
-    `slice_by` replaces the data set's own slices: "folder" groups by sub-folder, anything else is a regular
-    expression searched in the sample's name, whose first group (or whole match) is the slice.
+    `slice_by` replaces the data set's own slices: "folder" groups by sub-folder; `FILE.csv:COLUMN` looks a sample's
+    name, of the file's first column, up in a column by its title; anything else is a regular expression searched in the
+    sample's name, whose first group (or whole match) is the slice.
 
     Raises:
         DatasetError: unknown name or split, or another layout than expected, with what was looked for and found.
@@ -261,11 +263,14 @@ def _listing(folder: Path, limit: int = 8) -> str:
 def _slicer(slice_by: str) -> Callable[[str], str]:
     if slice_by == "folder":
         return _parent_folder
+    file, _, column = slice_by.rpartition(":")
+    if file.lower().endswith(".csv"):
+        return _column_slicer(Path(file), column)
     try:
         pattern = re.compile(slice_by)
     except re.error as error:
         raise DatasetError(
-            f"expected 'folder' or a regular expression for slices, got {slice_by!r}: {error}"
+            f"expected 'folder', FILE.csv:COLUMN or a regular expression for slices, got {slice_by!r}: {error}"
         ) from error
 
     def slice_of(name: str) -> str:
@@ -275,6 +280,26 @@ def _slicer(slice_by: str) -> Callable[[str], str]:
                 f"the slice expression {slice_by!r} matches no part of {name!r}: make it match every name"
             )
         return str(match.group(1) if pattern.groups else match.group())
+
+    return slice_of
+
+
+def _column_slicer(path: Path, column: str) -> Callable[[str], str]:
+    """Slices from a table with titles in its first row and samples' names in its first column."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as stream:
+            titles, *rows = [row for row in csv.reader(stream) if row] or [[]]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DatasetError(f"{path}: expected a table of slices as CSV: {error}") from error
+    if column not in titles[1:]:
+        raise DatasetError(f"{path}: expected the column {column!r} behind the first, got {', '.join(titles)}")
+    place = titles.index(column)
+    slices = {row[0]: row[place] for row in rows if len(row) > place}
+
+    def slice_of(name: str) -> str:
+        if not slices.get(name):
+            raise DatasetError(f"{path}: expected a row with {column!r} for each image, found none for {name!r}")
+        return slices[name]
 
     return slice_of
 

@@ -28,6 +28,7 @@ from algm_deploy.evaluation.sliding import Prediction, ScoresOf, predict_labels
 from algm_deploy.recipes import DENSE, MergePlan, Network, Protocol, Recipe
 
 SCHEMA_VERSION = 1
+STATE_VERSION = 2
 HISTOGRAM_BINS = 32
 
 
@@ -35,12 +36,11 @@ HISTOGRAM_BINS = 32
 class ImageResult:
     """One evaluated image: the flat cells of its confusion matrix that are not zero, their pixels, (windows, M) tokens.
 
-    The sizes of its files in bytes tell a later run whether the image is still the same.
+    The hash of its photo's and its label's bytes tells a later run whether the image is still the same.
     """
 
     name: str
-    image_bytes: int
-    label_bytes: int
+    files_sha256: str
     cells: list[int]
     pixels: list[int]
     tokens: list[list[int]]
@@ -123,12 +123,13 @@ def evaluate(
             "choose the data set the checkpoint was trained for"
         )
     facts = {
-        "schema_version": SCHEMA_VERSION,
+        "state_version": STATE_VERSION,
         "artifact": artifact,
         "preprocessing_sha256": preprocessing_fingerprint(recipe.protocol),
         "dataset": dataset.name,
         "split": dataset.split,
         "class_names": list(dataset.class_names),
+        "label_values": dataset.lookup.tolist(),
         "window_batch": window_batch,
     }
     fingerprint = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
@@ -139,8 +140,9 @@ def evaluate(
     ) as bar:
         for sample in bar:
             try:
-                if not _unchanged(sample, results.get(sample.name)):
-                    results[sample.name] = _measured(sample, dataset, scores_of, recipe, window_batch)
+                files = _files_sha256(sample)
+                if sample.name not in results or results[sample.name].files_sha256 != files:
+                    results[sample.name] = _measured(sample, files, dataset, scores_of, recipe, window_batch)
                     state.append(results[sample.name])
             except (ImageError, DatasetError) as error:
                 failures[sample.name] = str(error)
@@ -228,19 +230,21 @@ def _line(entry: dict[str, Any]) -> bytes:
     return json.dumps(entry, separators=(",", ":")).encode() + b"\n"
 
 
-def _unchanged(sample: Sample, result: ImageResult | None) -> bool:
-    return result is not None and (result.image_bytes, result.label_bytes) == _file_bytes(sample)
-
-
-def _file_bytes(sample: Sample) -> tuple[int, int]:
+def _files_sha256(sample: Sample) -> str:
+    """Of the photo's hash and the label's. Sizes and times would miss a label that was repaired in place."""
+    both = hashlib.sha256()
     try:
-        return sample.image_path.stat().st_size, sample.label_path.stat().st_size
+        for path in (sample.image_path, sample.label_path):
+            with path.open("rb") as stream:
+                both.update(hashlib.file_digest(stream, "sha256").digest())
     except OSError as error:
         raise ImageError(f"{sample.name}: its photo or label file is gone: {error}") from error
+    return both.hexdigest()
 
 
-def _measured(sample: Sample, dataset: Dataset, scores_of: ScoresOf, recipe: Recipe, window_batch: int) -> ImageResult:
-    image_bytes, label_bytes = _file_bytes(sample)
+def _measured(
+    sample: Sample, files: str, dataset: Dataset, scores_of: ScoresOf, recipe: Recipe, window_batch: int
+) -> ImageResult:
     photo, labels = read_photo(sample.image_path), dataset.labels_of(sample)
     if labels.shape != photo.shape[:2]:
         raise DatasetError(
@@ -251,9 +255,7 @@ def _measured(sample: Sample, dataset: Dataset, scores_of: ScoresOf, recipe: Rec
     _check_tokens(prediction, recipe.merging)
     counts = confusion_matrix(labels, prediction.labels, len(dataset.class_names), IGNORE).ravel()
     cells = np.flatnonzero(counts)
-    return ImageResult(
-        sample.name, image_bytes, label_bytes, cells.tolist(), counts[cells].tolist(), prediction.token_counts.tolist()
-    )
+    return ImageResult(sample.name, files, cells.tolist(), counts[cells].tolist(), prediction.token_counts.tolist())
 
 
 def _check_tokens(prediction: Prediction, plan: MergePlan) -> None:
@@ -286,9 +288,10 @@ def _figures(results: Sequence[ImageResult], class_names: Sequence[str], plan: M
 
 
 def merge_names(plan: MergePlan) -> tuple[str, ...]:
-    """Names of the token counts in the order of `plan.layers`: clap, gbm, or gbm_11 among several GBM layers."""
-    gbm = "gbm" if len(plan.gbm_layers) == 1 else "gbm_{}"
-    return tuple("clap" if layer in plan.clap_layers else gbm.format(layer) for layer in plan.layers)
+    """Names of the token counts in the order of `plan.layers`: clap, gbm, or gbm_11 among several of a kind."""
+    kinds = [plan.merge_in(layer) for layer in plan.layers]
+    pairs = zip(kinds, plan.layers, strict=True)
+    return tuple(kind if kinds.count(kind) == 1 else f"{kind}_{layer}" for kind, layer in pairs)
 
 
 def _summed(results: Iterable[ImageResult], classes: int) -> Confusion:

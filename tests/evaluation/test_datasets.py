@@ -177,6 +177,33 @@ def test_slices(folder: Path, slice_by: str | None, slices: dict[str, int]) -> N
     assert Counter(sample.slice for sample in dataset.samples) == slices
 
 
+def test_slices_from_a_column(folder: Path) -> None:
+    table = folder / "weather.csv"
+    table.write_text("\ufeffimage,city,weather\nday/a_1,Delft,rain\nday/b_1,Delft,sun\n\nnight/a_2,Gouda,rain\n")
+    for column, slices in {"weather": {"rain": 2, "sun": 1}, "city": {"Delft": 2, "Gouda": 1}}.items():
+        dataset = open_dataset("folder", folder, slice_by=f"{table}:{column}")
+        assert Counter(sample.slice for sample in dataset.samples) == slices
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("image,city\nday/a_1,Delft", "expected the column 'weather' behind the first, got image, city"),
+        ("weather\nday/a_1", "expected the column 'weather' behind the first"),
+        ("", "expected the column 'weather'"),
+        ("image,weather\nday/a_1,rain\nday/b_1,", "a row with 'weather' for each image, found none for 'day/b_1'"),
+        ("image,weather\nday/a_1\n", "found none for 'day/a_1'"),
+        ("image,weather\n\udcff", "expected a table of slices as CSV"),
+        (None, "expected a table of slices as CSV: .*No such file"),
+    ],
+)
+def test_tables_of_slices_that_do_not_work_are_refused(folder: Path, content: str | None, words: str) -> None:
+    if content is not None:
+        (folder / "slices.csv").write_bytes(content.encode(errors="surrogateescape"))
+    with pytest.raises(DatasetError, match=words):
+        open_dataset("folder", folder, slice_by=f"{folder / 'slices.csv'}:weather")
+
+
 def test_slice_expressions_that_do_not_work_are_refused(folder: Path) -> None:
     with pytest.raises(DatasetError, match="matches no part of 'night/a_2'"):
         open_dataset("folder", folder, slice_by="day")

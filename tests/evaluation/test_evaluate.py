@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -187,6 +188,31 @@ def test_an_image_that_changed_is_evaluated_again(dataset: Dataset) -> None:
     again = Reader()
     assert run(dataset, again).record()["miou_percent"] < 100
     assert again.calls == 2
+
+
+def test_a_label_repaired_in_place_is_noticed(dataset: Dataset, tmp_path: Path) -> None:
+    """As many bytes and the old times: only the content tells."""
+    path = dataset.samples[1].label_path
+    Image.fromarray(np.asarray(Image.open(path))).save(path, compress_level=0)
+    run(dataset, Reader())
+    before, content = path.stat(), path.read_bytes()
+    Image.fromarray(np.full((32, 56), 2, np.uint8)).save(path, compress_level=0)
+    assert path.read_bytes() != content
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    again = Reader()
+    assert run(dataset, again).record()["miou_percent"] < 100
+    assert again.calls == 2
+
+
+def test_labels_of_another_meaning_never_mix(dataset: Dataset) -> None:
+    run(dataset, Reader())
+    lookup = dataset.lookup.copy()
+    lookup[0] = 255
+    again = Reader()
+    record = run(replace(dataset, lookup=lookup), again).record()
+    assert again.calls == 12
+    assert record["labelled_pixels"] < 6 * 32 * 55
 
 
 def test_an_image_that_broke_since_is_not_in_the_figures(dataset: Dataset) -> None:
