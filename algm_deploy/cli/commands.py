@@ -23,7 +23,8 @@ def list_recipes(_: argparse.Namespace) -> int:
     for name in recipe_names():
         facts = recipe(name)
         plan, network = facts.merging, facts.network
-        layers = f"CLAP {', '.join(map(str, plan.clap_layers))}; GBM {', '.join(map(str, plan.gbm_layers))}"
+        kinds = {"CLAP": plan.clap_layers, "GBM": plan.gbm_layers}
+        layers = "; ".join(f"{kind} {', '.join(map(str, found))}" for kind, found in kinds.items() if found)
         size = "x".join(map(str, network.image_size))
         published = facts.published.get("miou_percent")
         miou = f"{published:g}" if published else "-"

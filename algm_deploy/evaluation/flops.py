@@ -22,7 +22,7 @@ _MLP_RATIO = 4
 
 @dataclass(frozen=True)
 class MultiplyAdds:
-    """Multiply-adds of one window by part; `merging` is GBM's product of similarities."""
+    """Multiply-adds of one window by part; `merging` is the product of similarities of GBM or ToMe."""
 
     patch_embedding: int
     encoder: int
@@ -56,6 +56,8 @@ def multiply_adds(network: Network, plan: MergePlan, tokens_after_merge: Sequenc
     counts = _counts(plan, patches, tokens_after_merge)
     encoder, merging, leaving = _encoder(network, plan, counts, patches)
     levels = [leaving[layer] for layer in network.stages or (network.encoder_depth,)]
+    if plan.method == "tome":  # which unmerges in front of the decoder
+        levels = [patches] * len(levels)
     height, width = network.image_size
     return MultiplyAdds(
         patch_embedding=patches * network.embed_dim * 3 * network.patch_size**2,
@@ -86,9 +88,11 @@ def _encoder(network: Network, plan: MergePlan, counts: dict[int, int], tokens: 
     leaving = {}
     for layer in range(1, network.encoder_depth + 1):
         encoder += _attention(tokens + network.prefix, network.embed_dim)
-        if layer in plan.gbm_layers:
+        if layer in counts and plan.merge_in(layer) != "clap":
             sequence = tokens + network.prefix
-            merging += (sequence - sequence // 2) * (sequence // 2) * network.embed_dim
+            # ToMe compares the mean over heads of keys.
+            width = network.embed_dim // (network.heads if plan.method == "tome" else 1)
+            merging += (sequence - sequence // 2) * (sequence // 2) * width
         leaving[layer] = tokens = counts.get(layer, tokens)
         encoder += _mlp(tokens + network.prefix, network.embed_dim)
     return encoder, merging, leaving

@@ -20,7 +20,7 @@ from algm_deploy.evaluation.preprocessing import (
     window_anchors,
 )
 from algm_deploy.evaluation.sliding import Labels, Prediction, best_labels, check_finite, predict_labels
-from algm_deploy.recipes import Recipe
+from algm_deploy.recipes import MergePlan, Recipe
 from algm_deploy.runners.contract import runner
 from algm_deploy.signature import CLAP_THRESHOLD, GBM_THRESHOLD
 
@@ -60,6 +60,7 @@ class Predictor:
         if unread := sorted(set(self.thresholds) - set(self.signature.defaults)):
             raise BundleError(f"this bundle's merge plan reads no {unread[0]}: leave it out or export with merging")
         if not merge:
+            _check_thresholds(self.bundle.recipe.merging)
             self.thresholds = dict.fromkeys(self.signature.defaults, np.asarray(np.inf, np.float32))
         # Coupled windows would change each other's result: the bundle's batch semantics decide how many go at once.
         self.window_batch = self.signature.max_batch if self.bundle.recipe.merging.batch == "per_image" else 1
@@ -173,3 +174,12 @@ def _checked(photo: NDArray[np.uint8]) -> NDArray[np.uint8]:
         came = f"{photo.dtype} {photo.shape}" if isinstance(photo, np.ndarray) else type(photo).__name__
         raise ImageError(f"a photo is a file or an RGB array uint8 (H, W, 3), got {came}")
     return photo
+
+
+def _check_thresholds(plan: MergePlan) -> None:
+    """Refuses to make a network dense by thresholds where it merges without any."""
+    if plan.method == "tome" and plan.layers:
+        raise BundleError(
+            "expected merges that wait for a similarity, ToMe merges a constant number of tokens: export with --set "
+            "merging.tome_r=[] for the dense network"
+        )

@@ -120,7 +120,8 @@ def _check_operators(model: onnx.ModelProto) -> None:
     for node in model.graph.node:
         if node.domain == DOMAIN and node.op_type not in (*PLUGINS, "attention"):
             raise ExportError(
-                f"node {node.name} is {DOMAIN}.{node.op_type}, TensorRT has plugins for {', '.join(PLUGINS)}"
+                f"node {node.name} is {DOMAIN}.{node.op_type}, TensorRT has plugins for {', '.join(PLUGINS)} only: run "
+                "this bundle with onnxruntime-cpu or torch"
             )
         if node.domain not in ("", DOMAIN):
             raise ExportError(

@@ -29,6 +29,7 @@ from algm_deploy.report.records import (
     measured,
     plan_in_force,
     plan_name,
+    plan_r,
 )
 from algm_deploy.report.tables import (
     UNKNOWN,
@@ -186,7 +187,9 @@ def _deployed_facts(bundle: Bundle) -> list[tuple[str, str]]:
         ("input", f"{size} pixels in patches of {patch}, {network.grid[0]} x {network.grid[1]} patches"),
         ("made from", made_from),
     ]
-    if plan.layers:
+    if plan.method == "tome" and plan.layers:
+        facts.append(("merging", f"ToMe: {plan_r(plan)} tokens merge, whatever the picture"))
+    elif plan.layers:
         window = " x ".join(map(str, plan.window))
         layers = [f"CLAP in block {layer}, windows of {window}" for layer in plan.clap_layers]
         layers += [f"GBM in block {layer}, {plan.gbm_mode}" for layer in plan.gbm_layers]

@@ -86,6 +86,8 @@ def plan_in_force(plan: MergePlan, thresholds: Mapping[str, float | str]) -> Mer
 
     Thresholds may be texts, as JSON has no infinity. A merge that waits for an infinite similarity is none.
     """
+    if plan.method == "tome":
+        return plan if plan.layers else DENSE
     clap, gbm = (
         float(np.float32(thresholds.get(name, default)))
         for name, default in ((CLAP_THRESHOLD, plan.clap_threshold), (GBM_THRESHOLD, plan.gbm_threshold))
@@ -96,10 +98,22 @@ def plan_in_force(plan: MergePlan, thresholds: Mapping[str, float | str]) -> Mer
     return replace(plan, clap_layers=clap_layers, gbm_layers=gbm_layers, clap_threshold=clap, gbm_threshold=gbm)
 
 
+def plan_r(plan: MergePlan) -> str:
+    """ToMe's r in words: `16 in 12 blocks`, or block by block."""
+    merging = [r for r in plan.tome_r if r]
+    if len(set(merging)) == 1:
+        return (
+            f"{merging[0]} in block {plan.layers[0]}" if len(merging) == 1 else f"{merging[0]} in {len(merging)} blocks"
+        )
+    return ", ".join(map(str, plan.tome_r))
+
+
 def plan_name(plan: MergePlan, reference: MergePlan) -> str:
     """Short name of a plan beside others: its threshold, and where it otherwise differs from `reference`."""
     if not plan.layers:
         return "dense"
+    if plan.method == "tome":
+        return f"ToMe, r {plan_r(plan)}"
     parts = [f"tau {plan.clap_threshold:.4g}"] if plan.clap_layers else [f"GBM only, x {plan.gbm_threshold:.4g}"]
     for item in fields(plan):
         value = getattr(plan, item.name)

@@ -90,4 +90,5 @@ class VariantTorchRunner(TorchRunner):
         if not rows:
             return super()._network()
         recipe = self.bundle.recipe
-        return Deployed(truncate(load_network(self.bundle), rows), recipe.network, recipe.output).eval()
+        network = truncate(load_network(self.bundle), rows, recipe.merging.method)
+        return Deployed(network, recipe.network, recipe.output).eval()

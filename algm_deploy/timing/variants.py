@@ -17,10 +17,10 @@ from torch import nn
 from algm_deploy.lowering.export import base_onnx
 from algm_deploy.lowering.onnxruntime import Provider, rewrite, single_image
 from algm_deploy.lowering.portable import add_function_bodies
-from algm_deploy.merging import insert_merging
+from algm_deploy.merging import count_sizes, insert_merging
 from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.vit import MergeInputs, Model, Tokens, VitNetwork, share_parameters
-from algm_deploy.recipes import DENSE, Recipe
+from algm_deploy.recipes import DENSE, Method, Recipe
 from algm_deploy.signature import signature_of
 
 Variant = Literal["dense", "merged", "truncated"]
@@ -41,11 +41,16 @@ class KeepFirst(nn.Module):
         return Tokens(tokens.values[:, : self.rows], tokens.size[:, : self.rows], kept, length, padded=False)
 
 
-def truncate(model: Model, rows: Mapping[int, int]) -> Model:
-    """A copy of `model` that keeps the first `rows[layer]` rows, prefix counted, in each of these 1-based layers."""
+def truncate(model: Model, rows: Mapping[int, int], method: Method = "algm") -> Model:
+    """A copy of `model` that keeps the first `rows[layer]` rows, prefix counted, in each of these 1-based layers.
+
+    Of `method` it keeps what is no merge: with ToMe, attention by sizes and a decoder that gets every patch.
+    """
     truncated = share_parameters(model)
     for layer, count in rows.items():
         truncated.blocks[layer - 1].merge = KeepFirst(count, truncated.encoder.prefix)
+    if method == "tome":
+        count_sizes(truncated)
     return truncated
 
 
@@ -67,7 +72,9 @@ def variant_network(
         network = model
     else:
         prefix = model.encoder.prefix
-        network = truncate(model, {layer: prefix + n for layer, n in zip(plan.layers, tokens, strict=True)})
+        network = truncate(
+            model, {layer: prefix + n for layer, n in zip(plan.layers, tokens, strict=True)}, plan.method
+        )
     return Deployed(network, recipe.network, recipe.output).eval(), variant_recipe(recipe, variant)
 
 
@@ -75,7 +82,8 @@ def variant_recipe(recipe: Recipe, variant: Variant) -> Recipe:
     """The recipe that names a variant's inputs and outputs: without merges, but for `merged`."""
     if variant == "merged":
         return recipe
-    return dataclasses.replace(recipe, merging=dataclasses.replace(DENSE, batch=recipe.merging.batch))
+    plan = recipe.merging
+    return dataclasses.replace(recipe, merging=dataclasses.replace(DENSE, batch=plan.batch, method=plan.method))
 
 
 def variant_graph(
