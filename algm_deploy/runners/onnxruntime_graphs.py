@@ -164,6 +164,7 @@ class StretchedSession:
             torch.cuda.set_device(self.device)
             torch.cuda.set_stream(self._stream)
 
+    @torch.inference_mode()  # or it may not write results that the caller made in this mode
     def _run(self, image: torch.Tensor, thresholds: Mapping[str, float], results: dict[str, torch.Tensor]) -> None:
         axes = self._enter(image, thresholds)
         for stretch in self._stretches:
@@ -174,6 +175,7 @@ class StretchedSession:
         for name, result in results.items():
             result.copy_(self._view(name, axes))
 
+    @torch.inference_mode()
     def _capture_all(self, images: int) -> None:
         shape = self._resolved("image", {"batch": images})
         axes = self._enter(torch.zeros(shape, dtype=self._dtypes["image"]), _MERGE_ALL)
@@ -207,7 +209,7 @@ class StretchedSession:
         """Memory for the largest form of a tensor. Row counts are written to page-locked memory of the host."""
         if name in self._scalars:
             return self._scalars[name].reshape(1)
-        size = math.prod(self._resolved(name, self._most | {"batch": images}))
+        size = max(1, math.prod(self._resolved(name, self._most | {"batch": images})))  # an empty one has no address
         if name.startswith(ROWS):
             return torch.zeros(size, dtype=torch.int64, pin_memory=self._stream is not None)
         return torch.zeros(size, dtype=self._dtypes[name], device=self.device)
@@ -260,7 +262,8 @@ class StretchedSession:
         return _sizes(self._shapes[name], axes)
 
     def _view(self, name: str, axes: Mapping[str, int]) -> torch.Tensor:
-        return self._buffers[axes["batch"]][name].view(self._resolved(name, axes))
+        shape = self._resolved(name, axes)
+        return self._buffers[axes["batch"]][name][: math.prod(shape)].view(shape)
 
 
 def _sizes(shape: Shape, axes: Mapping[str, int]) -> list[int]:

@@ -155,14 +155,16 @@ class CudaSession:
                 name, "cuda", self.device.index, numpy_dtype(tensor).type, tuple(tensor.shape), tensor.data_ptr()
             )
         results = {name: self._empty(name, len(image)) for name in outputs}
-        for name, tensor in results.items():
+        written = {name: tensor for name, tensor in results.items() if tensor.numel()}  # counts of no merge are empty
+        for name, tensor in written.items():
             binding.bind_output(
                 name, "cuda", self.device.index, numpy_dtype(tensor).type, tuple(tensor.shape), tensor.data_ptr()
             )
         caller = torch.cuda.current_stream(self.device)
         with self._lock:
             self._stream.wait_stream(caller)
-            self._session.run_with_iobinding(binding, self._run_options)
+            if written:
+                self._session.run_with_iobinding(binding, self._run_options)
             caller.wait_stream(self._stream)
         return {name: tensor.to(to or self.device) for name, tensor in results.items()}
 

@@ -60,7 +60,9 @@ def write(folder: Path, op: str, inputs: Mapping[str, np.ndarray], outputs: int,
     node = helper.make_node(op, list(inputs), names, domain="algm", **attributes)
     kinds = {name: helper.np_dtype_to_tensor_dtype(x.dtype) for name, x in inputs.items()}
     token = next(iter(kinds.values()))
-    output_kinds = {"label_map": [onnx.TensorProto.UINT8]}.get(op, [token, 1, 7, 7][:outputs])
+    output_kinds = {"label_map": [onnx.TensorProto.UINT8]}.get(
+        op, [token, 1, 7, 7, 7, onnx.TensorProto.UINT8][:outputs]
+    )
     graph = helper.make_graph(
         [node],
         op,
@@ -115,6 +117,29 @@ def test_gbm(run: Any, dtype: Any) -> None:
     found = run("gbm", inputs, 4, **plan)
     assert found[0].shape[1] < tokens.shape[1], "nothing merged"
     assert_equal(found, reference.gbm(*inputs.values(), **plan))
+
+
+@pytest.mark.parametrize("batch", ["per_image", "batch_min"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_padded_merges(run: Any, dtype: Any, batch: str) -> None:
+    """The merge itself, zeros up to the rows that went in, and how many rows are none."""
+    plan = PLAN | {"batch": batch}
+    tokens = exact_tokens(np.random.default_rng(8), "few", (3, 1 + 5 * 6, 16), dtype)
+    clap = {"grid": [5, 6], "window": [2, 2], "prefix": 1, "order": "raster", **plan}
+    gbm = {"prefix": 1, "mode": "fixed", "divisor": 5.0, **plan}
+    cases = (
+        ("clap", merge_inputs(tokens, 0.3), clap, reference.clap),
+        ("gbm", gbm_inputs(tokens, (31, 21, 24), 0.6), gbm, reference.gbm),
+    )
+    for op, inputs, attributes, definition in cases:
+        expected = definition(*inputs.values(), **attributes)
+        values, size, map, length, rows, _ = run(f"padded_{op}", inputs, 6, **attributes)
+        assert (values.shape, size.shape) == (tokens.shape, tokens.shape[:2])
+        assert rows.shape == ()
+        assert int(rows) == expected[0].shape[1] < tokens.shape[1]
+        assert_equal((values[:, : int(rows)], size[:, : int(rows)], map, length), expected)
+        assert not values[:, int(rows) :].any()
+        assert not size[:, int(rows) :].any()
 
 
 def test_gbm_adaptive(run: Any) -> None:

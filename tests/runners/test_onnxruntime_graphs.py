@@ -143,6 +143,13 @@ def test_results_and_images_are_copies(session: StretchedSession, whole: Any, bl
     assert_equal(first, kept)
 
 
+def test_runs_in_inference_mode(session: StretchedSession, whole: Any, blob_images: Any) -> None:
+    image = blob_images(1)
+    with torch.inference_mode():
+        assert_equal(run(session, image), whole(image))
+    assert_equal(run(session, image), whole(image))
+
+
 def test_threads_take_turns(session: StretchedSession, whole: Any, blob_images: Any) -> None:
     images = blob_images(4)
     work = [(images[i % 4 : i % 4 + 1], 0.5 + 0.1 * (i % 5)) for i in range(24)]

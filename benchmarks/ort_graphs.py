@@ -1,0 +1,220 @@
+"""ONNX Runtime at small batches on a GPU: CUDA graphs of the stretches between the merges beside plain launches.
+
+    python benchmarks/ort_graphs.py export FOLDER --networks S L         any machine; graphs without weights
+    python benchmarks/ort_graphs.py time FOLDER -o benchmarks/records/x.json    needs a GPU and onnxruntime-gpu
+
+Networks, weights and thresholds are those of `runtimes.py`. Parity comes first: labels against PyTorch in fp32, and
+token counts, token maps and labels of different pictures against the same network launched kernel by kernel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import onnxruntime as ort
+import torch
+
+import runtimes
+from algm_deploy.bundle import write_atomically
+from algm_deploy.environment import environment
+from algm_deploy.errors import GateError
+from algm_deploy.lowering.onnxruntime_stretches import stretches
+from algm_deploy.models.deployed import Deployed
+from algm_deploy.runners import onnxruntime_graphs
+from algm_deploy.runners.onnxruntime import CUDA_OPTIONS, checked_session
+from algm_deploy.runners.onnxruntime_graphs import StretchedSession
+from algm_deploy.timing.variants import variant_network
+from runtimes import SIZES, TOKENS, calibrated, host, kernels, pictures, random_network, recipe_of, settings_of
+
+VARIANTS = ("dense", "merged", "truncated")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("step", choices=("export", "time"))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--networks", nargs="+", choices=SIZES, default=["S", "L"])
+    parser.add_argument("--small-batches", nargs="*", type=int, default=[], help="host times of these batches as well")
+    parser.add_argument("--repeats", type=int, default=200)
+    parser.add_argument("--precision", choices=("fp16", "fp32"), default="fp16")
+    parser.add_argument("-o", "--output", type=Path, default=Path("ort_graphs.json"))
+    options = parser.parse_args()
+    options.without_library, options.batches = False, [1, 8]
+    if options.step == "export":
+        for name in options.networks:
+            export(name, options)
+        return
+    record: dict[str, Any] = {
+        "schema_version": 1,
+        "environment": asdict(environment(devices=True)),
+        "onnxruntime": ort.__version__,
+        "precision": options.precision,
+        "output": "labels",
+        "rows_step": onnxruntime_graphs.STEP,
+        "repeats": options.repeats,
+        "networks": {},
+    }
+    for name in options.networks:
+        record["networks"][name] = timed(name, options)
+        with write_atomically(options.output) as path:
+            path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def export(name: str, options: argparse.Namespace) -> None:
+    """The graphs of `runtimes.py`, and the merged one that decides image by image in stretches."""
+    runtimes.export(name, options)
+    for index, part in enumerate(stretches(ir.load(options.folder / f"{name}_mixed.onnx"))):
+        ir.save(part, options.folder / f"{name}_stretch_{index}.onnx")
+
+
+def stretched(name: str, variant: str, options: argparse.Namespace, device: torch.device) -> StretchedSession:
+    """A variant under CUDA graphs. Those that merge nothing are one stretch, the whole graph."""
+    files = [options.folder / f"{name}_{variant}.onnx"]
+    if variant == "merged":
+        files = sorted(options.folder.glob(f"{name}_stretch_*.onnx"))
+
+    def open_session(index: int, chosen: dict[str, str]) -> ort.InferenceSession:
+        if device.type == "cpu":
+            return ort.InferenceSession(files[index], settings_of(options), providers=["CPUExecutionProvider"])
+        wanted = CUDA_OPTIONS | {"device_id": "0"} | chosen
+        return checked_session(files[index], settings_of(options), "CUDAExecutionProvider", wanted)
+
+    return StretchedSession(open_session, len(files), device)
+
+
+def timed(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    recipe = recipe_of(name, options, "per_image")
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    model = random_network(recipe)
+    runtimes.write_weights(name, Deployed(model, recipe.network, "labels"), options.folder)
+    images = pictures(16).to(device)
+    thresholds = calibrated(model, recipe, images[:1])
+    memory = Memory()
+    plain = {v: runtimes.session(name, v, options, device) for v in VARIANTS}
+    result: dict[str, Any] = {"thresholds": thresholds, "memory_bytes": {"launched": memory.taken()}}
+    graphs = {v: stretched(name, v, options, device) for v in VARIANTS}
+    result["memory_bytes"]["graphs"] = memory.taken()
+    alone = runtimes.session(name, "mixed", options, device)
+    networks = {v: variant_network(model, recipe, v, TOKENS)[0].to(device) for v in VARIANTS}
+    result["parity"] = {
+        "launched": runtimes.compared(plain, networks, model, recipe, images, thresholds),
+        "graphs": runtimes.compared(graphs, networks, model, recipe, images, thresholds),
+    }
+    result["first_pass"] = agreement(alone, graphs["merged"], images, thresholds)
+    result["capture_ms"] = capture_costs(graphs)
+    result["second_pass"] = agreement(alone, graphs["merged"], images, thresholds)
+    result["memory_bytes"]["graphs_captured"] = memory.taken()
+    print(name, json.dumps(result), flush=True)
+    if device.type == "cpu":
+        return result
+    image = images[:1]
+    rows: dict[str, Any] = {}
+    for variant in VARIANTS:
+        for kind, sessions in (("launched", plain), ("graphs", graphs)):
+            work = work_of(sessions[variant], image, thresholds)
+            host(work, 20)
+            busy = kernels(work)
+            rows[f"{kind} {variant}"] = {"host_ms": host(work, options.repeats), "device_ms": busy["busy_us"] / 1e3}
+            if kind == "graphs":
+                rows[f"{kind} {variant}"]["kernels"] = busy["top"][:12]
+                rows[f"{kind} {variant}"]["graph_launches"] = graph_launches(work)
+    result["batch_1"] = rows
+    for batch in options.small_batches:
+        some = images[:batch]
+        result[f"batch_{batch}"] = {
+            "launched dense": host(work_of(plain["dense"], some, thresholds), 60),
+            "launched merged": host(work_of(alone, some, thresholds), 60),
+            "graphs dense": host(warm(work_of(graphs["dense"], some, thresholds)), 60),
+            "graphs merged": host(warm(work_of(graphs["merged"], some, thresholds)), 60),
+        }
+    result["use"] = {v: s.use._asdict() for v, s in graphs.items()}
+    for session in graphs.values():
+        session.close()
+    print(name, json.dumps({k: round(v["host_ms"]["p50"], 3) for k, v in rows.items()}), flush=True)
+    return result
+
+
+class Memory:
+    """Device memory that was taken since the last look, in bytes."""
+
+    def __init__(self) -> None:
+        self._used = 0
+        self.taken()
+
+    def taken(self) -> int:
+        if not torch.cuda.is_available():
+            return 0
+        free, total = torch.cuda.mem_get_info()
+        before, self._used = self._used, total - free
+        return self._used - before
+
+
+def work_of(session: Any, image: torch.Tensor, thresholds: dict[str, float]) -> Callable[[], Any]:
+    return lambda: session.run(image, thresholds, ["labels"])
+
+
+def warm(work: Callable[[], Any]) -> Callable[[], Any]:
+    """After the run that captures."""
+    work()
+    return work
+
+
+def agreement(
+    plain: Any, graphs: StretchedSession, images: torch.Tensor, thresholds: dict[str, float]
+) -> dict[str, Any]:
+    """Pictures one by one, as launched and from graphs: what differs, and medians of the host clock.
+
+    Raises:
+        GateError: other decisions, or labels that differ in more than one pixel of a thousand.
+    """
+    names = ["labels", "token_counts", *(n for n in graphs._shapes if n.startswith("token_map_"))]
+    times: dict[str, list[float]] = {"launched": [], "graphs": []}
+    pixels, counts = [], []
+    for image in images:
+        found = {}
+        for kind, session in (("launched", plain), ("graphs", graphs)):
+            start = time.perf_counter()
+            found[kind] = {n: t.cpu() for n, t in session.run(image[None], thresholds, names).items()}
+            times[kind].append(1e3 * (time.perf_counter() - start))
+        one, other = found["launched"], found["graphs"]
+        pixels.append((one["labels"] != other["labels"]).double().mean().item())
+        counts.append(one["token_counts"][0].tolist())
+        if any(not torch.equal(one[n], other[n]) for n in names[1:]) or pixels[-1] > 1e-3:
+            raise GateError(
+                f"graphs and launches disagree: counts {one['token_counts']} and {other['token_counts']}, "
+                f"{pixels[-1]:.2%} of the labels"
+            )
+    medians = {f"{kind}_ms_p50": statistics.median(values) for kind, values in times.items()}
+    return {"pictures": len(images), "largest_share_of_pixels": max(pixels), "token_counts": counts, **medians}
+
+
+def capture_costs(graphs: dict[str, StretchedSession]) -> dict[str, Any]:
+    """Milliseconds until every size of one image is captured, and how many were missing."""
+    costs: dict[str, Any] = {}
+    for variant, session in graphs.items():
+        before, start = session.use.captured, time.perf_counter()
+        captured = session.warm_up().captured - before
+        costs[variant] = {"all_ms": 1e3 * (time.perf_counter() - start), "captured": captured}
+    return costs
+
+
+def graph_launches(work: Callable[[], Any]) -> dict[str, int]:
+    """Calls of one run that start something on the device."""
+    kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=kinds) as profile:
+        work()
+        torch.cuda.synchronize()
+    wanted = ("cudaGraphLaunch", "cudaLaunchKernel", "cudaLaunchKernelExC", "cudaMemcpyAsync")
+    return {event.key: event.count for event in profile.key_averages() if event.key in wanted}
+
+
+if __name__ == "__main__":
+    main()
