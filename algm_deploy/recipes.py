@@ -300,8 +300,13 @@ def recipe_names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in content("export/recipes").glob("*.toml")))
 
 
+def recipe_rows(name: str) -> tuple[str, ...]:
+    """Names of the other rows that published tables have for a recipe's network, to be called `NAME@ROW`."""
+    return tuple(_read_table(content("export/recipes") / f"{name}.toml").get("rows", {}))
+
+
 def recipe(name: str) -> Recipe:
-    """A recipe by name, or by the path of a TOML file."""
+    """A recipe by name, or by the path of a TOML file; `NAME@ROW` is one of its rows."""
     return resolve([(name, recipe_settings(name))])[0]
 
 
@@ -311,24 +316,39 @@ def read_recipe(path: Path) -> Recipe:
 
 
 def recipe_settings(name: str) -> Settings:
-    """What a recipe says, by its name or the path of a TOML file; what it leaves out is absent."""
+    """What a recipe says, by its name or the path of a TOML file, `@ROW` behind it; what it leaves out is absent."""
+    name, _, row = name.partition("@")
     if name.endswith(".toml"):
-        return _read_settings(Path(name))
+        return _read_settings(Path(name), row)
     names = recipe_names()
     if name not in names:
         raise RecipeError(
             f"expected a .toml file or one of {', '.join(names)}; got {name!r:.100}{_nearest(name, names)}"
         )
-    return _read_settings(content("export/recipes") / f"{name}.toml")
+    return _read_settings(content("export/recipes") / f"{name}.toml", row)
 
 
-def _read_settings(path: Path) -> Settings:
+def _read_settings(path: Path, row: str = "") -> Settings:
+    table = _read_table(path)
+    rows = table.pop("rows", {})
+    settings = {"name": path.stem, **settings_of(table, str(path))}
+    if not row:
+        return settings
+    if not isinstance(rows, Mapping) or not isinstance(rows.get(row), Mapping):
+        known = ", ".join(rows) if rows else "none"
+        raise RecipeError(f"{path}: expected one of its rows ({known}), got {row!r:.100}{_nearest(row, tuple(rows))}")
+    changed = settings_of({"schema": SCHEMA, **rows[row]}, f"{path}, row {row}")
+    # The row has figures of its own; those of the network without merging are the same.
+    dense = {key: value for key, value in settings.get("published", {}).items() if key.endswith("_dense")}
+    return {**settings, **changed, "name": f"{path.stem}@{row}", "published": dense | changed.get("published", {})}
+
+
+def _read_table(path: Path) -> dict[str, Any]:
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0][:200]
         raise RecipeError(f"{path}: expected a recipe in TOML: {reason}") from error
-    return {"name": path.stem, **settings_of(table, str(path))}
 
 
 def settings_of(table: Mapping[str, Any], source: str) -> Settings:

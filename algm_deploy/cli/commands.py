@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from algm_deploy.cli.settings import settings_of
 from algm_deploy.errors import GateError, NotExecutedError
-from algm_deploy.recipes import recipe, recipe_names
+from algm_deploy.recipes import recipe, recipe_names, recipe_rows
 
 if TYPE_CHECKING:
     from algm_deploy.bundle import Bundle
@@ -20,15 +20,19 @@ def list_recipes(_: argparse.Namespace) -> int:
     from algm_deploy.report.tables import text_table
 
     rows = []
-    for name in recipe_names():
+    names = [full for name in recipe_names() for full in (name, *(f"{name}@{row}" for row in recipe_rows(name)))]
+    for name in names:
         facts = recipe(name)
         plan, network = facts.merging, facts.network
         kinds = {"CLAP": plan.clap_layers, "GBM": plan.gbm_layers}
         layers = "; ".join(f"{kind} {', '.join(map(str, found))}" for kind, found in kinds.items() if found)
+        tau = f"{plan.clap_threshold:g}" if plan.clap_layers else "-"
+        if plan.method == "tome":
+            layers = f"ToMe {', '.join(map(str, plan.layers))}"
         size = "x".join(map(str, network.image_size))
         published = facts.published.get("miou_percent")
         miou = f"{published:g}" if published else "-"
-        rows.append((name, facts.protocol.dataset, size, layers, f"{plan.clap_threshold:g}", miou))
+        rows.append((name, facts.protocol.dataset, size, layers, tau, miou))
     print(text_table(("recipe", "dataset", "input", "merging layers", "tau", "published mIoU %"), rows))
     return 0
 

@@ -18,6 +18,8 @@ NO_REDUCTION = "none"
 
 # Width and depth of the plain ViTs that published tables name by a letter.
 _LETTERS = {(192, 12): "Ti", (384, 12): "S", (768, 12): "B", (1024, 24): "L", (1408, 40): "g"}
+# What all rows of a table may have in common.
+_SHARED = ("network", "dataset", "throughput_conditions", "without_recipe")
 # What they call a network with this decoder.
 _NETWORKS = {
     "mask_transformer": "Segmenter",
@@ -35,7 +37,8 @@ class Published:
     """One published row. None stands for what its source does not state.
 
     `gmacs` are multiply-adds in 10⁹ of one crop of `crop` x `crop` pixels; `implemented` says whether this project can
-    run the method. `method` is how tables call it, `none` for the network without token reduction.
+    run the method, `without_recipe` why it has no recipe for a row it could run. `method` is how tables call it, `none`
+    for the network without token reduction.
     """
 
     network: str
@@ -50,6 +53,18 @@ class Published:
     gmacs: float | None = None
     throughput_img_per_s: float | None = None
     throughput_conditions: str | None = None
+    without_recipe: str | None = None
+
+
+@dataclass(frozen=True)
+class Positions:
+    """In which blocks, from 1, a published network merges: a block for CLAP and blocks for GBM."""
+
+    network: str
+    backbone: str
+    clap: int
+    gbm: tuple[int, ...]
+    without_recipe: str | None = None
 
 
 def read_published(path: Path | None = None) -> tuple[Published, ...]:
@@ -68,10 +83,27 @@ def read_published(path: Path | None = None) -> tuple[Published, ...]:
         raise RecipeError(f"{path}: expected tables of published figures, got {error!r:.200}: correct it") from error
 
 
+def read_positions(path: Path | None = None) -> tuple[Positions, ...]:
+    """The merge positions in the file, by default of the one that comes with the package."""
+    table = tomllib.loads((path or content("benchmarks") / FILE).read_text(encoding="utf-8"))
+    return tuple(
+        Positions(row["network"], backbone, row["clap"], tuple(gbm), row.get("without_recipe"))
+        for group in table["positions"]
+        for row in group["rows"]
+        for backbone in row["backbones"]
+        for gbm in row["gbm"]
+    )
+
+
+def network_name(network: Network) -> str | None:
+    """Name of a network in published tables; None for decoders they do not have."""
+    return _NETWORKS.get(network.decoder)
+
+
 def published_beside(recipe: Recipe, rows: Sequence[Published]) -> tuple[Published, ...]:
     """The rows of the recipe's network, input size and data set."""
     name = backbone(recipe.network)
-    wanted = (_NETWORKS.get(recipe.network.decoder), name, recipe.protocol.dataset)
+    wanted = (network_name(recipe.network), name, recipe.protocol.dataset)
     height, width = recipe.network.image_size
     return tuple(
         row for row in rows if (row.network, row.backbone, row.dataset) == wanted and height == width == row.crop
@@ -85,7 +117,7 @@ def backbone(network: Network) -> str | None:
 
 
 def _row(row: dict[str, Any], group: dict[str, Any], table: dict[str, Any]) -> Published:
-    shared = {key: group[key] for key in ("network", "dataset", "throughput_conditions") if key in group}
+    shared = {key: group[key] for key in _SHARED if key in group}
     method = table["methods"][row["method"]]
     facts = {**shared, **row, "method": row["method"], "source": table["sources"][group["source"]]}
     return Published(**facts, implemented=method["implemented"])

@@ -28,9 +28,9 @@ def test_every_row_has_a_figure_and_a_source() -> None:
         assert row.throughput_img_per_s is None or row.throughput_conditions
 
 
-def test_only_this_projects_method_counts_as_implemented() -> None:
-    assert {row.method for row in ROWS if row.implemented} == {NO_REDUCTION, "ALGM"}
-    assert {row.method for row in ROWS if not row.implemented} == {"CTS", "ELViT", "EViT", "ToMe", "ACT", "DToP"}
+def test_only_what_this_project_runs_counts_as_implemented() -> None:
+    assert {row.method for row in ROWS if row.implemented} == {NO_REDUCTION, "ALGM", "ToMe"}
+    assert {row.method for row in ROWS if not row.implemented} == {"CTS", "ELViT", "EViT", "ACT", "DToP"}
 
 
 @pytest.mark.parametrize("name", PUBLISHED_RECIPES)
