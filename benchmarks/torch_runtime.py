@@ -1,0 +1,315 @@
+"""PyTorch's best on a GPU: dense, merged and truncated networks, one image and batches, and batches of different ones.
+
+    python benchmarks/torch_runtime.py -o benchmarks/records/torch_h200.json     needs a GPU and the kernel library
+
+The networks, pictures and thresholds of `runtimes.py`. What runs is what the torch runtime runs: packed rows, the
+stretches between the merges as CUDA graphs, merges and label map by the kernels of this project. `duplicate`: one image
+repeated, images of a batch decide together. `mixed`: different images, each decides alone, thresholds such that they
+keep as many tokens on average. Beside them: the modules as they are (`eager`), and their blocks compiled and the whole
+network captured (`compiled`), which only works where the number of tokens is known.
+
+Every configuration is compared with the modules in fp32 before it is timed, on the very batch that is timed. The
+configurations take turns, repetition by repetition.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from algm_deploy.bundle import write_atomically
+from algm_deploy.environment import environment
+from algm_deploy.errors import BuildError, GateError
+from algm_deploy.merging import merge_inputs, replay_merging
+from algm_deploy.models.deployed import Deployed
+from algm_deploy.models.families import network_module
+from algm_deploy.models.scores import labels_of
+from algm_deploy.models.vit import MergeInputs, VitNetwork
+from algm_deploy.native import REBUILD
+from algm_deploy.ops.attention import _BACKENDS
+from algm_deploy.ops.native_kernels import LIBRARY, use_kernels
+from algm_deploy.recipes import Recipe
+from algm_deploy.runners.torch_packed import PackedSegmenter
+from algm_deploy.signature import CLAP_THRESHOLD, GBM_THRESHOLD
+from algm_deploy.timing.variants import Variant, variant_network
+from runtimes import SIZES, TOKENS, calibrated, kernels, measured, pictures, random_network, recipe_of
+
+Call = Callable[[], Tensor]
+COMPARED = 4  # images of a batch
+
+
+@dataclass
+class Configuration:
+    """One thing to time: `call` returns labels (B, H, W); lengths and maps of its merges by `decisions`."""
+
+    variant: Variant
+    image: Tensor
+    call: Call
+    decisions: Callable[[], tuple[Tensor, ...]] = tuple
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--networks", nargs="+", choices=SIZES, default=["S", "L"])
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 32])
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--precision", choices=("fp16", "fp32"), default="fp16")
+    parser.add_argument("--compiled", nargs="*", type=int, default=[1], help="batches with compiled blocks beside them")
+    parser.add_argument("-o", "--output", type=Path, default=Path("torch_runtime.json"))
+    options = parser.parse_args()
+    if use_kernels() is None:
+        raise BuildError(f"expected a CUDA device and the kernel library: run `{REBUILD} {LIBRARY}` first")
+    record: dict[str, Any] = {
+        "schema_version": 1,
+        "environment": asdict(environment(devices=True)),
+        "precision": options.precision,
+        "output": "labels",
+        "repeats": options.repeats,
+        "networks": {},
+    }
+    for name in options.networks:
+        record["networks"][name] = network_record(name, options)
+        with write_atomically(options.output) as path:
+            path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+@torch.inference_mode()
+def network_record(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    bench = Bench(name, options)
+    result: dict[str, Any] = {"thresholds": bench.thresholds, "batches": {}}
+    for batch in options.batches:
+        result["batches"][str(batch)] = bench.batch_record(batch)
+        torch.cuda.empty_cache()
+    return result
+
+
+class Bench:
+    """A network and everything it is timed as."""
+
+    def __init__(self, name: str, options: argparse.Namespace) -> None:
+        self.name, self.options = name, options
+        self.recipe = recipe_of(name, options, "batch_min")
+        self.alone = recipe_of(name, options, "per_image")
+        self.model = random_network(self.recipe).cuda()
+        self.exact = network_module(self.recipe.network, self.model.state_dict(), torch.float32).cuda()
+        self.images = pictures(max(options.batches)).cuda()
+        self.thresholds = calibrated(self.model, self.recipe, self.images[:1])
+
+    def batch_record(self, batch: int) -> dict[str, Any]:
+        same, different = self.images[:1].expand(batch, -1, -1, -1).contiguous(), self.images[:batch]
+        memory: dict[str, int] = {}
+        found: dict[str, Configuration] = {}
+        thresholds = self.thresholds[CLAP_THRESHOLD], self.thresholds[GBM_THRESHOLD]
+        for variant in ("dense", "merged", "truncated"):
+            found[variant] = self.packed(self.recipe, variant, same, thresholds, memory, variant)
+        row: dict[str, Any] = {}
+        if batch > 1:
+            fitting = self.same_mean(different)
+            row["mixed_thresholds"] = fitting
+            found["mixed"] = self.packed(self.alone, "merged", different, fitting, memory, "mixed")
+        usual, _BACKENDS[:] = _BACKENDS[:], [SDPBackend.CUDNN_ATTENTION]
+        found["dense cudnn"] = self.packed(self.recipe, "dense", same, thresholds, memory, "dense cudnn")
+        _BACKENDS[:] = usual
+        for variant in ("dense", "merged"):
+            found[f"{variant} eager"] = self.eager(variant, same, thresholds)
+        if batch in self.options.compiled:
+            start = time.perf_counter()
+            for variant in ("dense", "truncated"):
+                found[f"{variant} compiled"] = self.compiled(variant, same)
+            row["compile_s"] = time.perf_counter() - start
+        row["parity"] = {label: self.parity(label, each) for label, each in found.items()}
+        print(self.name, batch, json.dumps(row["parity"]), flush=True)
+        times = measured({label: each.call for label, each in found.items()}, self.options.repeats)
+        row["ms"] = {label: statistics.median(values) for label, values in times.items()}
+        row["spread_ms"] = {label: [min(values), max(values)] for label, values in times.items()}
+        row["peak_memory_bytes"] = memory
+        row["merged_tokens"] = counts(found["merged"])
+        row |= derived(row["ms"], batch)
+        if batch == 1:
+            row["host_ms"] = {label: host_ms(each.call) for label, each in found.items() if "eager" not in label}
+            row["kernels_merged"] = kernels(found["merged"].call)
+            row["kernels_dense"] = kernels(found["dense"].call)
+            row["photos_ms"] = self.photos()
+        else:
+            row["mixed_tokens"] = counts(found["mixed"])
+            row["kernels_merged"] = kernels(found["merged"].call)
+            row["kernels_mixed"] = kernels(found["mixed"].call)
+        print(self.name, batch, json.dumps({k: round(v, 3) for k, v in row["ms"].items()}), flush=True)
+        print(json.dumps({k: row[k] for k in ("merge_efficiency", "speedup", "images_per_s")}), flush=True)
+        return row
+
+    # --- what is timed ---
+
+    def packed(
+        self,
+        recipe: Recipe,
+        variant: Variant,
+        image: Tensor,
+        thresholds: tuple[float, float],
+        memory: dict[str, int],
+        label: str,
+    ) -> Configuration:
+        """As the torch runtime runs it; peak memory beside the weights, as the allocator reserves it."""
+        network = variant_network(self.model, recipe, variant, TOKENS)[0].cuda()
+        gc.collect()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
+        torch.cuda.reset_peak_memory_stats()
+        packed = PackedSegmenter(network, torch.uint8)
+        grid, size = recipe.network.grid, recipe.network.image_size
+        maps: list[tuple[Tensor, ...]] = [()]
+
+        def call() -> Tensor:
+            with packed.run(image, *thresholds) as merged:
+                maps[0] = merged.maps
+                return labels_of(merged.scores, grid, size)
+
+        call()
+        call()
+        memory[label] = torch.cuda.max_memory_reserved() - before
+        return Configuration(variant, image, call, lambda: maps[0])
+
+    def eager(self, variant: Variant, image: Tensor, thresholds: tuple[float, float]) -> Configuration:
+        network = variant_network(self.model, self.recipe, variant, TOKENS)[0].cuda()
+        inputs = merge_inputs(*thresholds, device="cuda")
+        return Configuration(variant, image, lambda: network(image, inputs)[0], lambda: network(image, inputs)[2])
+
+    def compiled(self, variant: Variant, image: Tensor) -> Configuration:
+        """Blocks compiled for their shapes, the whole network as one graph."""
+        network = variant_network(self.model, self.recipe, variant, TOKENS)[0].cuda()
+        for block in [*network.model.encoder.blocks, *network.model.decoder.blocks]:
+            block.compile(dynamic=False)
+        inputs, given = merge_inputs(0.0, 0.0, device="cuda"), image.clone()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                network(given, inputs)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            labels = network(given, inputs)[0]
+
+        def call() -> Tensor:
+            given.copy_(image)
+            graph.replay()
+            return labels.clone()
+
+        return Configuration(variant, image, call)
+
+    def same_mean(self, images: Tensor) -> tuple[float, float]:
+        """Thresholds with which these images keep `TOKENS` on average, each deciding alone."""
+        packed = PackedSegmenter(variant_network(self.model, self.alone, "merged", TOKENS)[0].cuda(), torch.uint8)
+        packed.graphs = None  # of counts that are met once
+
+        def mean(stage: int, clap: float, gbm: float) -> float:
+            with packed.run(images, clap, gbm) as merged:
+                return float(merged.lengths[stage].double().mean()) - 1
+
+        clap = bisected(lambda x: mean(0, x, float("inf")), TOKENS[0], -1.0, 1.0)
+        return clap, bisected(lambda x: mean(1, clap, x), TOKENS[1], -30.0, 30.0)
+
+    # --- parity ---
+
+    def parity(self, label: str, each: Configuration) -> dict[str, Any]:
+        """Share of pixels whose label differs from the modules in fp32, which replay the configuration's own maps.
+
+        Raises:
+            GateError: more than twice as many as the modules in the same precision differ in.
+        """
+        for _ in range(2):  # captured, then replayed
+            labels = each.call()
+        maps = tuple(map.clone() for map in each.decisions())
+        chosen = sorted({round(i) for i in np.linspace(0, len(labels) - 1, COMPARED)})
+        wrong, allowed = [], []
+        for i in chosen:
+            forced = tuple(map[i : i + 1] for map in maps)
+            truth, plain = (self.replayed(kind, each.variant, each.image[i : i + 1], forced) for kind in (True, False))
+            wrong.append((labels[i] != truth[0]).double().mean().item())
+            allowed.append(2 * (plain != truth).double().mean().item() + 1e-3)
+        found = {"images": len(chosen), "pixels_differ": max(wrong), "allowed": max(allowed)}
+        if np.mean(wrong) > np.mean(allowed):
+            raise GateError(f"{self.name} {label}: {found}: nothing is timed")
+        return found
+
+    def replayed(self, exact: bool, variant: Variant, image: Tensor, maps: tuple[Tensor, ...]) -> Tensor:
+        model: VitNetwork = self.exact if exact else self.model
+        if variant == "merged":
+            network = Deployed(replay_merging(model, self.recipe.merging), self.recipe.network, "labels").eval()
+        else:
+            network = variant_network(model, self.recipe, variant, TOKENS)[0]
+        inputs = MergeInputs(*merge_inputs(0.0, 0.0, device="cuda")[:2], maps)
+        labels: Tensor = network.cuda()(image, inputs)[0]
+        return labels
+
+    # --- more numbers at batch 1 ---
+
+    def photos(self, count: int = 16) -> dict[str, Any]:
+        """Host milliseconds for photos of different token counts, one by one: as they come, and once more."""
+        images = pictures(count).cuda()
+        network = variant_network(self.model, self.alone, "merged", TOKENS)[0].cuda()
+        packed = PackedSegmenter(network, torch.uint8)
+        thresholds = self.thresholds[CLAP_THRESHOLD], self.thresholds[GBM_THRESHOLD]
+        passes: list[list[float]] = []
+        for _ in range(3):
+            passes.append([])
+            for image in images:
+                start = time.perf_counter()
+                with packed.run(image[None], *thresholds) as merged:
+                    labels_of(merged.scores, self.recipe.network.grid, self.recipe.network.image_size).cpu()
+                passes[-1].append(1e3 * (time.perf_counter() - start))
+        assert packed.graphs is not None
+        medians = [statistics.median(times) for times in passes]
+        return {"first_pass_median": medians[0], "third_pass_median": medians[2], "graphs": len(packed.graphs)}
+
+
+def counts(each: Configuration) -> dict[str, Any]:
+    """Patch tokens behind each merge, from its maps."""
+    each.call()
+    found = torch.stack([map.amax(1) for map in each.decisions()])  # rows count cls, so the last row is the count
+    return {"mean": found.double().mean(1).tolist(), "min": found.amin(1).tolist(), "max": found.amax(1).tolist()}
+
+
+def derived(ms: dict[str, float], batch: int) -> dict[str, Any]:
+    dense, merged, truncated = (ms[v] for v in ("dense", "merged", "truncated"))
+    found = {
+        "speedup": dense / merged,
+        "merge_efficiency": (dense - merged) / (dense - truncated),
+        "merged_over_truncated": merged / truncated,
+        "images_per_s": 1e3 * batch / merged,
+    }
+    return found | ({"mixed_over_duplicate_throughput": merged / ms["mixed"]} if "mixed" in ms else {})
+
+
+def bisected(value: Callable[[float], float], target: float, low: float, high: float, steps: int = 30) -> float:
+    """Where a rising function reaches the target."""
+    for _ in range(steps):
+        middle = (low + high) / 2
+        low, high = (middle, high) if value(middle) < target else (low, middle)
+    return high
+
+
+def host_ms(call: Call, repeats: int = 300) -> dict[str, float]:
+    """Milliseconds of the host's clock until the label map is in the host's memory: percentiles."""
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call().cpu()
+        times.append(1e3 * (time.perf_counter() - start))
+    return {f"p{p}": float(np.percentile(times, p)) for p in (50, 90, 99)}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""The operators by the kernel library on a CUDA device, against their bodies in PyTorch's operators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from algm_deploy.errors import ExecutionError
+from algm_deploy.ops import clap, gbm, label_map
+from algm_deploy.ops.native_kernels import use_kernels
+
+pytestmark = pytest.mark.gpu
+WINDOWS = {"semantics": "code", "batch": "per_image", "order": "published"}
+
+
+@pytest.fixture(autouse=True)
+def _library() -> None:
+    if use_kernels() is None:
+        pytest.skip("the kernel library is not built here: algm-deploy build-native kernels")
+
+
+def exact_tokens(dtype: torch.dtype, seed: int) -> Tensor:
+    """Of +-1 and a width that is a power of four: products are whole numbers, norms a power of two."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, 2, (3, 65, 64), generator=generator) * 2 - 1
+    tokens[:, 1::2] = torch.where(torch.rand(3, 32, 64, generator=generator) < 0.1, -tokens[:, :-1:2], tokens[:, :-1:2])
+    return tokens.to("cuda", dtype)
+
+
+def both(operator: Any, *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Results of the kernels and of the body."""
+    kernels = operator(*arguments)
+    with operator.set_kernel_enabled("cuda", enabled=False):
+        return kernels, operator(*arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("batch", ["per_image", "batch_min"])
+@pytest.mark.parametrize("semantics", ["code", "paper"])
+def test_merges_are_those_of_the_bodies(dtype: torch.dtype, batch: str, semantics: str) -> None:
+    counts = set()
+    for seed in range(8):
+        tokens, size = exact_tokens(dtype, seed), torch.ones(3, 65, device="cuda")
+        order = ("published", "raster")[seed % 2]
+        threshold = torch.tensor(0.3, device="cuda")
+        found, expected = both(clap, tokens, size, threshold, [8, 8], [2, 2], 1, semantics, batch, order)
+        for a, b in zip(found, expected, strict=True):
+            assert torch.equal(a, b)
+        tokens, size, map, length = expected
+        mode = ("adaptive", "fixed")[seed % 2]
+        scale = torch.tensor(0.5, device="cuda")
+        found, expected = both(gbm, tokens, size, map, length, scale, 1, mode, 2.0, semantics, batch)
+        assert all(torch.equal(a, b) for a, b in zip(found[1:], expected[1:], strict=True))
+        torch.testing.assert_close(found[0], expected[0], rtol=0, atol=torch.finfo(dtype).eps)
+        counts.add(tuple(expected[3].tolist()))
+    assert len(counts) > 1
+
+
+@pytest.mark.parametrize("classes", [11, 300])
+def test_labels_are_those_of_the_body(classes: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(2, 20, classes, generator=generator).cuda()
+    map = torch.randint(1, 21, (2, 48), generator=generator).cuda()
+    found, expected = both(label_map, scores, map, 1, [6, 8], [96, 128])
+    assert found.dtype == expected.dtype == (torch.uint8 if classes <= 255 else torch.int32)
+    assert (found != expected).double().mean() < 1e-4  # near ties of two classes
+
+
+def test_inputs_need_not_be_contiguous() -> None:
+    tokens, size = exact_tokens(torch.float16, 0), torch.ones(3, 65, device="cuda")
+    turned = tokens.mT.contiguous().mT
+    threshold = torch.tensor(0.3, device="cuda")
+    arguments = size, threshold, [8, 8], [2, 2], 1, "code", "per_image", "published"
+    for a, b in zip(clap(turned, *arguments), clap(tokens, *arguments), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_refusal_is_an_error() -> None:
+    """An order of rows that the grid does not have."""
+    tokens, size = exact_tokens(torch.float16, 0), torch.ones(3, 65, device="cuda")
+    with pytest.raises(ExecutionError, match="clap_decide"):
+        clap(tokens, size, torch.tensor(0.3, device="cuda"), [8, 7], [2, 2], 1, "code", "per_image", "published")
