@@ -84,8 +84,10 @@ def check_variant(plan: MergePlan, variant: Variant) -> None:
     """A variant has to change something that the plan does.
 
     Raises:
-        PlanError: it varies CLAP or GBM, and the plan has none.
+        PlanError: it varies CLAP or GBM, and the plan has none, or merges as ToMe does.
     """
+    if plan.method != "algm" and variant != ALGM:
+        raise PlanError(f"expected a plan that merges as ALGM for a variant of it, got method {plan.method}")
     for varied, layers, name in ((variant.of_clap, plan.clap_layers, "CLAP"), (variant.of_gbm, plan.gbm_layers, "GBM")):
         if varied and not layers:
             raise PlanError(f"expected a plan with {name} for a variant of it, got one without: choose a layer for it")

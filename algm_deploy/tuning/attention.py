@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from algm_deploy.bundle import Bundle
-from algm_deploy.errors import PlanError
+from algm_deploy.errors import DatasetError, PlanError
 from algm_deploy.evaluation.datasets import Dataset
 from algm_deploy.lowering.bundling import deployed, load_network
 from algm_deploy.merging import merge_inputs
@@ -71,7 +71,7 @@ def measure_attention(bundle: Bundle, plan: MergePlan, dataset: Dataset, progres
 
     Raises:
         PlanError: the plan merges nothing.
-        DatasetError: labels of another size than their photo.
+        DatasetError: labels of another size than their photo, or no label at all.
         ImageError: a photo cannot be read.
     """
     if not plan.layers:
@@ -84,7 +84,7 @@ def measure_attention(bundle: Bundle, plan: MergePlan, dataset: Dataset, progres
     for picture in tqdm(pictures_of(dataset), "attention", unit="image", disable=None if progress else True):
         found += _of_picture(picture, probes, bundle.recipe, device)
     if not found:
-        raise PlanError(f"{dataset.name} {dataset.split}: expected labelled pixels, got none")
+        raise DatasetError(f"{dataset.name} {dataset.split}: expected labelled pixels, got none")
     parts = [np.mean(part, axis=0) for part in zip(*found, strict=True)]
     return AttentionMass(dataset.class_names, len(found), *parts)
 

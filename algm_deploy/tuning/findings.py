@@ -198,11 +198,14 @@ def _mean(groups: Groups, scope: str, kind: str) -> str:
 
 
 def find_attention(bundle: Bundle, plan: MergePlan, dataset: Dataset, progress: bool = True) -> Finding:
-    """Where attention goes, class by class, without and with merging. Errors as `measure_attention`."""
-    found = measure_attention(bundle, plan, dataset, progress)
-    blocks = slice(plan.layers[-1], None)
-    if blocks.start == len(found.dense):
+    """Where attention goes, class by class, without and with merging.
+
+    Errors as `measure_attention`, and PlanError where no block is behind the last merge.
+    """
+    blocks = slice(max(plan.layers, default=0), None)
+    if blocks.start == bundle.recipe.network.depth:
         raise PlanError(f"expected a block behind the last merge in {blocks.start}, there is none to look at")
+    found = measure_attention(bundle, plan, dataset, progress)
     spread = found.classes_dense[blocks].mean(), found.classes_merged[blocks].mean()
     lines = (
         f"behind the last merge attention is spread over {spread[0]:.2f} classes without merging and {spread[1]:.2f} "

@@ -8,9 +8,9 @@ import io
 import json
 import re
 import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -482,29 +482,13 @@ def test_the_command_writes_a_page_with_pictures(
 
 
 @pytest.fixture(scope="module")
-def screenshot(full: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], tuple[np.ndarray, str]]:
+def screenshot(browse: Callable[[str, int, int], tuple[np.ndarray, str]]) -> Callable[..., tuple[np.ndarray, str]]:
     """Draws the page in a window of a width and height; returns its pixels and the browser's complaints."""
-    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if browser is None:
-        pytest.skip("needs Chromium, found no chromium, chromium-browser or google-chrome")
-    folder = tmp_path_factory.mktemp("browser")
     picture = np.zeros((90, 120, 3), np.uint8)
     picture[..., 0] = np.arange(120)
     gallery = Gallery("torch", (Example("scene", (panel(picture),)),), (("sky", (70, 130, 180)),))
     page = report_page(bundle_of(FULL), gallery=gallery, published=read_published())
-    (folder / "page.html").write_text(page, encoding="utf-8")
-    quiet = ("background-networking", "component-update", "sync", "gpu", "quic")
-    flags = ["--headless", "--no-sandbox", "--no-first-run", "--hide-scrollbars", "--enable-logging=stderr"]
-    flags += [f"--disable-{name}" for name in quiet]
-
-    def draw(width: int, height: int) -> tuple[np.ndarray, str]:
-        target = folder / f"{width}.png"
-        command = [browser, *flags, f"--user-data-dir={folder / 'profile'}", f"--window-size={width},{height}",
-                   f"--screenshot={target}", (folder / "page.html").as_uri()]  # fmt: skip
-        done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
-        return np.asarray(Image.open(target).convert("RGB")), done.stderr
-
-    return draw
+    return partial(browse, page)
 
 
 @pytest.mark.slow

@@ -177,6 +177,13 @@ def test_a_variant_needs_what_it_varies(setting: str, plan: dict[str, tuple[int,
         check_variant(replace(PLAN, **plan), variant_of([setting]))
 
 
+def test_tome_has_no_variants() -> None:
+    tome = MergePlan(clap_layers=(), gbm_layers=(), method="tome", tome_r=(4, 4))
+    with pytest.raises(PlanError, match="got method tome"):
+        check_variant(tome, variant_of(["after_mlp=true"]))
+    check_variant(tome, ALGM)
+
+
 def test_a_plan_without_the_varied_merge_is_left_alone(tiny_bundle: Bundle) -> None:
     plan = replace(PLAN, clap_layers=(), gbm_layers=(2,))
     encoder = encoder_of(tiny_bundle, Variant(clap_feature="key"), plan)
