@@ -7,6 +7,8 @@ section 3.4: after the decoder). The maps are then summed, which equals unmergin
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -118,4 +120,14 @@ def namings(network: Network) -> tuple[Naming, ...]:
             ours, theirs = f"decoder.stages.{i}.layers.{j}.", f"decode_head.decoder_{i + 1}.layers.{j}."
             names |= {ours + a: theirs + b for a, b in inside.items()}
     unused = ("decode_head.loss_decode.", *dropped(network))
-    return (Naming("zbwxp/SegVit", "decode_head.decoder_1.", ("atm",), names, unused=unused),)
+    return (Naming("zbwxp/SegVit", "decode_head.decoder_1.", ("atm",), names, unused=unused, refusal=_shrunk),)
+
+
+def _shrunk(found: Mapping[str, Tensor]) -> str | None:
+    """Its head has the class queries in a part of its own, behind one that brings the full grid back."""
+    if not any(key.startswith("decode_head.atm.") for key in found):
+        return None
+    return (
+        "expected the full SegViT, got a shrunk one, which samples a grid of tokens inside its encoder, where merged "
+        "tokens have none: use a checkpoint of the full network"
+    )

@@ -228,6 +228,22 @@ def test_the_wrong_recipe_is_refused(name: str, decoder: Any, message: str) -> N
         state_dict_for(network, case.checkpoint())
 
 
+def test_a_shrunk_segvit_is_refused() -> None:
+    """Its keys are those of decode_heads/tpn_atm_head.py."""
+    case = golden("segvit")
+    inside = ("q.weight", "class_embed", "input_proj", "proj_norm")
+    state = {
+        key.replace("decode_head.", "decode_head.atm.")
+        if key.removeprefix("decode_head.").startswith(inside)
+        else key: value
+        for key, value in weights(case.keys).items()
+    }
+    with pytest.raises(
+        CheckpointError, match=r"published.pth: expected the full SegViT, got a shrunk one, which samples"
+    ):
+        state_dict_for(case.network, Checkpoint(Path("published.pth"), state, None, ()))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
