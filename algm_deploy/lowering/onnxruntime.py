@@ -306,11 +306,14 @@ def _patch_embedding(graph: ir.Graph, counts: Counter[str]) -> None:
         if tokens is None or image is None or weight is None or weight.shape is None or image.shape is None:
             continue
         dim, channels, *kernel = weight.shape.numpy()
-        sides = [side for side in list(image.shape)[2:] if isinstance(side, int)]
-        grid = [side // k for side, k in zip(sides, kernel, strict=True)]
+        pads = np.array(conv.attributes["pads"].as_ints() if "pads" in conv.attributes else [0] * 4)
+        sides = [side for side in list(image.shape)[2:] if isinstance(side, int)] + pads[:2] + pads[2:]
+        grid = [int(side) // k for side, k in zip(sides, kernel, strict=True)]
         if list(conv.attributes["strides"].as_ints()) != kernel or tokens.attributes["perm"].as_ints() != (0, 2, 1):
             continue
         add = _Chain(graph, tokens, conv.name)
+        if pads.any():
+            image = add("Pad", image, add.constant(np.insert(pads, (0, 0, 2, 2), 0)))
         patches = add("Reshape", image, add.shape([0, channels, grid[0], kernel[0], grid[1], kernel[1]]))
         patches = add("Transpose", patches, perm=[0, 2, 4, 1, 3, 5])
         patches = add("Reshape", patches, add.shape([0, grid[0] * grid[1], channels * kernel[0] * kernel[1]]))

@@ -51,11 +51,16 @@ def test_runs_like_the_network(exported: Exports, configuration: str, blob_image
         Network("setr", 32, 4, 2, 5, (64, 64), decoder="pup", decoder_dim=16),
         Network("setr", 32, 4, 2, 5, (64, 64), decoder="mla", decoder_dim=16, stages=(1, 2, 3, 4)),
         Network("segvit", 32, 4, 2, 5, (64, 64), decoder="atm", decoder_dim=32, stages=(2, 3, 4)),
+        Network("dinov2", 32, 4, 2, 5, (64, 64), patch_size=17, decoder="linear", extra_tokens=4),
+        Network("dinov2", 32, 4, 2, 5, (64, 64), decoder="linear_ms", stages=(1, 2, 3, 4)),
+        Network("deit", 32, 4, 2, 5, (64, 64), decoder="linear", extra_tokens=1),
+        Network("segmenter", 32, 4, 2, 5, (64, 64), decoder="linear", extra_tokens=1),
+        Network("eomt", 32, 4, 2, 5, (64, 64), decoder="queries", decoder_depth=1, queries=6, extra_tokens=4),
     ],
-    ids=lambda network: network.decoder,
+    ids=lambda network: f"{network.family}-{network.decoder}",
 )
 def test_other_families_run_like_the_network(export_network: Exports, network: Network) -> None:
-    """Decoders that unmerge by themselves, at several depths, and encoders without cls; random weights."""
+    """Decoders that unmerge by themselves, at several depths; no cls, or more tokens than that; random weights."""
     torch.manual_seed(0)
     model = FAMILIES[network.family](network).eval().requires_grad_(False)
     for parameter in model.parameters():

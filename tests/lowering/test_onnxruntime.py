@@ -5,11 +5,13 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
+import torch
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from algm_deploy.bundle import Bundle
@@ -24,7 +26,9 @@ from algm_deploy.lowering.onnxruntime import (
     rewrite,
     write_onnxruntime_onnx,
 )
+from algm_deploy.models.families import FAMILIES
 from algm_deploy.ops.bodies import Body
+from algm_deploy.recipes import MergePlan, Network
 
 BLOCKS = 4 + 2  # encoder and decoder of the tiny network
 
@@ -129,6 +133,50 @@ def test_equals_the_portable_graph(tiny_bundle: Bundle, tmp_path: Path, images: 
                 np.testing.assert_array_equal(got, value, err_msg=name)
 
 
+@pytest.mark.parametrize("provider", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("network", "counts"),
+    [
+        (
+            Network("dinov2", 32, 4, 2, 5, (64, 64), patch_size=17, decoder="linear", extra_tokens=4),
+            {"attention": 4, "bias_gelu": 4, "skip_layer_norm": 6},
+        ),
+        (
+            Network("deit", 32, 4, 2, 5, (64, 64), decoder="linear", extra_tokens=1),
+            {"attention": 4, "bias_gelu": 4, "skip_layer_norm": 6},
+        ),
+        (
+            Network("eomt", 32, 4, 2, 5, (64, 64), decoder="queries", decoder_depth=1, queries=6, extra_tokens=4),
+            {"attention": 4, "bias_gelu": 6, "skip_layer_norm": 5},  # two more GELUs behind the mask's linear layers
+        ),
+    ],
+    ids=lambda value: value.family if isinstance(value, Network) else "",
+)
+def test_other_families_are_rewritten(
+    export_network: Any, tmp_path: Path, network: Network, counts: dict[str, int], provider: Provider
+) -> None:
+    """Several tokens in front of the patches, padded pictures, queries: the same rewrites, the same results."""
+    torch.manual_seed(0)
+    model = FAMILIES[network.family](network).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    exported = export_network(model, network, MergePlan((1,), (3,), clap_threshold=0.3))
+    graph = exported.portable.clone()
+    wanted = (
+        counts | {"patch_embedding": 1} if provider == "cuda" else {k: counts[k] for k in ("attention", "bias_gelu")}
+    )
+    assert rewrite(graph, provider, custom_operators=False, single=False) == wanted
+    ir.save(graph, tmp_path / "under_test.onnx")
+    images = torch.randint(0, 256, (3, 3, 64, 64), dtype=torch.uint8).numpy()
+    expected = exported.run_onnx(images)
+    found = run(tmp_path / "under_test.onnx", images, clap=0.3)
+    for name, value in expected.items():
+        if name == "scores":
+            np.testing.assert_allclose(found[name], value, rtol=0, atol=2e-6 * max(10, abs(value).max()))
+        else:
+            np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
 def test_a_row_of_zeros_scaled_to_length_one_stays_zero(tmp_path: Path) -> None:
     x = ir.Value(name="x", shape=ir.Shape([2, 3, 8]), type=ir.TensorType(ir.DataType.FLOAT))
     body = Body()
@@ -153,11 +201,11 @@ def test_a_row_of_zeros_scaled_to_length_one_stays_zero(tmp_path: Path) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def run(path: Path, image: np.ndarray) -> dict[str, np.ndarray]:
+def run(path: Path, image: np.ndarray, clap: float = 0.9) -> dict[str, np.ndarray]:
     options = ort.SessionOptions()
     options.log_severity_level = 3
     session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    wanted = {"image": image, "clap_threshold": np.float32(0.9), "gbm_threshold": np.float32(1.0)}
+    wanted = {"image": image, "clap_threshold": np.float32(clap), "gbm_threshold": np.float32(1.0)}
     feeds = {i.name: np.asarray(wanted[i.name], "uint8" if i.name == "image" else "f4") for i in session.get_inputs()}
     names = [o.name for o in session.get_outputs()]
     return dict(zip(names, session.run(names, feeds), strict=True))

@@ -400,14 +400,24 @@ def test_polygraphy_reads_the_graph(exported: ir.Model, tmp_path: Path) -> None:
         assert line in done.stdout
 
 
-@pytest.mark.parametrize(("decoder", "stages"), [("naive", ()), ("pup", ()), ("mla", (1, 2, 3, 4)), ("atm", (1, 2, 4))])
-def test_other_families_compute_the_same(decoder: Any, stages: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("family", "decoder", "stages", "more"),
+    [
+        ("setr", "naive", (), {}),
+        ("setr", "pup", (), {}),
+        ("setr", "mla", (1, 2, 3, 4), {}),
+        ("segvit", "atm", (1, 2, 4), {}),
+        ("dinov2", "linear", (), {"extra_tokens": 4, "patch_size": 9}),
+        ("dinov2", "linear_ms", (1, 2, 3, 4), {}),
+        ("deit", "linear", (), {"extra_tokens": 1}),
+        ("eomt", "queries", (), {"extra_tokens": 4, "queries": 6}),
+    ],
+)
+def test_other_families_compute_the_same(family: Any, decoder: Any, stages: tuple[int, ...], more: Any) -> None:
     """Decoders that unmerge tokens of several depths, in fp32; in fp16 the graph keeps its merges and outputs."""
     torch.manual_seed(0)
-    family: Any = "segvit" if decoder == "atm" else "setr"
-    network = Network(
-        family, 16, 4, 2, 5, (32, 48), patch_size=8, decoder=decoder, decoder_depth=1, decoder_dim=8, stages=stages
-    )
+    facts = {"patch_size": 8, "decoder": decoder, "decoder_depth": 1, "decoder_dim": 8, "stages": stages} | more
+    network = Network(family, 16, 4, 2, 5, (32, 48), **facts)
     model = FAMILIES[family](network).eval()
     for parameter in (p for p in model.parameters() if p.ndim > 1):
         torch.nn.init.normal_(parameter, std=0.2)

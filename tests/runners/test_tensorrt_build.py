@@ -31,6 +31,7 @@ from algm_deploy.lowering.export import base_onnx
 from algm_deploy.lowering.tensorrt import plugin_node, tensorrt_from_base
 from algm_deploy.merging import insert_merging
 from algm_deploy.models.deployed import Deployed
+from algm_deploy.models.families import FAMILIES
 from algm_deploy.models.segmenter import Segmenter
 from algm_deploy.recipes import MergePlan, Network, Output, Precision
 from algm_deploy.runners import tensorrt_build, tensorrt_library
@@ -53,6 +54,32 @@ def rtx() -> None:
 def export(output: Output) -> ir.Model:
     torch.manual_seed(0)
     return base_onnx(Deployed(insert_merging(Segmenter(NETWORK), PLAN), NETWORK, output).eval(), PLAN, "uint8")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize(
+    ("network", "merges"),
+    [
+        (Network("dinov2", 64, 2, 1, 5, (60, 96), patch_size=14, decoder="linear", extra_tokens=4), 2),
+        (Network("deit", 64, 2, 1, 5, (64, 96), decoder="linear", extra_tokens=1), 2),
+        (Network("eomt", 64, 3, 1, 5, (64, 96), decoder="queries", decoder_depth=1, queries=6, extra_tokens=4), 2),
+    ],
+    ids=lambda value: value.family if isinstance(value, Network) else "",
+)
+def test_engines_of_other_families(
+    rtx: None, tmp_path: Path, network: Network, merges: int, precision: Precision
+) -> None:
+    """Several tokens in front of the patches, padded pictures, queries and transposed convolutions."""
+    torch.manual_seed(0)
+    deployed = Deployed(insert_merging(FAMILIES[network.family](network), PLAN), network, "scores").eval()
+    onnx.save(tensorrt_from_base(base_onnx(deployed, PLAN, "uint8"), precision)[0], tmp_path / "model.onnx")
+    built = build(tmp_path / "model.onnx", precision)
+    patches = network.grid[0] * network.grid[1]
+    maps = [{"name": f"token_map_{m}", "dtype": "INT64", "shape": [-1, patches]} for m in ("clap_1", "gbm_2")]
+    scores = {"name": "scores", "dtype": "FLOAT", "shape": [-1, 5, *network.image_size]}
+    assert built.network["outputs"] == [scores, {"name": "token_counts", "dtype": "INT64", "shape": [-1, 2]}, *maps]
+    kinds = [kind for _, kind in built.builder_layers]
+    assert kinds.count("PluginV3") + kinds.count("custom_layer") == merges + 1  # and one that unmerges
 
 
 @pytest.fixture(scope="module")
