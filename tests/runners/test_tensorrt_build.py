@@ -58,28 +58,27 @@ def export(output: Output) -> ir.Model:
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize(
-    ("network", "merges"),
+    "network",
     [
-        (Network("dinov2", 64, 2, 1, 5, (60, 96), patch_size=14, decoder="linear", extra_tokens=4), 2),
-        (Network("deit", 64, 2, 1, 5, (64, 96), decoder="linear", extra_tokens=1), 2),
-        (Network("eomt", 64, 3, 1, 5, (64, 96), decoder="queries", decoder_depth=1, queries=6, extra_tokens=4), 2),
+        Network("dinov2", 64, 2, 1, 5, (60, 96), patch_size=14, decoder="linear", extra_tokens=4),
+        Network("deit", 64, 2, 1, 5, (64, 96), decoder="linear", extra_tokens=1),
+        Network("eomt", 64, 3, 1, 5, (64, 96), decoder="queries", decoder_depth=1, queries=6, extra_tokens=4),
     ],
-    ids=lambda value: value.family if isinstance(value, Network) else "",
+    ids=lambda network: network.family,
 )
-def test_engines_of_other_families(
-    rtx: None, tmp_path: Path, network: Network, merges: int, precision: Precision
-) -> None:
+def test_engines_of_other_families(rtx: None, tmp_path: Path, network: Network, precision: Precision) -> None:
     """Several tokens in front of the patches, padded pictures, queries and transposed convolutions."""
     torch.manual_seed(0)
     deployed = Deployed(insert_merging(FAMILIES[network.family](network), PLAN), network, "scores").eval()
     onnx.save(tensorrt_from_base(base_onnx(deployed, PLAN, "uint8"), precision)[0], tmp_path / "model.onnx")
     built = build(tmp_path / "model.onnx", precision)
+    parsed, tokens = built.parsed_network, TYPES[precision]
     patches = network.grid[0] * network.grid[1]
     maps = [{"name": f"token_map_{m}", "dtype": "INT64", "shape": [-1, patches]} for m in ("clap_1", "gbm_2")]
     scores = {"name": "scores", "dtype": "FLOAT", "shape": [-1, 5, *network.image_size]}
-    assert built.network["outputs"] == [scores, {"name": "token_counts", "dtype": "INT64", "shape": [-1, 2]}, *maps]
-    kinds = [kind for _, kind in built.builder_layers]
-    assert kinds.count("PluginV3") + kinds.count("custom_layer") == merges + 1  # and one that unmerges
+    assert parsed["outputs"] == [scores, {"name": "token_counts", "dtype": "INT64", "shape": [-1, 2]}, *maps]
+    assert [p["plugin"] for p in parsed["plugins"]] == ["clap", "gbm", "unmerge"]
+    assert parsed["layers"]["ATTENTION_INPUT"] == {tokens: network.depth}
 
 
 @pytest.fixture(scope="module")
