@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ CASES = (
     ("eomt", "queries"),
 )
 IMAGES = 3
+Support = Callable[[str, object], None]  # what a passed test proves, for docs/support.md: see benchmarks/support.py
 
 
 def toy(family: Any, decoder: Any) -> Recipe:
@@ -88,11 +90,12 @@ def toml_of(recipe: Recipe) -> str:
 
 
 @pytest.fixture(scope="module")
-def bundle_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str, str], Bundle]:
+def bundle_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Bundle]:
     """A new bundle of a toy network, from a checkpoint and a recipe on disk."""
 
-    def make(family: str, decoder: str, output: str) -> Bundle:
+    def make(family: str, decoder: str, output: str, plan: MergePlan | None = None) -> Bundle:
         folder, recipe = tmp_path_factory.mktemp(decoder), toy(family, decoder)
+        recipe = replace(recipe, merging=plan or recipe.merging)
         (folder / "toy.toml").write_text(toml_of(recipe))
         checkpoint = checkpoint_of(recipe.network, folder / "latest.pth")
         return export(checkpoint, folder / "bundle", str(folder / "toy.toml"), {"output": output}).bundle
@@ -115,7 +118,7 @@ def test_every_family_is_covered() -> None:
     ],
 )
 def test_the_parity_chain_holds(
-    bundle_of: Callable[[str, str, str], Bundle], family: str, decoder: str, output: str
+    bundle_of: Callable[..., Bundle], record_property: Support, family: str, decoder: str, output: str
 ) -> None:
     bundle = bundle_of(family, decoder, output)
     images = parity_windows(bundle.recipe, [], IMAGES)
@@ -125,6 +128,20 @@ def test_the_parity_chain_holds(
     counts = _token_counts(bundle, images)
     assert (counts[:, 1] < counts[:, 0]).all()
     assert (counts[:, 0] < 16).any()
+    record_property("support", f"algm {family}/{decoder} onnxruntime-cpu verified")
+
+
+@pytest.mark.parametrize(("family", "decoder"), CASES)
+def test_tome_holds_in_every_family(
+    bundle_of: Callable[..., Bundle], record_property: Support, family: str, decoder: str
+) -> None:
+    """The baseline merges a constant number of tokens and hands every patch to the decoder."""
+    bundle = bundle_of(family, decoder, "scores", MergePlan((), (), method="tome", tome_r=(3, 2)))
+    images = parity_windows(bundle.recipe, [], IMAGES)
+    report = verify(bundle, "onnxruntime-cpu", images, progress=False)
+    assert [(link.name, link.measured) for link in report.links if not link.passed] == []
+    assert _token_counts(bundle, images).tolist() == [[13, 11]] * IMAGES
+    record_property("support", f"tome {family}/{decoder} onnxruntime-cpu verified")
 
 
 def _token_counts(bundle: Bundle, images: np.ndarray) -> np.ndarray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -100,7 +101,7 @@ TREES = {
 
 
 @pytest.mark.parametrize("case", TREES, ids=lambda case: case[1].__name__)
-def test_official_layouts(tmp_path: Path, case: tuple) -> None:
+def test_official_layouts(tmp_path: Path, record_property: Callable[[str, object], None], case: tuple) -> None:
     name, build = case
     names, classes, labels, slices = TREES[case]
     build(tmp_path)
@@ -110,6 +111,7 @@ def test_official_layouts(tmp_path: Path, case: tuple) -> None:
     assert dataset.labels_of(dataset.samples[0]).tolist() == [labels, labels]
     assert {sample.slice for sample in dataset.samples} == slices
     assert all(sample.image_path.is_file() for sample in dataset.samples)
+    record_property("support", f"layout {name}")
 
 
 def test_colours_are_the_data_sets_own_or_distinct() -> None:

@@ -38,7 +38,9 @@ def verified(bundle: Bundle, runtime: str, windows: Array) -> ParityReport:
 
 
 @pytest.mark.parametrize("runtime", ["torch", ORT])
-def test_sound_bundle_passes(tiny_bundle: Bundle, windows: Array, runtime: str) -> None:
+def test_sound_bundle_passes(
+    tiny_bundle: Bundle, windows: Array, record_property: Callable[[str, object], None], runtime: str
+) -> None:
     report = verified(tiny_bundle, runtime, windows)
     assert report.passed, report.links
     assert [link.number for link in report.links] == [1, 2, 3, 4, 5, 6]
@@ -46,6 +48,7 @@ def test_sound_bundle_passes(tiny_bundle: Bundle, windows: Array, runtime: str) 
     decisions = report.links[4].facts
     assert decisions["images"] == 3 + 2 + 3 + 8
     assert report.links[3].facts["images_compared"] == decisions["images"] + 2  # nothing and everything merging
+    record_property("support", f"algm segmenter/mask_transformer {runtime} verified")
     json.dumps(report.record(), allow_nan=False)
 
 
