@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from math import inf
+from math import inf, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,6 +87,8 @@ def _objective(bundle: Bundle, options: argparse.Namespace) -> Finding:
     goal, reference = _goal(options, tuning, references)
     if options.values:
         candidates = sorted(set(options.values))
+        if not all(map(isfinite, candidates)):
+            raise RecipeError(f"expected finite --values, got {candidates}: above 1 CLAP merges nothing")
     else:
         candidates = steps(*options.range) if options.range else default_candidates(base.merging, options.knob)
     return find_threshold(
@@ -99,14 +101,14 @@ class _Evaluator:
 
     def __init__(self, bundle: Bundle, plan: MergePlan, options: argparse.Namespace, tuning: Dataset) -> None:
         self._bundle, self._plan, self._options, self._tuning = bundle, plan, options, tuning
-        self._known: dict[tuple[str, str], dict[str, Any]] = {}
+        self._known: dict[tuple[str, frozenset[tuple[str, float]] | None], dict[str, Any]] = {}
 
     def __call__(self, dataset: Dataset, thresholds: Mapping[str, float] | None) -> Record:
-        point = "dense" if thresholds is None else ", ".join(f"{n} {v:g}" for n, v in thresholds.items()) or "recipe"
-        key = dataset.split, point
+        key = dataset.split, None if thresholds is None else frozenset(thresholds.items())
         if key not in self._known:
             self._known[key] = self._measured(dataset, thresholds)
-            _tell(dataset, point, self._known[key])
+            given = ", ".join(f"{name} {value:g}" for name, value in (thresholds or {}).items())
+            _tell(dataset, "dense" if thresholds is None else given or "recipe", self._known[key])
         return self._known[key]
 
     def _measured(self, dataset: Dataset, thresholds: Mapping[str, float] | None) -> dict[str, Any]:

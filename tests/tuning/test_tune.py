@@ -197,6 +197,8 @@ def test_positions(bundle: Path, photos: Path, tmp_path: Path) -> None:
         (("--objective", "gmacs"), "expected --target"),
         (("--objective", "reference", "--reference", "perfect"), "got 'perfect'"),
         (("--objective", "best", "--range", "1", "0", "0.1"), "expected a range"),
+        (("--objective", "best", "--values", "0.9", "inf"), "expected finite --values"),
+        (("--objective", "best", "--runtime", "torch", "--variant", "colour=red"), "expected a variant of merging"),
     ],
 )
 def test_bad_input(
