@@ -87,7 +87,7 @@ class GbmCase:
 def clap_case(pick: Pick, rng: np.random.Generator, dtype: Any, exact: bool) -> ClapCase:
     grid = (pick((1, 2, 3, 4, 5, 8)), pick((1, 2, 3, 4, 6, 7)))
     window = pick(((2, 2), (2, 1), (1, 2), (2, 4), (3, 3), (1, 7)))
-    prefix, batch = pick((0, 1, 5)), pick((1, 2, 3))
+    prefix, batch = pick((0, 1, 2, 5)), pick((1, 2, 3))
     shape = (batch, prefix + grid[0] * grid[1], pick((4, 16, 64, 256)) if exact else pick((3, 8, 40, 72, 192)))
     kind = pick(KINDS)
     tokens = exact_tokens(rng, kind, shape, dtype) if exact else random_tokens(rng, shape, dtype)
@@ -107,7 +107,7 @@ def clap_case(pick: Pick, rng: np.random.Generator, dtype: Any, exact: bool) -> 
 
 
 def gbm_case(pick: Pick, rng: np.random.Generator, dtype: Any, exact: bool) -> GbmCase:
-    prefix, batch, rows = pick((0, 1, 5)), pick((1, 2, 3)), pick((5, 6, 7, 8, 13, 40, 75))
+    prefix, batch, rows = pick((0, 1, 2, 5)), pick((1, 2, 3)), pick((5, 6, 7, 8, 13, 40, 75))
     shape = (batch, rows, pick((4, 16, 64, 256)) if exact else pick((3, 8, 40, 72, 192)))
     kind = pick(KINDS)
     tokens = exact_tokens(rng, kind, shape, dtype) if exact else random_tokens(rng, shape, dtype)

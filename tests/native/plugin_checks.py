@@ -160,7 +160,7 @@ def enqueued_tail(harness: Harness) -> None:
     import kernel_cases as cases
 
     def check(kernels: Any, pick: cases.Pick, rng: np.random.Generator, dtype: Any) -> None:
-        prefix, grid = pick((0, 1)), (pick((2, 3)), pick((2, 5)))
+        prefix, grid = pick((0, 1, 2, 5)), (pick((2, 3)), pick((2, 5)))
         scores, patch_map = cases.label_inputs(rng, grid, pick((1, 7, 150, 300)), prefix, dtype, True)
         values = kernels.unmerge(scores, patch_map, prefix=prefix)
         np.testing.assert_array_equal(values, np.take_along_axis(scores, patch_map[:, :, None] - prefix, 1))

@@ -156,7 +156,7 @@ def clap_attributes(draw: st.DrawFn) -> dict[str, Any]:
     return {
         "grid": list(grid),
         "window": list(draw(st.sampled_from(windows))),
-        "prefix": draw(st.sampled_from([0, 1, 5])),
+        "prefix": draw(st.sampled_from([0, 1, 2, 5])),
         "semantics": draw(semantics),
         "batch": draw(batches),
         "order": draw(st.sampled_from(["published", "raster"])),
@@ -166,7 +166,7 @@ def clap_attributes(draw: st.DrawFn) -> dict[str, Any]:
 @st.composite
 def gbm_attributes(draw: st.DrawFn) -> dict[str, Any]:
     return {
-        "prefix": draw(st.sampled_from([0, 1, 5])),
+        "prefix": draw(st.sampled_from([0, 1, 2, 5])),
         "mode": draw(st.sampled_from(["adaptive", "fixed"])),
         "divisor": draw(st.sampled_from([1.0, 5.0])),
         "semantics": draw(semantics),

@@ -51,7 +51,7 @@ PLAIN: dict[str, Any] = {
     "batch": "per_image",
 }
 every = pytest.mark.parametrize("run", ALL.values(), ids=ALL)
-prefixes = st.sampled_from([0, 1, 5])
+prefixes = st.sampled_from([0, 1, 2, 5])
 modes = st.sampled_from(["adaptive", "fixed"])
 thresholds = st.sampled_from([-1.0, 0.0, 0.5, 1.0, 5.0, -1000.0, np.inf, -np.inf, np.nan])
 

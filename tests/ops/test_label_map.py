@@ -49,7 +49,7 @@ def assert_labels_of(labels: Array, scores: Array) -> None:
     images=st.integers(1, 3),
     grid=st.sampled_from([(1, 1), (2, 3), (4, 4), (1, 6)]),
     factor=st.sampled_from([(4, 4), (16, 8), (1, 1), (3, 5)]),
-    prefix=st.sampled_from([0, 1]),
+    prefix=st.sampled_from([0, 1, 2, 5]),
 )
 def test_equals_interpolate_and_argmax(
     run: Any, seed: int, images: int, grid: tuple[int, int], factor: tuple[int, int], prefix: int
