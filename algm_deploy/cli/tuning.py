@@ -55,7 +55,7 @@ def _rule(bundle: Bundle, options: argparse.Namespace) -> Finding:
     from algm_deploy.tuning.findings import find_by_rule
     from algm_deploy.tuning.similarity import Picture, pictures_of
 
-    layers = (1,) if options.layers == "first" else tuple(range(1, bundle.recipe.network.depth + 1))
+    layers = (1,) if options.layers == "first" else tuple(range(1, bundle.recipe.network.encoder_depth + 1))
     if options.images:
         pictures = [Picture(path) for path in find_images(options.images)]
         return find_by_rule(bundle, pictures, layers, "photos without labels")

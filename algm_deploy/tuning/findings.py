@@ -203,7 +203,7 @@ def find_attention(bundle: Bundle, plan: MergePlan, dataset: Dataset, progress: 
     Errors as `measure_attention`, and PlanError where no block is behind the last merge.
     """
     blocks = slice(max(plan.layers, default=0), None)
-    if blocks.start == bundle.recipe.network.depth:
+    if blocks.start == bundle.recipe.network.encoder_depth:
         raise PlanError(f"expected a block behind the last merge in {blocks.start}, there is none to look at")
     found = measure_attention(bundle, plan, dataset, progress)
     spread = found.classes_dense[blocks].mean(), found.classes_merged[blocks].mean()
@@ -291,7 +291,7 @@ def find_positions(
     """The earliest block for GBM, then the earliest one for a second, ...: `count` in all. Errors as `earliest_gbm`."""
     layers: tuple[int, ...] = ()
     while True:
-        tuned = earliest_gbm(evaluate_plan, recipe.merging, recipe.network.depth, goal, tuning, layers)
+        tuned = earliest_gbm(evaluate_plan, recipe.merging, recipe.network.encoder_depth, goal, tuning, layers)
         layers = (*layers, int((tuned.chosen or tuned.nearest).value))
         if tuned.chosen is None or len(layers) == count:
             break
