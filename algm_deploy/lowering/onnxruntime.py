@@ -3,14 +3,16 @@
 | portable graph | here |
 |---|---|
 | `algm.attention` behind a linear layer | `com.microsoft.Attention`, that layer included; key lengths, no mask |
+| the same, padded, 16 bits, CUDA, library there | `com.microsoft.PackedMultiHeadAttention` of 2 B sequences |
 | residual + bias + LayerNormalization | CUDA: `com.microsoft.SkipLayerNormalization` |
 | bias + GELU | `com.microsoft.BiasGelu` |
 | patch embedding | CUDA: one matrix product instead of a strided convolution |
 | rows scaled to length one | CUDA: `SimplifiedLayerNormalization` |
 | label_map, on CUDA clap, gbm, unmerge | custom operators where the library is there, else their function bodies |
 
-`com.microsoft.Attention` takes queries, keys and values from one packed weight in the very layout the network has, so
-no weight is written anew: every graph refers to the data file of the portable one.
+`com.microsoft.Attention` takes queries, keys and values from one packed weight in the very layout the network has;
+where another layout is needed, the session turns the weight. So no weight is written anew: every graph refers to the
+data file of the portable one.
 
 On the CPU images that decide alone are executed one after the other (see `single_image`), hence no lengths at all: a
 padded batch of four took a quarter longer than its images one by one. SkipLayerNormalization is left out there: ONNX
@@ -47,6 +49,8 @@ CUSTOM_OPERATORS: dict[Provider, frozenset[str]] = {
     "cpu": frozenset({"label_map"}),
     "cuda": frozenset({"clap", "gbm", "unmerge", "label_map"}),
 }
+# `com.microsoft.PackedMultiHeadAttention` runs the flash kernels from this many rows on.
+PACKED_ROWS = 513
 
 
 def graph_file(provider: Provider) -> str:
@@ -108,7 +112,7 @@ def rewrite(model: ir.Model, provider: Provider, custom_operators: bool, single:
         single: fix the batch to one image, whose rows are all valid.
 
     Returns:
-        How often each rewrite fired: `attention`, `skip_layer_norm`, `bias_gelu`, `patch_embedding`, `unit_rows`, and
+        How often each rewrite fired: `attention`, `packed_attention`, `skip_layer_norm`, `bias_gelu`, `patch_embedding`, `unit_rows`, and
         the custom operators by name.
 
     Raises:
@@ -117,7 +121,7 @@ def rewrite(model: ir.Model, provider: Provider, custom_operators: bool, single:
     counts: Counter[str] = Counter()
     if single:
         _fix_batch(model)
-    _attention(model.graph, provider, single, counts)
+    _attention(model.graph, provider, custom_operators, single, counts)
     _bias_gelu(model.graph, counts)
     if provider == "cuda":
         _skip_layer_norm(model.graph, counts)
@@ -211,24 +215,73 @@ def _fix_batch(model: ir.Model) -> None:
                 value.shape = ir.Shape([1 if str(d) == "batch" else d for d in value.shape])
 
 
-def _attention(graph: ir.Graph, provider: Provider, single: bool, counts: Counter[str]) -> None:
+def _attention(graph: ir.Graph, provider: Provider, custom_operators: bool, single: bool, counts: Counter[str]) -> None:
     lengths: dict[ir.Value, ir.Value] = {}
+    sequences: dict[ir.Value, tuple[ir.Value, ir.Value]] = {}
     for node in _nodes(graph, "attention", DOMAIN):
         linear = _linear(node.inputs[0])
         if linear is None:
             raise ExportError(f"node {node.name}: expected queries, keys and values from one linear layer")
-        inputs: list[ir.Value] = [linear.x, linear.weight, linear.bias]
         length = node.inputs[1] if len(node.inputs) > 1 and not single else None
-        if length is not None:
-            if length not in lengths:
-                lengths[length] = _key_lengths(graph, node, provider, length, linear.x)
-            inputs.append(lengths[length])
-        attributes = {"num_heads": node.attributes["heads"].as_int(), "scale": node.attributes["scale"].as_float()}
-        new = ir.node("Attention", inputs, attributes, domain=CONTRIB, name=node.name)
-        graph.insert_before(node, new)
-        _stand_in(node.outputs[0], new.outputs[0])
+        if length is not None and provider == "cuda" and custom_operators and linear.x.dtype == ir.DataType.FLOAT16:
+            if length not in sequences:
+                sequences[length] = _sequences(graph, node, length, linear.x)
+            new = _packed_attention(graph, node, linear, *sequences[length])
+            counts["packed_attention"] += 1
+        else:
+            inputs: list[ir.Value] = [linear.x, linear.weight, linear.bias]
+            if length is not None:
+                if length not in lengths:
+                    lengths[length] = _key_lengths(graph, node, provider, length, linear.x)
+                inputs.append(lengths[length])
+            attributes = {"num_heads": node.attributes["heads"].as_int(), "scale": node.attributes["scale"].as_float()}
+            attention = ir.node("Attention", inputs, attributes, domain=CONTRIB, name=node.name)
+            graph.insert_before(node, attention)
+            new = attention.outputs[0]
+            counts["attention"] += 1
+        _stand_in(node.outputs[0], new)
         graph.remove(node, safe=True)
-        counts["attention"] += 1
+
+
+def _packed_attention(graph: ir.Graph, node: ir.Node, linear: _Linear, starts: ir.Value, places: ir.Value) -> ir.Value:
+    """Attention over packed sequences, half of them padding: flash kernels that read the lengths on the device.
+
+    With key lengths `com.microsoft.Attention` takes a kernel that is twice as slow on Hopper. The layer is turned to
+    the layout (heads, 3, head size) when the session is made, so its weight stays in the data file as it is.
+    """
+    heads, scale = node.attributes["heads"].as_int(), node.attributes["scale"].as_float()
+    width = linear.weight.shape[0] if linear.weight.shape is not None else None
+    size = linear.bias.shape[0] if linear.bias.shape is not None else None
+    if not isinstance(width, int) or not isinstance(size, int):
+        raise ExportError(f"node {node.name}: expected a linear layer of known size")
+    add = _Chain(graph, node, str(node.name))
+    weight = add("Reshape", linear.weight, add.shape([width, 3, heads, size // 3 // heads]))
+    weight = add("Reshape", add("Transpose", weight, perm=[0, 2, 1, 3]), add.shape([width, size]))
+    packed = add("MatMul", add("Reshape", linear.x, add.shape([-1, width])), weight)
+    packed = add("Reshape", packed, add.shape([-1, heads, 3, size // 3 // heads]))
+    inputs = [packed, None, None, linear.bias, places, starts]
+    attention = ir.node(
+        "PackedMultiHeadAttention", inputs, {"num_heads": heads, "scale": scale}, domain=CONTRIB, name=node.name
+    )
+    attention.outputs[0].name = f"{node.name}/packed"
+    graph.insert_before(node, attention)
+    return add("Reshape", attention.outputs[0], add("Shape", linear.x))
+
+
+def _sequences(graph: ir.Graph, node: ir.Node, length: ir.Value, x: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """Where valid and padded rows start, and a tensor (2 B, rows and some more) of which the flash kernels read no more
+    than the shape.
+    """
+    add = _Chain(graph, node, f"{length.name}/sequences")
+    starts = ir.node("sequence_starts", [length, x], domain=DOMAIN, name=f"{length.name}/sequence_starts")
+    starts.outputs[0].name = f"{length.name}/starts"
+    starts.outputs[0].shape, starts.outputs[0].type = ir.Shape([None]), ir.TensorType(ir.DataType.INT32)
+    graph.insert_before(node, starts)
+    images, rows = (add("Shape", v, start=i, end=i + 1) for i, v in enumerate((length, x)))
+    images = add("Mul", images, add.constant(np.array([2], np.int64)))
+    rows = add("Add", rows, add.constant(np.array([PACKED_ROWS], np.int64)))
+    places = add("ConstantOfShape", add("Concat", images, rows, axis=0), value=ir.tensor(np.zeros(1, np.int32)))
+    return starts.outputs[0], places
 
 
 def _key_lengths(graph: ir.Graph, node: ir.Node, provider: Provider, length: ir.Value, x: ir.Value) -> ir.Value:

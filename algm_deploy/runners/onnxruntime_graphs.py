@@ -4,10 +4,11 @@ At batch 1 a processor takes longer to start the kernels than the device takes t
 once, but has fixed sizes, so the network comes in stretches (`lowering.onnxruntime_stretches`): a stretch ends with a
 merge and the row count, which the host reads; the next one is replayed for the next multiple of `STEP` rows.
 
-What ONNX Runtime asks for: fixed addresses, all nodes on the CUDA provider, no copies to or from the host. It keeps a
-graph in the thread that captured it, so all runs are made by one thread. It cannot drop a single graph, so a stretch
-captures `MOST_GRAPHS` and launches other sizes kernel by kernel. And while it captures, which is at the first run of a
-size, no other thread of the process may allocate device memory: `warm_up` before serving from several.
+What ONNX Runtime asks for: fixed addresses, all nodes on the CUDA provider, no copies to or from the host. A graph
+belongs to the thread that captured it: the thread that opened the session has its own, all others share those of one
+more thread, which costs them the way there and back. A single graph cannot be dropped, so a stretch captures
+`MOST_GRAPHS` and launches other sizes kernel by kernel. And while one is captured, which is at the first run of a size,
+no other thread of the process may allocate device memory: `warm_up` before serving from several.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import onnxruntime as ort
 import torch
@@ -72,7 +73,7 @@ class _Stretch:
 
 
 class StretchedSession:
-    """The stretches of a network, run one after the other by a thread of their own.
+    """The stretches of a network, run one after the other.
 
     Args:
         open_session: makes the session of a stretch, given the provider options that are wanted besides the usual.
@@ -104,10 +105,11 @@ class StretchedSession:
         }
         self._use = GraphUse(0, 0, 0)
         self._lock = threading.Lock()
-        self._worker = ThreadPoolExecutor(1, "onnxruntime-graphs", self._enter_thread)
+        self._owner = threading.get_ident()
+        self._worker = ThreadPoolExecutor(1, "onnxruntime-graphs")
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Ends the thread of the others."""
         self._worker.shutdown()
 
     @property
@@ -137,13 +139,13 @@ class StretchedSession:
                 for name in outputs
             }
             with self._ordered():
-                self._worker.submit(self._run, image, thresholds, results).result()
+                self._in_thread(self._run, image, thresholds, results)
         return results
 
     def warm_up(self, images: int = 1) -> GraphUse:
-        """Captures every size that photos can lead to, so that no later run is longer than the others."""
+        """Captures every size that photos can lead to, for the calling thread, so that its later runs are all alike."""
         with self._lock:
-            self._worker.submit(self._capture_all, images).result()
+            self._in_thread(self._capture_all, images)
         return self._use
 
     @contextmanager
@@ -157,12 +159,21 @@ class StretchedSession:
         yield
         caller.wait_stream(self._stream)
 
-    # --- in the thread -----------------------------------------------------------------------------------------------
+    def _in_thread(self, work: Callable[..., None], *arguments: Any) -> None:
+        """Runs `work` where the graphs of the calling thread are, on the session's stream."""
+        if threading.get_ident() == self._owner:
+            self._on_stream(work, *arguments)
+        else:
+            self._worker.submit(self._on_stream, work, *arguments).result()
 
-    def _enter_thread(self) -> None:
-        if self._stream is not None:
-            torch.cuda.set_device(self.device)
-            torch.cuda.set_stream(self._stream)
+    def _on_stream(self, work: Callable[..., None], *arguments: Any) -> None:
+        if self._stream is None:
+            work(*arguments)
+            return
+        with torch.cuda.stream(self._stream):
+            work(*arguments)
+
+    # --- in one of the two threads -----------------------------------------------------------------------------------
 
     @torch.inference_mode()  # or it may not write results that the caller made in this mode
     def _run(self, image: torch.Tensor, thresholds: Mapping[str, float], results: dict[str, torch.Tensor]) -> None:
@@ -231,7 +242,7 @@ class StretchedSession:
             self._moved[axes["batch"]][name][: math.prod(shape)].view(shape).copy_(made[:, : shape[1]])
 
     def _step(self, stretch: _Stretch, axes: Mapping[str, int]) -> None:
-        key = tuple(axes[axis] for axis in stretch.axes)
+        key = (threading.get_ident() == self._owner, *(axes[axis] for axis in stretch.axes))
         step = stretch.steps.get(key)
         if step is None:
             step = stretch.steps[key] = self._bound(stretch, axes)

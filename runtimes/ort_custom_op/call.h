@@ -46,6 +46,7 @@ struct Backend {
     // Where `decide` writes the row count, readable on the host after `wait`.
     int64_t* (*hostCount)();
     void (*wait)(void* stream);
+    int (*sequenceStarts)(int64_t const* length, int64_t images, int64_t rows, int32_t* starts, void* stream);
     decltype(&algm_cpu_status_text) statusText;
     decltype(&algm_cpu_clap_workspace) clapWorkspace;
     decltype(&algm_cpu_clap_decide) clapDecide;

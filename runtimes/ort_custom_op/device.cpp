@@ -7,6 +7,9 @@
 
 namespace algm {
 
+// sequence_starts.cu
+int deviceSequenceStarts(int64_t const* length, int64_t images, int64_t rows, int32_t* starts, void* stream);
+
 namespace {
 
 void checkCuda(cudaError_t error, char const* what) {
@@ -63,6 +66,7 @@ void waitFor(void* stream) { checkCuda(cudaStreamSynchronize(static_cast<cudaStr
 
 }  // namespace
 
-Backend const kCuda{"CUDAExecutionProvider", deviceScratch, pinnedCount, waitFor, ALGM_KERNELS_OF(cuda)};
+Backend const kCuda{"CUDAExecutionProvider", deviceScratch, pinnedCount, waitFor, deviceSequenceStarts,
+                    ALGM_KERNELS_OF(cuda)};
 
 }  // namespace algm

@@ -17,6 +17,15 @@ int64_t* threadCount() {
     return &count;
 }
 
+int hostSequenceStarts(int64_t const* length, int64_t images, int64_t rows, int32_t* starts, void*) {
+    for (int64_t image = 0; image < images; ++image) {
+        starts[2 * image] = static_cast<int32_t>(image * rows);
+        starts[2 * image + 1] = static_cast<int32_t>(image * rows + length[image]);
+    }
+    starts[2 * images] = static_cast<int32_t>(images * rows);
+    return ALGM_OK;
+}
+
 OrtApi const* g_api = nullptr;
 
 template <class Work>
@@ -67,6 +76,7 @@ void addAll(OrtCustomOpDomain* domain) {
     add<Gbm, backend>(domain);
     add<PaddedClap, backend>(domain);
     add<PaddedGbm, backend>(domain);
+    add<SequenceStarts, backend>(domain);
     add<Unmerge, backend>(domain);
     add<LabelMap, backend>(domain);
 }
@@ -84,7 +94,8 @@ OrtCustomOpDomain* makeDomain() {
 
 }  // namespace
 
-Backend const kCpu{"CPUExecutionProvider", hostScratch, threadCount, nullptr, ALGM_KERNELS_OF(cpu)};
+Backend const kCpu{"CPUExecutionProvider", hostScratch, threadCount, nullptr, hostSequenceStarts,
+                   ALGM_KERNELS_OF(cpu)};
 
 }  // namespace algm
 

@@ -200,6 +200,17 @@ void Gbm::merge(Call const& call, bool padded) const {
               "merging tokens");
 }
 
+// --- sequence_starts
+
+void SequenceStarts::run(Call const& call) const {
+    Tensor const length = call.input(0, 1), tokens = call.input(1, 3);
+    int64_t const images = length.shape[0];
+    expect(tokens, {images, tokens.shape[1], tokens.shape[2]}, "tokens");
+    auto* starts = call.output<int32_t>(0, {2 * images + 1});
+    call.done(call.kernels.sequenceStarts(length.as<int64_t>(), images, tokens.shape[1], starts, call.stream),
+              "numbering sequences");
+}
+
 // --- unmerge and label_map
 
 void Unmerge::run(Call const& call) const {

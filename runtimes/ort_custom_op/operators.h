@@ -9,6 +9,7 @@ namespace algm {
 inline constexpr auto kTokens = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
 inline constexpr auto kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
 inline constexpr auto kIndex = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
+inline constexpr auto kInt32 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
 inline constexpr auto kLabel = ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
 inline constexpr auto kBytes = ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
 
@@ -62,6 +63,18 @@ struct PaddedGbm : Gbm {
 
     using Gbm::Gbm;
     void run(Call const& call) const { merge(call, true); }
+};
+
+// Where valid and padded rows of images that lie one behind the other start, the end included: image b's at b * rows and
+// b * rows + length[b]. Attention over packed sequences takes them for 2 B sequences, half of them padding. Of the tokens
+// only the shape is read.
+struct SequenceStarts {
+    static constexpr char const* kName = "sequence_starts";
+    static constexpr ONNXTensorElementDataType kInputs[] = {kIndex, kTokens};
+    static constexpr ONNXTensorElementDataType kOutputs[] = {kInt32};
+
+    explicit SequenceStarts(Attributes const&) {}
+    void run(Call const& call) const;
 };
 
 struct Unmerge {

@@ -60,7 +60,7 @@ def write(folder: Path, op: str, inputs: Mapping[str, np.ndarray], outputs: int,
     node = helper.make_node(op, list(inputs), names, domain="algm", **attributes)
     kinds = {name: helper.np_dtype_to_tensor_dtype(x.dtype) for name, x in inputs.items()}
     token = next(iter(kinds.values()))
-    output_kinds = {"label_map": [onnx.TensorProto.UINT8]}.get(
+    output_kinds = {"label_map": [onnx.TensorProto.UINT8], "sequence_starts": [onnx.TensorProto.INT32]}.get(
         op, [token, 1, 7, 7, 7, onnx.TensorProto.UINT8][:outputs]
     )
     graph = helper.make_graph(
@@ -149,6 +149,13 @@ def test_gbm_adaptive(run: Any) -> None:
     found, expected = run("gbm", inputs, 4, **plan), reference.gbm(*inputs.values(), **plan)
     assert_equal(found[1:], expected[1:])
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-5, atol=1e-6)
+
+
+def test_sequence_starts(run: Any) -> None:
+    tokens = np.zeros((3, 7, 2), np.float16)
+    (found,) = run("sequence_starts", {"length": np.array([5, 7, 0]), "tokens": tokens}, 1)
+    assert found.tolist() == [0, 5, 7, 14, 14, 14, 21]
+    assert found.dtype == np.int32
 
 
 def test_unmerge(run: Any) -> None:
