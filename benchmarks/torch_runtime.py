@@ -5,8 +5,8 @@
 The networks, pictures and thresholds of `runtimes.py`. What runs is what the torch runtime runs: packed rows, the
 stretches between the merges as CUDA graphs, merges and label map by the kernels of this project. `duplicate`: one image
 repeated, images of a batch decide together. `mixed`: different images, each decides alone, thresholds such that they
-keep as many tokens on average. Beside them: the modules as they are (`eager`), and their blocks compiled and the whole
-network captured (`compiled`), which only works where the number of tokens is known.
+keep as many tokens on average. Beside them: the modules as they are (`eager`); a dense network with cuDNN's attention;
+and PyTorch's compiler on the whole network, captured (`compiled`), where the number of tokens is known.
 
 Every configuration is compared with the modules in fp32 before it is timed, on the very batch that is timed. The
 configurations take turns, repetition by repetition.
@@ -19,7 +19,8 @@ import gc
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,12 +36,13 @@ from algm_deploy.errors import BuildError, GateError
 from algm_deploy.merging import merge_inputs, replay_merging
 from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.families import network_module
-from algm_deploy.models.scores import labels_of
+from algm_deploy.models.scores import TokenScores, labels_of
 from algm_deploy.models.vit import MergeInputs, VitNetwork
 from algm_deploy.native import REBUILD
 from algm_deploy.ops.attention import _BACKENDS
 from algm_deploy.ops.native_kernels import LIBRARY, use_kernels
 from algm_deploy.recipes import Recipe
+from algm_deploy.runners import torch_packed
 from algm_deploy.runners.torch_packed import PackedSegmenter
 from algm_deploy.signature import CLAP_THRESHOLD, GBM_THRESHOLD
 from algm_deploy.timing.variants import Variant, variant_network
@@ -66,7 +68,7 @@ def main() -> None:
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 32])
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--precision", choices=("fp16", "fp32"), default="fp16")
-    parser.add_argument("--compiled", nargs="*", type=int, default=[1], help="batches with compiled blocks beside them")
+    parser.add_argument("--compiled", nargs="*", type=int, default=[], help="batches with PyTorch's compiler beside")
     parser.add_argument("-o", "--output", type=Path, default=Path("torch_runtime.json"))
     options = parser.parse_args()
     if use_kernels() is None:
@@ -102,8 +104,8 @@ class Bench:
         self.name, self.options = name, options
         self.recipe = recipe_of(name, options, "batch_min")
         self.alone = recipe_of(name, options, "per_image")
-        self.model = random_network(self.recipe).cuda()
-        self.exact = network_module(self.recipe.network, self.model.state_dict(), torch.float32).cuda()
+        self.model = random_network(self.recipe)
+        self.exact = network_module(self.recipe.network, self.model.state_dict(), torch.float32)
         self.images = pictures(max(options.batches)).cuda()
         self.thresholds = calibrated(self.model, self.recipe, self.images[:1])
 
@@ -119,9 +121,8 @@ class Bench:
             fitting = self.same_mean(different)
             row["mixed_thresholds"] = fitting
             found["mixed"] = self.packed(self.alone, "merged", different, fitting, memory, "mixed")
-        usual, _BACKENDS[:] = _BACKENDS[:], [SDPBackend.CUDNN_ATTENTION]
-        found["dense cudnn"] = self.packed(self.recipe, "dense", same, thresholds, memory, "dense cudnn")
-        _BACKENDS[:] = usual
+        with cudnn_attention():
+            found["dense cudnn"] = self.packed(self.recipe, "dense", same, thresholds, memory, "dense cudnn")
         for variant in ("dense", "merged"):
             found[f"{variant} eager"] = self.eager(variant, same, thresholds)
         if batch in self.options.compiled:
@@ -187,25 +188,33 @@ class Bench:
         return Configuration(variant, image, lambda: network(image, inputs)[0], lambda: network(image, inputs)[2])
 
     def compiled(self, variant: Variant, image: Tensor) -> Configuration:
-        """Blocks compiled for their shapes, the whole network as one graph."""
+        """PyTorch's compiler on the whole network for its shapes, captured with the label map behind it."""
         network = variant_network(self.model, self.recipe, variant, TOKENS)[0].cuda()
-        for block in [*network.model.encoder.blocks, *network.model.decoder.blocks]:
-            block.compile(dynamic=False)
-        inputs, given = merge_inputs(0.0, 0.0, device="cuda"), image.clone()
-        stream = torch.cuda.Stream()
+        grid, size = self.recipe.network.grid, self.recipe.network.image_size
+
+        @torch.compile(dynamic=False)
+        def scores_of(image: Tensor) -> tuple[Tensor, Tensor]:
+            found = network.model(image, None)
+            return found.scores, found.map
+
+        def labels(image: Tensor) -> Tensor:
+            scores, map = scores_of(image)
+            return labels_of(TokenScores(scores, map, network.model.encoder.prefix, []), grid, size)
+
+        given, stream = image.clone(), torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(3):
-                network(given, inputs)
+                labels(given)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            labels = network(given, inputs)[0]
+            result = labels(given)
 
         def call() -> Tensor:
             given.copy_(image)
             graph.replay()
-            return labels.clone()
+            return result.clone()
 
         return Configuration(variant, image, call)
 
@@ -273,6 +282,15 @@ class Bench:
         assert packed.graphs is not None
         medians = [statistics.median(times) for times in passes]
         return {"first_pass_median": medians[0], "third_pass_median": medians[2], "graphs": len(packed.graphs)}
+
+
+@contextmanager
+def cudnn_attention() -> Iterator[None]:
+    """What is captured meanwhile attends by cuDNN."""
+    ours, backends = torch_packed.fits_attention, _BACKENDS[:]
+    torch_packed.fits_attention, _BACKENDS[:] = lambda *_: False, [SDPBackend.CUDNN_ATTENTION]
+    yield
+    torch_packed.fits_attention, _BACKENDS[:] = ours, backends
 
 
 def counts(each: Configuration) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple, cast
 
@@ -33,23 +33,19 @@ from algm_deploy.models.scores import TokenScores
 from algm_deploy.models.segmenter import LinearDecoder, MaskTransformer, Segmenter
 from algm_deploy.models.vit import Attention, Block, KeepTokens, MergeInputs, Mlp, Tokens, VisionTransformer
 from algm_deploy.ops.native_kernels import Kernels, Merge, clap_merge, gbm_merge, use_kernels
-from algm_deploy.runners.torch_fused import residual_norm, unit
+from algm_deploy.runners.torch_fused import attention, fits_attention, patches, residual_norm, unit
 from algm_deploy.runners.torch_graphs import Graphs
 
 MOST_GRAPHS = 128
 MOST_BATCH_SIZES = 4
 """Batch sizes whose memory is kept; beyond it the one that was not needed for longest goes."""
-
-# Above it the device is busy for longer with a block than the host needs to start one, so graphs would save nothing,
-# and rows need no rounding. In rows times the square of their width, which arithmetic grows with.
-GRAPH_WORK = 10_000_000_000
 _SINGLE_STEP, _IMAGE_STEP = 32, 128
 
 
 def bucket(lengths: Sequence[int], rows: int) -> tuple[int, int]:
     """Rows in all, and rows of the longest image, rounded up so that few pairs occur.
 
-    One image: to 32. Several: in all to at most 1/64 more, the longest to 128.
+    One image: to 32. Several: in all to at most 1/128 more, or to 32, the longest to 128.
 
     Args:
         lengths: valid rows of each image.
@@ -59,7 +55,7 @@ def bucket(lengths: Sequence[int], rows: int) -> tuple[int, int]:
     if len(lengths) == 1:
         total = min(_up(total, _SINGLE_STEP), rows)
         return total, total
-    step = max(_SINGLE_STEP, 1 << (total // 64).bit_length() - 1) if total >= 64 else _SINGLE_STEP
+    step = max(_SINGLE_STEP, 1 << (total // 128).bit_length() >> 1)
     return min(_up(total, step), len(lengths) * rows), min(_up(longest, _IMAGE_STEP), rows)
 
 
@@ -106,26 +102,20 @@ def padded_index(layout: Layout, rows: int, first: int, count: int) -> Tensor:
 def attend(qkv: Tensor, layout: Layout, heads: int, scale: float) -> Tensor:
     """Attention (T, D) of packed rows (T, 3D) within each image; rows of padding get anything."""
     rows, width = qkv.shape
+    side = width // (3 * heads)
+    if fits_attention(qkv, side):
+        return attention(qkv, layout.starts, layout.images, layout.longest, heads, scale)
     if layout.starts is None:
         apart = qkv.view(layout.images, layout.longest, width)
         mixed: Tensor = torch.ops.algm.attention(apart, None, heads, scale)
         return mixed.reshape(rows, width // 3)
     if not qkv.is_cuda:
         return _attend_image_by_image(qkv, layout.starts, heads, scale)
-    parts = qkv.view(rows, 3, heads, -1).unbind(1)
+    parts = qkv.view(rows, 3, heads, side).unbind(1)
     bounds = layout.starts, layout.starts, layout.longest, layout.longest
-    side = parts[0].shape[2]
-    if qkv.dtype != torch.float32 and side % 8 == 0 and side <= 256 and _has_flash(qkv.device):
-        mixed = torch.ops.aten._flash_attention_forward(*parts, *bounds, 0.0, False, False, scale=scale)[0]
-    else:
-        batch = [part[None] for part in parts]
-        mixed = torch.ops.aten._efficient_attention_forward(*batch, None, *bounds, 0.0, 0, scale=scale)[0]
+    batch = [part[None] for part in parts]
+    mixed = torch.ops.aten._efficient_attention_forward(*batch, None, *bounds, 0.0, 0, scale=scale)[0]
     return mixed.reshape(rows, width // 3)
-
-
-@cache
-def _has_flash(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _attend_image_by_image(qkv: Tensor, starts: Tensor, heads: int, scale: float) -> Tensor:
@@ -151,8 +141,8 @@ def _halves(blocks: nn.ModuleList) -> Iterator[_Half]:
         yield _Half(block.norm2, partial(_transformed, block.mlp))
 
 
-def _mixed(attention: Attention, x: Tensor, layout: Layout) -> Tensor:
-    out: Tensor = attention.proj(attend(attention.qkv(x), layout, attention.heads, attention.scale))
+def _mixed(block: Attention, x: Tensor, layout: Layout) -> Tensor:
+    out: Tensor = block.proj(attend(block.qkv(x), layout, block.heads, block.scale))
     return out
 
 
@@ -255,9 +245,10 @@ class _Cut(_Outcome):
 
 def _merge_of(slot: Clap | Gbm, tokens: Tensor, patches: int) -> Merge:
     plan = slot.plan
+    batch = plan.batch if len(tokens) > 1 else "per_image"  # the same for one image, and quicker
     if isinstance(slot, Clap):
-        return clap_merge(tokens, slot.grid, plan.window, slot.prefix, plan.semantics, plan.batch, plan.order)
-    return gbm_merge(tokens, patches, slot.prefix, plan.gbm_mode, float(slot.layer), plan.semantics, plan.batch)
+        return clap_merge(tokens, slot.grid, plan.window, slot.prefix, plan.semantics, batch, plan.order)
+    return gbm_merge(tokens, patches, slot.prefix, plan.gbm_mode, float(slot.layer), plan.semantics, batch)
 
 
 @dataclass
@@ -298,7 +289,7 @@ class PackedSegmenter:
     Args:
         network: on its device, in evaluation mode.
         pixels: dtype of the images.
-        graphs: replay CUDA graphs where they save time; on a CUDA device only.
+        graphs: replay CUDA graphs, on a CUDA device; otherwise rows are not rounded up.
         most_graphs: graphs kept.
     """
 
@@ -316,7 +307,6 @@ class PackedSegmenter:
         self._stretches = _stretches(model)
         self._thresholds = torch.zeros(2, device=self._device)
         self._given: tuple[float, float] | None = None  # thresholds there, where they are numbers
-        self._minus_one = torch.tensor(-1, dtype=self._embedding.weight.dtype, device=self._device)
         self._memories: OrderedDict[int, _Memory] = OrderedDict()
         self._lock = threading.Lock()  # one memory, one run at a time
         self._done = torch.cuda.Event() if on_cuda else None  # type: ignore[no-untyped-call]
@@ -385,27 +375,19 @@ class PackedSegmenter:
 
     def _advance(self, memory: _Memory) -> Tensor:
         """All stretches; returns token scores (B, S - prefix, K)."""
-        images, most, width = memory.first.values.shape
+        images, most = memory.first.values.shape[:2]
         rows, longest = images * most, most
         for number in range(len(self._stretches) - 1):
             self._work(memory, number, rows, longest)
             lengths = self._lengths(memory, number, longest)
-            rows, longest = sum(lengths), max(lengths)
-            if self._replays(rows, width):
-                rows, longest = bucket(lengths, most)
+            rows, longest = (sum(lengths), max(lengths)) if self.graphs is None else bucket(lengths, most)
         scores = self._work(memory, len(self._stretches) - 1, rows, longest)
         assert scores is not None
         return scores
 
-    def _replays(self, rows: int, width: int) -> bool:
-        return self.graphs is not None and rows * width**2 <= GRAPH_WORK
-
     def _work(self, memory: _Memory, number: int, rows: int, longest: int) -> Tensor | None:
         work = partial(self._stretch, memory, number, rows, longest)
-        images, _, width = memory.first.values.shape
-        if self.graphs is not None and self._replays(rows, width):
-            return self.graphs.run((images, number, rows, longest), work)
-        return work()
+        return work() if self.graphs is None else self.graphs.run((len(memory.image), number, rows, longest), work)
 
     def _lengths(self, memory: _Memory, number: int, longest: int) -> list[int]:
         """Valid rows of each image behind a stretch; waits for the device."""
@@ -442,14 +424,10 @@ class PackedSegmenter:
     def _embedded(self, memory: _Memory) -> Tensor:
         """Pixels to the rows that enter the first block, all of them in `first`: a product instead of a convolution."""
         encoder, embedding, values = self._model.encoder, self._embedding, memory.first.values
-        side, (height, width) = embedding.patch_size, encoder.grid
-        images = len(values)
-        pixels = values.new_empty(images, height, width, 3, side, side)
-        apart = memory.image.view(images, 3, height, side, width, side).permute(0, 2, 4, 1, 3, 5)
-        torch.add(self._minus_one, apart, alpha=1 / PIXEL_SCALE, out=pixels)
-        patches = F.linear(pixels.flatten(3).flatten(0, 2), embedding.weight.flatten(1), embedding.bias)
+        pixels = patches(memory.image, embedding.patch_size, 1 / PIXEL_SCALE, values.dtype)
+        embedded = F.linear(pixels, embedding.weight.flatten(1), embedding.bias)
         prefix = encoder.prefix
-        torch.add(patches.view(images, -1, values.shape[2]), encoder.pos_embed[:, prefix:], out=values[:, prefix:])
+        torch.add(embedded, encoder.pos_embed[:, prefix:], out=values[:, prefix:])
         return values.flatten(0, 1)
 
     def _end(self, memory: _Memory, number: int, x: Tensor, delta: Tensor, layout: Layout) -> None:
@@ -473,9 +451,10 @@ class PackedSegmenter:
         _, normed = residual_norm(x, delta, encoder.norm)
         count = layout.longest - encoder.prefix
         if isinstance(decoder, MaskTransformer):
-            patches, classes = self._decoded(decoder, normed, layout)
+            rows, classes = self._decoded(decoder, normed, layout)
             label = unit(classes @ decoder.proj_classes)
-            scores = decoder.mask_norm(unit(patches @ decoder.proj_patch) @ label.mT)
+            cosines = unit(rows @ decoder.proj_patch) @ label.mT
+            scores = residual_norm(cosines.flatten(0, 1), None, decoder.mask_norm)[1].view(cosines.shape)
         else:
             assert isinstance(decoder, LinearDecoder)
             scores = _apart(decoder.head(normed), layout, encoder.prefix, count)
