@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from algm_deploy import recipes
 from algm_deploy.errors import PlanError, RecipeError
-from algm_deploy.recipes import MergePlan, Network, Protocol, Recipe
+from algm_deploy.evaluation.flops import multiply_adds
+from algm_deploy.recipes import DENSE, MergePlan, Network, Protocol, Recipe
 
 SMALL = Recipe(
     "small",
@@ -46,6 +47,16 @@ def write(folder: Path, text: str) -> Path:
 
 PUBLISHED = tuple(name for name in recipes.recipe_names() if name.startswith("segmenter_vit_"))
 OTHERS = tuple(name for name in recipes.recipe_names() if name.startswith(("setr_", "segvit_")))
+PRETRAINED = {
+    "dinov2_vit_s14_ade20k": ("linear", 384, 12, 1, 47.0),
+    "dinov2_vit_b14_ade20k": ("linear", 768, 12, 1, 152.0),
+    "dinov2_vit_l14_ade20k": ("linear", 1024, 24, 1, 507.5),
+    "deit_vit_b16_ade20k": ("linear", 768, 12, 2, 107.5),
+    "segmenter_deit_b16_ade20k": ("mask_transformer", 768, 12, 2, 129.7),
+    "segmenter_deit_b16_linear_ade20k": ("linear", 768, 12, 2, 107.5),
+    "eomt_vit_l16_ade20k": ("queries", 1024, 24, 5, 398.5),
+    "eomt_vit_l16_cityscapes": ("queries", 1024, 24, 5, 2177.7),
+}
 
 
 def test_names() -> None:
@@ -54,7 +65,7 @@ def test_names() -> None:
         assert f"segmenter_vit_{size}_ade20k" in names
     assert len(PUBLISHED) == 12
     assert len(OTHERS) == 20
-    assert set(names) == {*PUBLISHED, *OTHERS, "demo"}
+    assert set(names) == {*PUBLISHED, *OTHERS, *PRETRAINED, "demo"}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -94,7 +105,8 @@ def test_every_recipe_of_other_families_is_consistent(name: str) -> None:
 
 
 # Data set, short side, window, stride, long limit over short side: Segmenter's data/config and ALGM's eval/miou.py;
-# fudan-zvg/SETR and zbwxp/SegVit configs. Windows of ADE20K's networks follow the checkpoint's crop.
+# configs of fudan-zvg/SETR, zbwxp/SegVit, tue-mps/eomt, and of DINOv2's heads. Windows of ADE20K's networks follow the
+# checkpoint's crop.
 PROTOCOLS = {
     "segmenter": {
         "ade20k": (512, None, None, 4),
@@ -113,10 +125,13 @@ PROTOCOLS = {
         "pascal_context_59": (520, 480, 320, 8),
         "coco_stuff10k": (512, 512, 341, 8),
     },
+    "dinov2": {"ade20k": (512, 512, 341, 4)},
+    "deit": {"ade20k": (512, 512, 341, 4)},
+    "eomt": {"ade20k": (512, 512, 512, 100), "cityscapes": (1024, 1024, 1024, 2)},
 }
 
 
-@pytest.mark.parametrize("name", sorted({*PUBLISHED, *OTHERS} - {"segmenter_vit_s16_camvid"}))
+@pytest.mark.parametrize("name", sorted({*PUBLISHED, *OTHERS, *PRETRAINED} - {"segmenter_vit_s16_camvid"}))
 def test_protocols_are_the_published_ones(name: str) -> None:
     recipe = recipes.recipe(name)
     protocol = recipe.protocol
@@ -132,6 +147,20 @@ def test_the_long_limit_of_a_checkpoint_without_a_recipe() -> None:
     for name in PUBLISHED:
         protocol = recipes.recipe(name).protocol
         assert protocol.max_ratio == recipes.dataset_ratio(protocol.dataset), name
+
+
+@pytest.mark.parametrize("name", PRETRAINED)
+def test_every_recipe_of_pretrained_vits_is_consistent(name: str) -> None:
+    recipe, (decoder, width, depth, prefix, gmacs) = recipes.recipe(name), PRETRAINED[name]
+    network, protocol = recipe.network, recipe.protocol
+    assert (network.decoder, network.embed_dim, network.depth, network.prefix) == (decoder, width, depth, prefix)
+    assert (network.heads, network.normalization) == (width // 64, "deit")
+    assert network.image_size == (protocol.window, protocol.window)
+    assert network.classes == {"ade20k": 150, "cityscapes": 19}[protocol.dataset]
+    assert name.endswith(protocol.dataset)
+    assert recipe.merging.layers == (1, 7 if width == 1024 else 5)
+    assert recipe.merging.clap_threshold == (0.98 if network.family == "eomt" else 1.0)  # no other is published
+    assert multiply_adds(network, DENSE).gmacs == pytest.approx(gmacs, rel=0.001)
 
 
 @pytest.mark.parametrize(
@@ -195,6 +224,8 @@ WRONG = {
     "network.normalization": ('"imagenet"', "vit or deit"),
     "network.stages": ("[2, 7]", "network.stages between 1 and 6"),
     "network.decoder_dim": ("0", "network.decoder_dim between 1 and 8192"),
+    "network.extra_tokens": ("2", "network.extra_tokens between 0 and 1"),
+    "network.queries": ("-1", "network.queries between 0 and 1024"),
     "merging.clap_layers": ("[1, 2]", "CLAP works on the full patch grid and fits one layer only"),
     "merging.gbm_layers": ("[3, 7]", "merging layers up to 6"),
     "merging.window": ("[8, 8]", "a merging.window within the grid (4, 6)"),

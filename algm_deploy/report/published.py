@@ -29,7 +29,11 @@ _NETWORKS = {
     "naive_mmseg": "SETR-Naive of mmsegmentation",
     "mla_mmseg": "SETR-MLA of mmsegmentation",
     "atm": "SegViT",
+    "queries": "EoMT",
 }
+# The same decoder on another ViT.
+_DISTILLED = {"mask_transformer": "Segmenter on DeiT", "linear": "Segmenter on DeiT, linear decoder"}
+_LINEAR = "DINOv2 with a linear head"
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,9 @@ def read_positions(path: Path | None = None) -> tuple[Positions, ...]:
 
 def network_name(network: Network) -> str | None:
     """Name of a network in published tables; None for decoders they do not have."""
-    return _NETWORKS.get(network.decoder)
+    if network.family == "segmenter" and network.extra_tokens:
+        return _DISTILLED[network.decoder]
+    return _LINEAR if (network.family, network.decoder) == ("dinov2", "linear") else _NETWORKS.get(network.decoder)
 
 
 def published_beside(recipe: Recipe, rows: Sequence[Published]) -> tuple[Published, ...]:
