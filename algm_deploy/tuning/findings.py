@@ -329,7 +329,7 @@ def _finding(
     title: str, outcome: _Outcome, recipe: Recipe | None, thresholds: tuple[str, tuple[float, ...]] | None = None
 ) -> Finding:
     knob, tuned, dense, held = outcome.knob, outcome.tuned, outcome.dense, outcome.held
-    lines = (_verdict(knob, tuned), _where("tuned on", dense), *_held_out_lines(tuned, held), *_unsteady(tuned))
+    lines = (_verdict(knob, tuned), _where("tuned on", dense), _held_out_line(outcome), *_unsteady(tuned))
     tables = [_point_table(outcome, tuned.points, dense), _held_out_table(held)]
     record = {
         **tuned.record(),
@@ -375,11 +375,16 @@ def _where(verb: str, record: Record) -> str:
     return f"{_part(verb, record)}: dense {miou_of(record):.2f} %"
 
 
-def _held_out_lines(tuned: Tuned, held: Mapping[str, Record]) -> list[str]:
-    dense, *_, chosen = held.values()
+def _held_out_line(outcome: _Outcome) -> str:
+    """How the choice holds on the data it was not made on, beside where it was."""
+    dense, *_, chosen = outcome.held.values()
     name, change = worst_slice(dense, chosen)
-    whole = f"{miou_of(chosen):.2f} % ({miou_of(chosen) - miou_of(dense):+.2f} points)"
-    return [f"{_where('held out', dense)}, {_state(tuned)} {whole}; the weakest slice: {name} ({change:+.2f} points)"]
+    marked = outcome.tuned.chosen or outcome.tuned.nearest
+    there, here = miou_of(chosen) - miou_of(dense), marked.miou_percent - miou_of(outcome.dense)
+    return (
+        f"{_where('held out', dense)}, {_state(outcome.tuned)} {miou_of(chosen):.2f} % ({there:+.2f} points, "
+        f"{here:+.2f} where it was tuned); the weakest slice: {name} ({change:+.2f} points)"
+    )
 
 
 def _unsteady(tuned: Tuned) -> list[str]:

@@ -155,7 +155,7 @@ def test_a_finding_is_chosen_on_one_part_and_reported_on_the_other() -> None:
     chosen = finding.recipe.merging.clap_threshold
     assert chosen == pytest.approx(0.79)
     assert {tau for split, tau in asked if split == "val-second-half"} == {None, 0.797, chosen}
-    assert any("weakest slice: night (-10.00 points)" in line for line in finding.page.lines)
+    assert any("where it was tuned); the weakest slice: night (-10.00 points)" in line for line in finding.page.lines)
     points, held = finding.page.tables
     assert [row[1] for row in points.rows].count("chosen") == 1
     assert points.header[4:7] == ("day", "night", "GMACs")
