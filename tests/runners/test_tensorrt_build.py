@@ -10,7 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,6 +41,7 @@ from algm_deploy.runners.tensorrt_build import BuiltEngine, EngineFacts, EngineO
 PLAN = MergePlan(clap_layers=(1,), gbm_layers=(2,), clap_threshold=0.9)
 NETWORK = Network("segmenter", 64, 2, 1, 5, (64, 96), decoder_depth=1)
 BATCHES = (1, 2, 4)
+Support = Callable[[str, object], None]  # what a passed test proves, for docs/support.md: see benchmarks/support.py
 
 
 @pytest.fixture(scope="module")
@@ -63,11 +64,17 @@ def export(output: Output) -> ir.Model:
         Network("dinov2", 64, 2, 1, 5, (60, 96), patch_size=14, decoder="linear", extra_tokens=4),
         Network("deit", 64, 2, 1, 5, (64, 96), decoder="linear", extra_tokens=1),
         Network("eomt", 64, 3, 1, 5, (64, 96), decoder="queries", decoder_depth=1, queries=6, extra_tokens=4),
+        Network("setr", 64, 2, 1, 5, (64, 96), decoder="naive", decoder_dim=16),
+        Network("setr", 64, 2, 1, 5, (64, 96), decoder="pup", decoder_dim=16),
+        Network("setr", 64, 4, 1, 5, (64, 96), decoder="mla", decoder_dim=16, stages=(1, 2, 3, 4)),
+        Network("segvit", 64, 3, 1, 5, (64, 96), decoder="atm", decoder_dim=64, decoder_depth=1, stages=(1, 2, 3)),
     ],
-    ids=lambda network: network.family,
+    ids=lambda network: f"{network.family}-{network.decoder}",
 )
-def test_engines_of_other_families(rtx: None, tmp_path: Path, network: Network, precision: Precision) -> None:
-    """Several tokens in front of the patches, padded pictures, queries and transposed convolutions."""
+def test_engines_of_other_families(
+    rtx: None, tmp_path: Path, record_property: Support, network: Network, precision: Precision
+) -> None:
+    """Several tokens in front of the patches, padded pictures, queries, convolutions, and levels unmerged apart."""
     torch.manual_seed(0)
     deployed = Deployed(insert_merging(FAMILIES[network.family](network), PLAN), network, "scores").eval()
     onnx.save(tensorrt_from_base(base_onnx(deployed, PLAN, "uint8"), precision)[0], tmp_path / "model.onnx")
@@ -77,8 +84,11 @@ def test_engines_of_other_families(rtx: None, tmp_path: Path, network: Network, 
     maps = [{"name": f"token_map_{m}", "dtype": "INT64", "shape": [-1, patches]} for m in ("clap_1", "gbm_2")]
     scores = {"name": "scores", "dtype": "FLOAT", "shape": [-1, 5, *network.image_size]}
     assert parsed["outputs"] == [scores, {"name": "token_counts", "dtype": "INT64", "shape": [-1, 2]}, *maps]
-    assert [p["plugin"] for p in parsed["plugins"]] == ["clap", "gbm", "unmerge"]
-    assert parsed["layers"]["ATTENTION_INPUT"] == {tokens: network.depth}
+    levels = len(network.stages) or 1
+    assert [p["plugin"] for p in parsed["plugins"]] == ["clap", "gbm", *["unmerge"] * levels]
+    in_decoder = levels * network.decoder_depth if network.decoder == "atm" else 0
+    assert parsed["layers"]["ATTENTION_INPUT"] == {tokens: network.depth + in_decoder}
+    record_property("support", f"algm {network.family}/{network.decoder} tensorrt-rtx builds")
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +118,11 @@ TYPES = {"fp32": "FLOAT", "fp16": "HALF", "bf16": "BF16"}
 @pytest.mark.parametrize(
     ("output", "precision"), [("labels", "fp32"), ("labels", "fp16"), ("scores", "fp16"), ("scores", "bf16")]
 )
-def test_an_engine_with_our_plugins(rtx: None, models: Any, output: Output, precision: Precision) -> None:
+def test_an_engine_with_our_plugins(
+    rtx: None, models: Any, record_property: Support, output: Output, precision: Precision
+) -> None:
     built = build(models[output, precision], precision)
+    record_property("support", f"algm segmenter/{NETWORK.decoder} tensorrt-rtx builds")
     tokens = TYPES[precision]
     assert len(built.engine) == built.facts.engine_bytes > 1 << 20
     assert built.facts.compute_capabilities == ("8.6", "8.9", "12.0")
