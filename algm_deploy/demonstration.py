@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from PIL import Image
 
-from algm_deploy.bundle import Bundle
+from algm_deploy.bundle import Bundle, write_atomically
 from algm_deploy.demo import ASSETS
 from algm_deploy.demo.scenes import scene, slice_name
 from algm_deploy.deployment import bench_bundle, build_bundle, evaluate_bundle, export, find_images, verify_bundle
@@ -59,15 +60,22 @@ def labelled_pictures() -> Dataset:
 
 
 def generated_scenes(folder: Path, count: int) -> Dataset:
-    """`count` scenes nobody has seen, written to `folder` as a labelled data set; scenes already there are kept."""
-    for seed in range(UNSEEN_SEED, UNSEEN_SEED + count):
-        targets = [folder / kind / slice_name(seed) / f"{seed}.png" for kind in ("images", "labels")]
-        if not all(target.exists() for target in targets):
-            for target, array in zip(targets, scene(seed), strict=True):
+    """`count` scenes nobody has seen, written to `folder` as a labelled data set.
+
+    Those already there are kept; more than `count` of them, from an earlier run, are no part of the data set.
+    """
+    names = {f"{slice_name(seed)}/{seed}": seed for seed in range(UNSEEN_SEED, UNSEEN_SEED + count)}
+    for name, seed in names.items():
+        picture, labels = (folder / kind / f"{name}.png" for kind in ("images", "labels"))
+        if not picture.exists():  # it comes last
+            for target, array in zip((labels, picture), reversed(scene(seed)), strict=True):
                 target.parent.mkdir(parents=True, exist_ok=True)
-                Image.fromarray(array).save(target)
-    (folder / "classes.json").write_bytes((ASSETS / "classes.json").read_bytes())
-    return open_dataset("folder", folder, slice_by="folder")
+                with write_atomically(target) as path:
+                    Image.fromarray(array).save(path)
+    with write_atomically(folder / "classes.json") as path:
+        path.write_bytes((ASSETS / "classes.json").read_bytes())
+    found = open_dataset("folder", folder, slice_by="folder")
+    return replace(found, samples=tuple(sample for sample in found.samples if sample.name in names))
 
 
 def draw_pictures(bundle: Bundle, runtime: str, folder: Path) -> list[Path]:
@@ -79,7 +87,7 @@ def draw_pictures(bundle: Bundle, runtime: str, folder: Path) -> list[Path]:
 
 
 def _verify(bundle: Bundle, runtime: str, count: int, say: Say, progress: bool) -> None:
-    report = verify_bundle(bundle, runtime, find_images([ASSETS / "images"]), count, progress)
+    report = verify_bundle(bundle, runtime, [], count, progress)
     for link in report.links:
         say(f"   {link.number} {link.name:10} {'ok' if link.passed else 'FAILED':6} {link.measured}")
     if not report.passed:

@@ -4,6 +4,18 @@ Each message says what was expected, what came, and what to do. The command line
 `exit_code`: 1 a gate failed, 2 bad input, 3 built but nothing here can execute it.
 """
 
+import re
+
+# How PyTorch, oneDNN, ONNX Runtime, OpenCV and TensorRT say it, on the host and on a device; they share no class.
+_MEMORY = re.compile(
+    "(out of|not enough|insufficient) memory|allocate.* memory|bad.?alloc|could not create a primitive", re.IGNORECASE
+)
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether an error of any library says that memory ran out."""
+    return isinstance(error, MemoryError) or bool(_MEMORY.search(str(error)))
+
 
 class AlgmDeployError(Exception):
     """Base of every error raised on purpose by this package."""

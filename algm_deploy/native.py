@@ -17,8 +17,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tqdm import tqdm
-
 from algm_deploy import __version__
 from algm_deploy.content import content
 from algm_deploy.errors import BuildError
@@ -221,6 +219,8 @@ def _cuda_settings(nvcc: Path, architectures: Sequence[int] | None) -> list[str]
 
 def _run(command: Sequence[str], log: Path, progress: bool) -> None:
     """Runs one step of the build; its output goes to `log`, which survives a failure."""
+    from tqdm import tqdm  # here, as `doctor` imports this module where packages may be missing
+
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:  # noqa: S603 - cmake, from the search path
         output = process.stdout or iter(())
         with (

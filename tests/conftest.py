@@ -134,6 +134,16 @@ def ort_library(root_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return build / "libalgm_ort_custom_op.so"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="long forms of tests that are cut short by default")
+
+
+@pytest.fixture(scope="session")
+def long_form(request: pytest.FixtureRequest) -> bool:
+    """Whether a test that has one runs in its long form."""
+    return bool(request.config.getoption("--long"))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips `gpu` tests, with the reason, where no CUDA device is present."""
     marked = [item for item in items if item.get_closest_marker("gpu")]

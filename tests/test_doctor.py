@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -420,6 +421,38 @@ def test_packages_missing_for_real(tmp_path: Path) -> None:
     assert steps["torch", "execute"].cure == "pip install torch"
     assert steps["onnxruntime-cpu", "build"].cure == "pip install 'algm-deploy[onnxruntime-cpu]'"
     assert steps["tensorrt-rtx", "build"].cure == "pip install 'algm-deploy[tensorrt-rtx]'"
+
+
+# A process in which one required package is missing, and no runtime is there, which saves the time of importing them.
+WITHOUT = """
+import importlib.metadata as metadata, importlib.util, sys
+package, module, wanted = sys.argv[1], sys.argv[2], sys.argv[3].split(";")
+known = metadata.version
+def version(name):
+    if name == package:
+        raise metadata.PackageNotFoundError(name)
+    return known(name)
+metadata.version, metadata.requires, metadata.packages_distributions = version, lambda _: wanted, dict
+importlib.util.find_spec = lambda name: None
+sys.modules[module] = None
+from algm_deploy.cli import main
+print(main(["doctor"]), main(["export", "nowhere", "-o", "b"]))
+"""
+MODULES = {"opencv-python-headless": "cv2", "pillow": "PIL", "pyyaml": "yaml"}
+
+
+@pytest.mark.parametrize("package", ["numpy", "onnx", "opencv-python-headless", "pillow", "pyyaml", "tqdm"])
+def test_a_required_package_is_missing(root_dir: Path, package: str) -> None:
+    """`doctor` runs without it and names it; another command says that `doctor` does."""
+    wanted = tomllib.loads((root_dir / "pyproject.toml").read_text())["project"]["dependencies"]
+    module = MODULES.get(package, package)
+    command = [sys.executable, "-c", WITHOUT, package, module, ";".join(wanted)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (missing,) = [line for line in done.stdout.splitlines() if "requirements: missing or too old" in line]
+    assert package in missing
+    assert done.stdout.splitlines()[-1] == "0 2"
+    assert f"algm-deploy export: expected the module {module}, found none: `algm-deploy doctor` says" in done.stderr
 
 
 def test_this_machine() -> None:

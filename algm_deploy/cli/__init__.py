@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from algm_deploy.cli.parser import parser
-from algm_deploy.errors import AlgmDeployError
+from algm_deploy.errors import AlgmDeployError, out_of_memory
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,18 +21,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
     except AlgmDeployError as error:
         message, code = str(error), error.exit_code
+    except ModuleNotFoundError as error:
+        if str(error.name).startswith("algm_deploy"):
+            raise
+        message = f"expected the module {error.name}, found none: `algm-deploy doctor` says what to install"
+        code = AlgmDeployError.exit_code
     except KeyboardInterrupt:
         message, code = "interrupted", 130
-    except MemoryError as error:
-        message, code = (
-            f"expected more free memory ({error}): use smaller pictures or batches",
-            AlgmDeployError.exit_code,
-        )
     except BrokenPipeError:  # such as `algm-deploy list | head`: whoever reads has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141  # as a shell counts a process that ended by SIGPIPE
     except OSError as error:
         place, reason = f"{error.filename or 'a file'!s:.200}", error.strerror or str(error)
         message, code = f"expected to use {place}, got {reason}: name another one", AlgmDeployError.exit_code
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
+        said = next(iter(str(error).splitlines()), type(error).__name__)[:200]
+        message = f"expected more free memory ({said}): use smaller pictures or batches"
+        code = AlgmDeployError.exit_code
     print(f"algm-deploy {options.command}: {message}", file=sys.stderr)
     return code

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from algm_deploy import __version__
 from algm_deploy.cli import commands
-from algm_deploy.cli.settings import count, positive, size
+from algm_deploy.cli.settings import count, positive, size, up_to
 from algm_deploy.cli.tuning import tune
 
 RUNTIMES = ("torch", "onnxruntime-cpu", "onnxruntime-cuda", "tensorrt", "tensorrt-rtx")
@@ -60,7 +60,7 @@ def _native_options(command: argparse.ArgumentParser) -> None:
 def _demo_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("-o", "--output", type=Path, default=Path("algm-demo"), help="folder to write (algm-demo)")
     command.add_argument("--runtime", choices=RUNTIMES, default="onnxruntime-cpu")
-    command.add_argument("--scenes", type=positive, default=200, help="generated scenes to evaluate on (default 200)")
+    command.add_argument("--scenes", type=up_to(100_000), default=200, help="drawn scenes to evaluate on (default 200)")
 
 
 def _runtime(command: argparse.ArgumentParser) -> None:
@@ -85,7 +85,7 @@ def _verify_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--images", type=Path, nargs="+", default=[], help="photos for parity; default: synthetic scenes"
     )
-    command.add_argument("--count", type=positive, default=4, help="how many of them (default 4)")
+    command.add_argument("--count", type=up_to(256), default=4, help="how many of them (default 4)")
 
 
 def _data_options(command: argparse.ArgumentParser) -> None:
@@ -116,7 +116,7 @@ def _bench_options(command: argparse.ArgumentParser) -> None:
         "on the host (default)",
     )
     command.add_argument("--batch", type=positive, help="pictures in a batch; default: the bundle's maximum")
-    command.add_argument("--count", type=positive, help="how many pictures (default 8, or a batch of them)")
+    command.add_argument("--count", type=up_to(1024), help="how many pictures (default 8, or a batch of them)")
     command.add_argument("--warmup", type=count, help="calls before the clock counts (default 5)")
     command.add_argument(
         "--rounds",
@@ -191,7 +191,7 @@ def _report_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--dataset", help="its name; default: the bundle's")
     command.add_argument("--split", help="default: the split its results are published on")
     command.add_argument("--slice", help=_SLICE)
-    command.add_argument("--count", type=positive, default=3, help="how many photos of the data set (default 3)")
+    command.add_argument("--count", type=up_to(100), default=3, help="how many photos of the data set (default 3)")
 
 
 def _export_options(command: argparse.ArgumentParser) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import tomllib
+from collections.abc import Callable
 from typing import Any
 
 from algm_deploy.errors import RecipeError
@@ -62,6 +63,17 @@ def count(text: str) -> int:
 
 def positive(text: str) -> int:
     """A whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
-    return int(text)
+    return up_to(999_999_999)(text)
+
+
+def up_to(limit: int) -> Callable[[str], int]:
+    """A whole number from 1 to `limit`, such as that of pictures that lie in memory at once."""
+
+    def number(text: str) -> int:
+        if not text.isdecimal() or not text.strip("0"):
+            raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r:.50}")
+        if len(text) > len(str(limit)) or int(text) > limit:
+            raise argparse.ArgumentTypeError(f"expected a whole number up to {limit}, got {text!r:.50}")
+        return int(text)
+
+    return number

@@ -137,7 +137,7 @@ def _reading(path: Path) -> Iterator[None]:
     """Turns whatever Pillow and the file system raise into an ImageError that names the file."""
     try:
         yield
-    except ImageError:
+    except (ImageError, MemoryError):
         raise
     except FileNotFoundError as error:
         raise ImageError(f"{path}: no such file") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -62,7 +63,11 @@ def write_network(writer: BundleWriter, model: VitNetwork, network: Deployed, so
     `source`: SHA-256 of what the weights were made from, by file name.
     """
     recipe = writer.recipe
-    save_file(_contiguous(model.state_dict()), writer.path(WEIGHTS))
+    weights = writer.path(WEIGHTS)
+    try:
+        save_file(_contiguous(model.state_dict()), weights)
+    except SafetensorError as error:  # a full disk, in an error of its own
+        raise OSError(errno.EIO, str(error), str(weights)) from error
     made_from = {WEIGHTS: writer.record(WEIGHTS, source).sha256}
     graph = base_onnx(network, recipe.merging, signature_of(recipe).image.dtype)
     with writer.path(ONNX_DATA).open("wb") as data:

@@ -8,7 +8,6 @@ Checks are done here, once; a runtime fills in `_open`, `_infer` and `_close`.
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -19,13 +18,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from algm_deploy.bundle import Bundle
-from algm_deploy.errors import AlgmDeployError, BuildError, BundleError, ExecutionError, RuntimeUnavailableError
+from algm_deploy.errors import (
+    AlgmDeployError,
+    BuildError,
+    BundleError,
+    ExecutionError,
+    RuntimeUnavailableError,
+    out_of_memory,
+)
 from algm_deploy.signature import Signature
 
 Array = NDArray[Any]
-
-# How PyTorch and ONNX Runtime say it, on the host and on a device; they have no error class of their own in common.
-_MEMORY = re.compile("out of memory|allocate memory|bad.?alloc", re.IGNORECASE)
 
 RUNTIMES = {
     "torch": "algm_deploy.runners.torch:TorchRunner",
@@ -112,7 +115,7 @@ class Runner(ABC):
 
     def _failure(self, error: Exception, images: int) -> AlgmDeployError:
         said = next(iter(str(error).splitlines()), type(error).__name__)[:300]
-        if isinstance(error, MemoryError) or _MEMORY.search(str(error)):
+        if out_of_memory(error):
             return RuntimeUnavailableError(
                 f"expected enough memory for a batch of {images} on {self.runtime}, got {said!r}: send smaller batches"
             )

@@ -158,7 +158,7 @@ class OnnxRuntimeCudaRunner(OnnxRuntimeRunner):
         """
         if self.graph == ONNX or tuple(map(int, ort.__version__.split(".")[:2])) < (1, 31):
             return 0
-        return int(self.bundle.fact(FACT)[self.provider].get("stretches", 0))
+        return int(self.bundle.section(FACT).get(self.provider, {}).get("stretches", 0))
 
     @property
     def cuda_graphs(self) -> GraphUse | None:

@@ -26,10 +26,15 @@ NETWORK = Network("segmenter", 32, 2, 2, 5, (64, 64), decoder="linear")
 # What a machine without the optional packages answers when they are imported, and the commands it is given.
 SCRIPT = """
 import json, sys
-absent, commands = json.load(sys.stdin)
+absent, commands, mib = json.load(sys.stdin)
 sys.modules.update(dict.fromkeys(absent))
 import contextlib, io
 from algm_deploy.cli import main
+if mib is not None:
+    import resource
+    import algm_deploy.runners.torch, algm_deploy.report.pictures
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (mib << 20),) * 2)
 for command in commands:
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as errors:
         code = main(command)
@@ -105,24 +110,33 @@ def degenerate() -> Callable[[int, int], dict[str, np.ndarray]]:
     return draw
 
 
+@pytest.fixture(scope="session")
+def obey_permissions() -> Callable[[], None]:
+    """Takes root's power to write where permissions forbid it from a process that begins with it."""
+
+    def obey() -> None:
+        ctypes.CDLL(None).prctl(_PR_CAPBSET_DROP, _CAP_DAC_OVERRIDE)
+
+    return obey
+
+
 def commands(
-    given: Sequence[Sequence[object]], absent: Sequence[str] = (), may_write_anywhere: bool = True
+    given: Sequence[Sequence[object]],
+    absent: Sequence[str] = (),
+    restrict: Callable[[], None] | None = None,
+    address_space_mib: int | None = None,
 ) -> list[tuple[int, str]]:
     """Exit code and errors of commands in one new process.
 
-    It lacks the packages `absent` and, on demand, root's power to write where permissions forbid it.
+    It lacks the packages `absent`, begins with `restrict`, and has so much address space beyond what importing takes.
     """
-
-    def obey_permissions() -> None:
-        ctypes.CDLL(None).prctl(_PR_CAPBSET_DROP, _CAP_DAC_OVERRIDE)
-
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],
-        input=json.dumps([list(absent), [[str(word) for word in command] for command in given]]),
+        input=json.dumps([list(absent), [[str(word) for word in command] for command in given], address_space_mib]),
         capture_output=True,
         text=True,
         check=False,
-        preexec_fn=None if may_write_anywhere else obey_permissions,
+        preexec_fn=restrict,
     )
     assert done.returncode == 0, done.stderr
     return [(code, errors) for code, errors in map(json.loads, done.stdout.splitlines())]
