@@ -95,6 +95,45 @@ def attention(qkv: Tensor, starts: Tensor | None, images: int, longest: int, hea
     return out
 
 
+def fits_moving(x: Tensor) -> bool:
+    """Whether `packed` and `apart` take these rows."""
+    return _fusible(x)
+
+
+def packed(x: Tensor, bases: Tensor | int, starts: Tensor, size: tuple[int, int], head: Tensor, skipped: int) -> Tensor:
+    """Rows of every image one behind the other, each image's behind the same head; rows that belong to none are open.
+
+    Args:
+        x: (..., D), the first row of each image at `bases` (images,) int32, or every so many rows.
+        starts: (images + 1) int32, first row of each image in the result, and the end of the last.
+        size: rows of the result, and a bound on the rows of one image.
+        head: (K, D), put in front of every image; may be empty.
+        skipped: rows of each image in `x` that are left out, the first ones.
+    """
+    rows, longest = size
+    out = x.new_empty(rows, x.shape[-1])
+    block = triton.next_power_of_2(x.shape[-1])
+    at_bases, stride = (bases, 0) if isinstance(bases, Tensor) else (starts, bases)
+    _pack_kernel[(longest, len(starts) - 1)](
+        x, at_bases, stride, starts, out, head, len(head), skipped, x.shape[-1], block, stride == 0,
+        num_warps=_warps(block),
+    )  # fmt: skip
+    return out
+
+
+def apart(x: Tensor, delta: Tensor | None, starts: Tensor, first: int, count: int) -> Tensor:
+    """Rows first to first + count of every image (images, count, D), x plus delta; behind its end they are anything.
+
+    x and delta (T, D); starts as for `packed`.
+    """
+    images, width, adds = len(starts) - 1, x.shape[1], delta is not None
+    out = x.new_empty(images, count, width)
+    block = triton.next_power_of_2(width)
+    tensors = x, delta if adds else x, starts, out
+    _apart_kernel[(count, images)](*tensors, first, len(x), width, block, adds, num_warps=_warps(block))
+    return out
+
+
 @cache
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
@@ -140,6 +179,40 @@ if triton is not None:
         value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
         length = tl.maximum(tl.sqrt(tl.sum(value * value, 0)), eps)
         tl.store(out + at, (value / length).to(out.dtype.element_ty), mask=inside)
+
+    @triton.jit
+    def _pack_kernel(  # type: ignore[no-untyped-def]
+        x, bases, stride, starts, out, head, classes, skipped,
+        width: tl.constexpr, block: tl.constexpr, based: tl.constexpr,
+    ):  # fmt: skip
+        """One program: one row of one image."""
+        row, image = tl.program_id(0), tl.program_id(1)
+        to = tl.load(starts + image) + row
+        if to < tl.load(starts + image + 1):
+            column = tl.arange(0, block)
+            inside = column < width
+            if row < classes:
+                value = tl.load(head + row * width + column, mask=inside)
+            else:
+                base = tl.load(bases + image) if based else image * stride
+                source = (base + skipped + row - classes).to(tl.int64)
+                value = tl.load(x + source * width + column, mask=inside)
+            tl.store(out + to.to(tl.int64) * width + column, value, mask=inside)
+
+    @triton.jit
+    def _apart_kernel(  # type: ignore[no-untyped-def]
+        x, delta, starts, out, first, rows, width: tl.constexpr, block: tl.constexpr, adds: tl.constexpr
+    ):
+        """One program: one row of one image."""
+        row, image = tl.program_id(0), tl.program_id(1)
+        source = tl.minimum(tl.load(starts + image) + first + row, rows - 1).to(tl.int64) * width
+        column = tl.arange(0, block)
+        inside = column < width
+        value = tl.load(x + source + column, mask=inside, other=0.0).to(tl.float32)
+        if adds:
+            value += tl.load(delta + source + column, mask=inside, other=0.0).to(tl.float32)
+        to = (image.to(tl.int64) * tl.num_programs(0) + row) * width
+        tl.store(out + to + column, value.to(out.dtype.element_ty), mask=inside)
 
     @triton.jit
     def _patches_kernel(image, out, scale, height, width, side, block: tl.constexpr):  # type: ignore[no-untyped-def]

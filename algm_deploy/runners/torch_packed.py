@@ -33,7 +33,16 @@ from algm_deploy.models.scores import TokenScores
 from algm_deploy.models.segmenter import LinearDecoder, MaskTransformer, Segmenter
 from algm_deploy.models.vit import Attention, Block, KeepTokens, MergeInputs, Mlp, Tokens, VisionTransformer
 from algm_deploy.ops.native_kernels import Kernels, Merge, clap_merge, gbm_merge, use_kernels
-from algm_deploy.runners.torch_fused import attention, fits_attention, patches, residual_norm, unit
+from algm_deploy.runners.torch_fused import (
+    apart,
+    attention,
+    fits_attention,
+    fits_moving,
+    packed,
+    patches,
+    residual_norm,
+    unit,
+)
 from algm_deploy.runners.torch_graphs import Graphs
 
 MOST_GRAPHS = 128
@@ -106,8 +115,8 @@ def attend(qkv: Tensor, layout: Layout, heads: int, scale: float) -> Tensor:
     if fits_attention(qkv, side):
         return attention(qkv, layout.starts, layout.images, layout.longest, heads, scale)
     if layout.starts is None:
-        apart = qkv.view(layout.images, layout.longest, width)
-        mixed: Tensor = torch.ops.algm.attention(apart, None, heads, scale)
+        images = qkv.view(layout.images, layout.longest, width)
+        mixed: Tensor = torch.ops.algm.attention(images, None, heads, scale)
         return mixed.reshape(rows, width // 3)
     if not qkv.is_cuda:
         return _attend_image_by_image(qkv, layout.starts, heads, scale)
@@ -414,8 +423,8 @@ class PackedSegmenter:
                 self._end(memory, number, x, delta, layout)
                 return None
             if half.slot is not None:
-                apart = (x + delta).view(layout.images, layout.longest, -1)
-                tokens = half.slot(tokens._replace(values=apart), None)
+                values = (x + delta).view(layout.images, layout.longest, -1)
+                tokens = half.slot(tokens._replace(values=values), None)
                 next(outcomes).keep(tokens.map, tokens.length)
                 layout = Layout(layout.images, tokens.values.shape[1])
                 x, delta = tokens.values.reshape(-1, x.shape[1]), None
@@ -434,11 +443,10 @@ class PackedSegmenter:
         """Lays x + delta out for the merge, and merges where the kernels are there."""
         cut = memory.cut(number)
         tokens = cut.tokens(layout.longest)
-        flat = tokens.view(-1, x.shape[1])
         if layout.regular:
-            torch.add(x, delta, out=flat)
+            torch.add(x, delta, out=tokens.view(x.shape))
         else:
-            torch.index_select(x + delta, 0, padded_index(layout, len(x), 0, layout.longest).flatten(), out=flat)
+            tokens.copy_(_apart(x, layout, 0, layout.longest, delta))
         if self.kernels is not None:
             cut.merge_by(self.kernels, memory.before(number), tokens, self._thresholds)
             cut.counts.copy_(cut.length, non_blocking=True)
@@ -479,20 +487,26 @@ def _packed(merged: Tensor, layout: Layout, rows: int) -> Tensor:
     """Rows (rows, D) of padded ones (B, S, D)."""
     if layout.images == 1:
         return merged[0, :rows]
+    assert layout.starts is not None
+    if fits_moving(merged):
+        return packed(merged, merged.shape[1], layout.starts, (rows, layout.longest), merged[0, :0], 0)
     return merged.flatten(0, 1).index_select(0, packed_index(layout, rows, merged.shape[1]))
 
 
-def _apart(x: Tensor, layout: Layout, first: int, count: int) -> Tensor:
-    """Rows first to first + count of every image, (B, count, D); behind its end they are anything."""
+def _apart(x: Tensor, layout: Layout, first: int, count: int, delta: Tensor | None = None) -> Tensor:
+    """Rows first to first + count of every image, (B, count, D), x plus delta; behind its end they are anything."""
+    if layout.starts is not None and layout.images > 1 and fits_moving(x):
+        return apart(x, delta, layout.starts, first, count)
+    total = x if delta is None else x + delta
     if layout.regular:
-        return x.view(layout.images, -1, x.shape[1])[:, first : first + count]
-    return x[padded_index(layout, len(x), first, count)]
+        return total.view(layout.images, -1, x.shape[1])[:, first : first + count]
+    return total[padded_index(layout, len(x), first, count)]
 
 
 def _with_classes(embeddings: Tensor, x: Tensor, layout: Layout, prefix: int) -> tuple[Tensor, Layout]:
     """Each image's rows without its first `prefix` ones, behind the class embeddings (K, D)."""
-    more, images = len(embeddings) - prefix, layout.images
-    starts = layout.starts
+    classes, images, starts = len(embeddings), layout.images, layout.starts
+    more = classes - prefix
     if starts is not None:
         starts = starts + more * torch.arange(images + 1, dtype=torch.int32, device=x.device)
     behind = Layout(images, layout.longest + more, starts)
@@ -500,10 +514,13 @@ def _with_classes(embeddings: Tensor, x: Tensor, layout: Layout, prefix: int) ->
         parts = embeddings.expand(images, -1, -1), x.view(images, -1, x.shape[1])[:, prefix:]
         return torch.cat(parts, 1).flatten(0, 1), behind
     assert layout.starts is not None and starts is not None
-    row = torch.arange(len(x) + images * more, device=x.device, dtype=torch.int32)
+    rows = len(x) + images * more
+    if fits_moving(x):
+        return packed(x, layout.starts, starts, (rows, behind.longest), embeddings, prefix), behind
+    row = torch.arange(rows, device=x.device, dtype=torch.int32)
     image = torch.searchsorted(starts[1:], row, right=True).clamp_(max=images - 1)
     place = row - starts[image]
     # In [embeddings | rows].
-    source = torch.where(place < len(embeddings), place, layout.starts[image] + prefix + place)
+    source = torch.where(place < classes, place, layout.starts[image] + prefix + place)
     table = torch.cat([embeddings, x])
     return table.index_select(0, source.clamp_(max=len(table) - 1)), behind
