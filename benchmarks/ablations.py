@@ -134,10 +134,16 @@ def main() -> None:
         plan, network = bundle.recipe.merging, bundle.recipe.network
         evaluate_plan = PlanEvaluator(bundle)
         dense = evaluate_plan(DENSE, dataset)["miou_percent"]
-        print(f"{bundle.recipe.name}, {dataset.name} {dataset.split}, {len(dataset.samples)} images, PyTorch; {plan}\n")
+        print(
+            f"{bundle.recipe.name}, {dataset.name} {dataset.split}, {len(dataset.samples)} images, PyTorch; {plan}\n",
+            flush=True,
+        )
         for title, rows in tables(plan, network):
             filled = [cells(name, evaluate_plan(p, dataset, variant), dense, p) for name, p, variant in rows]
-            print(markdown_table((title, "mIoU %", "to dense", "GMACs per window", "tokens left"), filled) + "\n")
+            print(
+                markdown_table((title, "mIoU %", "to dense", "GMACs per window", "tokens left"), filled) + "\n",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":
