@@ -112,8 +112,8 @@ def rewrite(model: ir.Model, provider: Provider, custom_operators: bool, single:
         single: fix the batch to one image, whose rows are all valid.
 
     Returns:
-        How often each rewrite fired: `attention`, `packed_attention`, `skip_layer_norm`, `bias_gelu`, `patch_embedding`, `unit_rows`, and
-        the custom operators by name.
+        How often each rewrite fired: `attention`, `packed_attention`, `skip_layer_norm`, `bias_gelu`,
+        `patch_embedding`, `unit_rows`, and the custom operators by name.
 
     Raises:
         ExportError: an attention whose queries, keys and values do not come from one linear layer.

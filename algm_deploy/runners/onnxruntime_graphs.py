@@ -25,7 +25,7 @@ import onnxruntime as ort
 import torch
 
 from algm_deploy.lowering.onnxruntime_stretches import ROWS
-from algm_deploy.runners.onnxruntime_sessions import numpy_dtype
+from algm_deploy.runners.onnxruntime_sessions import DEVICE, numpy_dtype
 from algm_deploy.signature import CLAP_THRESHOLD, GBM_THRESHOLD
 
 STEP = 32  # rows
@@ -104,13 +104,17 @@ class StretchedSession:
             name: torch.zeros((), device=device) for name in (CLAP_THRESHOLD, GBM_THRESHOLD) if name in self._shapes
         }
         self._use = GraphUse(0, 0, 0)
-        self._lock = threading.Lock()
         self._owner = threading.get_ident()
         self._worker = ThreadPoolExecutor(1, "onnxruntime-graphs")
 
     def close(self) -> None:
         """Ends the thread of the others."""
         self._worker.shutdown()
+
+    @property
+    def outputs(self) -> list[str]:
+        """Names of everything a stretch writes, what one hands to the next included."""
+        return [name for stretch in self._stretches for name in stretch.outputs]
 
     @property
     def use(self) -> GraphUse:
@@ -132,7 +136,7 @@ class StretchedSession:
             outputs: names.
             to: device of the results, if not this one.
         """
-        with self._lock:
+        with DEVICE:
             axes, where = {"batch": len(image)}, to or self.device
             results = {
                 name: torch.empty(self._resolved(name, axes), dtype=self._dtypes[name], device=where)
@@ -144,7 +148,7 @@ class StretchedSession:
 
     def warm_up(self, images: int = 1) -> GraphUse:
         """Captures every size that photos can lead to, for the calling thread, so that its later runs are all alike."""
-        with self._lock:
+        with DEVICE:
             self._in_thread(self._capture_all, images)
         return self._use
 

@@ -69,6 +69,10 @@ def placement(
     return Placement(dict(nodes), sum(args["op_name"].startswith("Memcpy") for args in ran))
 
 
+# Held by whatever uses the device. While a CUDA graph is captured, an allocation or a copy by any thread of the process
+# is an error.
+DEVICE = threading.RLock()
+
 # --- CUDA ------------------------------------------------------------------------------------------------------------
 
 CUDA_OPTIONS = {
@@ -118,7 +122,6 @@ class CudaSession:
         check_cuda()
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._outputs = {t.name: t for t in signature.outputs}
-        self._lock = threading.Lock()  # one stream, one run at a time
         self._stream: torch.cuda.Stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._scalars: dict[float, torch.Tensor] = {}
         if hasattr(ort, "preload_dlls"):  # since 1.21: finds the CUDA libraries that came with PyTorch
@@ -147,6 +150,13 @@ class CudaSession:
             outputs: names.
             to: device of the results, if not this one.
         """
+        with DEVICE:
+            results = self._run(image, thresholds, outputs)
+            return {name: tensor.to(to or self.device) for name, tensor in results.items()}
+
+    def _run(
+        self, image: torch.Tensor, thresholds: Mapping[str, float], outputs: Sequence[str]
+    ) -> dict[str, torch.Tensor]:
         tensors = {"image": image.to(self.device).contiguous(), **{n: self._scalar(v) for n, v in thresholds.items()}}
         binding = self._session.io_binding()
         for name in self._inputs & set(tensors):
@@ -161,12 +171,11 @@ class CudaSession:
                 name, "cuda", self.device.index, numpy_dtype(tensor).type, tuple(tensor.shape), tensor.data_ptr()
             )
         caller = torch.cuda.current_stream(self.device)
-        with self._lock:
-            self._stream.wait_stream(caller)
-            if written:
-                self._session.run_with_iobinding(binding, self._run_options)
-            caller.wait_stream(self._stream)
-        return {name: tensor.to(to or self.device) for name, tensor in results.items()}
+        self._stream.wait_stream(caller)
+        if written:
+            self._session.run_with_iobinding(binding, self._run_options)
+        caller.wait_stream(self._stream)
+        return results
 
     def _empty(self, name: str, images: int) -> torch.Tensor:
         output = self._outputs[name]
