@@ -127,11 +127,13 @@ def _refusal(network: Network, found: Mapping[str, Tensor]) -> str | None:
             "expected EoMT on DINOv2, got it on DINOv3, whose rotary positions merged tokens do not have: use a DINOv2 "
             "one"
         )
-    if any(".mlp.fc1_g." in key or ".mlp.w12." in key for key in found):
+    hidden = _extent(found, f"{_BACKBONE}blocks.0.mlp.fc2.weight", 1)
+    if hidden and _extent(found, f"{_BACKBONE}blocks.0.mlp.fc1.weight", 0) == 2 * hidden:
         return "expected EoMT S, B or L, got the SwiGLU layers of the giant model, which no network here computes"
-    if _QUERIES in found and found[_QUERIES].shape[0] != network.queries:
+    queries = _extent(found, _QUERIES, 0)
+    if queries and queries != network.queries:
         return (
-            f"expected {network.queries} queries, got {found[_QUERIES].shape[0]}: published panoptic and instance "
+            f"expected {network.queries} queries, got {queries}: published panoptic and instance "
             "checkpoints have 200 and answer another question; use a semantic one, or its own number as "
             "network.queries"
         )
@@ -141,3 +143,8 @@ def _refusal(network: Network, found: Mapping[str, Tensor]) -> str | None:
             f"{found[_MASK_SHARE].tolist()}: use the checkpoint of the end of the training"
         )
     return None
+
+
+def _extent(found: Mapping[str, Tensor], key: str, axis: int) -> int:
+    """One side of a matrix; 0 where there is none."""
+    return found[key].shape[axis] if key in found and found[key].ndim == 2 else 0

@@ -215,7 +215,7 @@ def _deployed_facts(bundle: Bundle) -> list[tuple[str, str]]:
 
 
 def _decoder_words(network: Network) -> str:
-    blocks = f", {network.decoder_depth} blocks" if network.decoder in ("mask_transformer", "atm") else ""
+    blocks = f", {network.decoder_depth} blocks" if network.decoder in ("mask_transformer", "atm", "queries") else ""
     levels = f", tokens of blocks {', '.join(map(str, network.stages))}" if network.stages else ""
     return f"{network.decoder.replace('_', ' ')}{blocks}{levels}, {network.classes} classes"
 
