@@ -195,7 +195,7 @@ def _report_options(command: argparse.ArgumentParser) -> None:
 
 
 def _export_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="checkpoint file, its folder, or the folder of its parts")
+    command.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a file, its folder, or that of its parts")
     command.add_argument("-o", "--output", type=Path, required=True, metavar="BUNDLE", help="folder to write")
     command.add_argument(
         "--recipe", help="recipe by name (see list) or TOML file; default: the checkpoint's variant.yml"
