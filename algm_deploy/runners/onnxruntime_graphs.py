@@ -29,7 +29,7 @@ from algm_deploy.runners.onnxruntime_sessions import DEVICE, numpy_dtype
 from algm_deploy.signature import CLAP_THRESHOLD, GBM_THRESHOLD
 
 STEP = 32  # rows
-MOST_GRAPHS = 64  # of one stretch
+MOST_GRAPHS = 128  # of one stretch
 # Every window and every row merges.
 _MERGE_ALL = {CLAP_THRESHOLD: -2.0, GBM_THRESHOLD: -1e6}
 _DTYPES = {
