@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from algm_deploy.bundle import Bundle
 from algm_deploy.demo.scenes import scene
 from algm_deploy.environment import environment
-from algm_deploy.errors import BundleError, DatasetError, GateError
+from algm_deploy.errors import BundleError, DatasetError, GateError, NotExecutedError
 from algm_deploy.evaluation.datasets import SPECS, Dataset
 from algm_deploy.evaluation.evaluate import Evaluation, evaluate
 from algm_deploy.evaluation.predictor import Predictor, network_anchors, network_canvas, takes_whole_frames
@@ -24,11 +25,13 @@ from algm_deploy.parity.chain import ParityReport, verify
 from algm_deploy.recipes import Recipe, recipe_settings, resolve
 from algm_deploy.report.pictures import LABELS, OVERLAY, TOKENS
 from algm_deploy.report.records import SPEED, Measured, artifact_of
-from algm_deploy.runners.contract import runner_type
+from algm_deploy.runners.contract import Runner, runner, runner_type
 from algm_deploy.signature import signature_of
 from algm_deploy.timing.protocols import Request, benchmark, check_verified, natural, reading_ms
+from algm_deploy.timing.timers import host_ms
 from algm_deploy.timing.variant_bundles import executables
 
+REBUILD_PICTURES = 4
 IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff"}
 
 
@@ -86,6 +89,46 @@ def _threshold_note(recipe: Recipe, layers: Sequence[tuple[str, Mapping[str, Any
 def build_bundle(bundle: Bundle, runtime: str, **options: Any) -> list[str]:
     """Makes a runtime's executable and adds it to the bundle; returns what was done, one printable line each."""
     return runner_type(runtime).build(bundle, **options)
+
+
+def repeat_build(bundle: Bundle, runtime: str, builds: int, **options: Any) -> dict[str, Any]:
+    """Builds a runtime's executable `builds` times and keeps in the manifest how far the results differ.
+
+    A builder that times kernels takes others the next time, and rounding with them: what two builds of one network
+    differ by, no comparison of two runtimes can resolve. The last build stays in the bundle.
+
+    Returns the record: `distinct_files`, and, on synthetic scenes where it can be executed here, the share of labels
+    that equal the first build's in the worst picture, and each build's milliseconds for a picture.
+    """
+    windows = parity_windows(bundle.recipe, [], REBUILD_PICTURES)
+    files, labels, times = set(), [], []
+    for _ in range(builds):
+        build_bundle(bundle, runtime, **options)
+        files.add(list(executables(bundle, runtime).values())[-1])
+        try:
+            with runner(bundle, runtime) as run:
+                labels.append([_labels(run, window[None]) for window in windows])
+                times.append(min(host_ms(partial(run.infer, {"image": windows[:1]})) for _ in range(5)))
+        except NotExecutedError:
+            continue
+    shares = [
+        100 * float((one == first).mean()) for found in labels[1:] for first, one in zip(labels[0], found, strict=True)
+    ]
+    record = {
+        "builds": builds,
+        "distinct_files": len(files),
+        "pictures": len(windows),
+        "labels_equal_percent_min": min(shares, default=None),
+        "network_ms_by_build": times or None,
+        "device": device_of(runtime),
+    }
+    bundle.record("rebuilds", runtime, record)
+    return record
+
+
+def _labels(run: Runner, window: NDArray[Any]) -> NDArray[Any]:
+    outputs = run.infer({"image": window})
+    return outputs["labels"] if "labels" in outputs else outputs["scores"].argmax(1)
 
 
 def find_images(paths: Sequence[Path]) -> list[Path]:

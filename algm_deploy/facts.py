@@ -129,6 +129,16 @@ class Gpu(TypedDict):
     memory_bytes: int
 
 
+class Rebuilds(TypedDict):
+    """How far several builds of one executable differ; None where nothing here can execute it."""
+
+    builds: int
+    distinct_files: int
+    pictures: int
+    labels_equal_percent_min: float | None
+    network_ms_by_build: list[float] | None
+
+
 class Machine(TypedDict):
     """Where a bundle was exported."""
 
@@ -154,6 +164,7 @@ SECTIONS: dict[str, Any] = {
     "evaluation": Evaluation,
     "onnxruntime": dict[str, int],
     "parity": Parity,
+    "rebuilds": Rebuilds,
     "speed": Speed,
     "tuning": dict[str, Any],
 }

@@ -7,13 +7,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 from PIL import Image
 
 from algm_deploy.bundle import Bundle
 from algm_deploy.demo.scenes import scene
-from algm_deploy.deployment import build_bundle, evaluate_bundle, export, find_images, parity_windows, verify_bundle
-from algm_deploy.errors import BundleError, CheckpointError, DatasetError, RecipeError
+from algm_deploy.deployment import (
+    build_bundle,
+    evaluate_bundle,
+    export,
+    find_images,
+    parity_windows,
+    repeat_build,
+    verify_bundle,
+)
+from algm_deploy.errors import BundleError, CheckpointError, DatasetError, NotExecutedError, RecipeError
 from algm_deploy.evaluation.datasets import SPECS, open_dataset
 
 CLASSES = [f"c{index}" for index in range(11)]
@@ -101,6 +110,56 @@ def test_folder_of_somebody_else_is_left_alone(tiny_checkpoint: Path, tmp_path: 
     with pytest.raises(BundleError, match="expected a bundle or a free name"):
         export(tiny_checkpoint, tmp_path / "thesis", None, {})
     assert (tmp_path / "thesis" / "chapter.txt").read_text() == "years of work"
+
+
+# --- builds ----------------------------------------------------------------------------------------------------------
+
+
+def test_builds_of_onnxruntime_are_equal(tiny_bundle: Bundle, tmp_path: Path) -> None:
+    bundle = Bundle.open(shutil.copytree(tiny_bundle.path, tmp_path / "bundle"))
+    record = repeat_build(bundle, "onnxruntime-cpu", 2)
+    assert (record["builds"], record["distinct_files"]) == (2, 1)
+    assert record["labels_equal_percent_min"] == 100
+    assert len(record["network_ms_by_build"]) == 2
+    assert Bundle.open(bundle.path).section("rebuilds")["onnxruntime-cpu"] == record
+
+
+def test_builds_that_differ_are_told(tiny_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A builder that chooses other kernels each time; one column more of its labels is another each time."""
+    bundle = Bundle.open(shutil.copytree(tiny_bundle.path, tmp_path / "bundle"))
+    builds: list[int] = []
+
+    def build(bundle: Bundle, runtime: str) -> list[str]:
+        builds.append(1)
+        graph = onnx.load(bundle.path / "model.onnx", load_external_data=False)
+        graph.doc_string = str(len(builds))
+        with bundle.add("model.onnxruntime-cpu.onnx", uses=("model.onnx.data",)) as path:
+            path.write_bytes(graph.SerializeToString())
+        return []
+
+    def labels(run: object, window: np.ndarray) -> np.ndarray:
+        found = np.zeros((1, 10, 10), np.uint8)
+        found[..., : len(builds) - 1] = 1
+        return found
+
+    monkeypatch.setattr("algm_deploy.deployment.build_bundle", build)
+    monkeypatch.setattr("algm_deploy.deployment._labels", labels)
+    record = repeat_build(bundle, "onnxruntime-cpu", 3)
+    assert record["distinct_files"] == 3
+    assert record["labels_equal_percent_min"] == 80
+
+
+def test_builds_that_nothing_here_executes(
+    tiny_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise NotExecutedError("no such device here")
+
+    bundle = Bundle.open(shutil.copytree(tiny_bundle.path, tmp_path / "bundle"))
+    monkeypatch.setattr("algm_deploy.deployment.runner", refused)
+    record = repeat_build(bundle, "onnxruntime-cpu", 2)
+    assert record["labels_equal_percent_min"] is None
+    assert record["network_ms_by_build"] is None
 
 
 # --- pictures for parity ---------------------------------------------------------------------------------------------

@@ -62,7 +62,11 @@ def build(options: argparse.Namespace) -> int:
     """A runtime's own executable, added to a bundle."""
     from algm_deploy.bundle import Bundle
 
-    _built(Bundle.open(options.bundle), options)
+    bundle = Bundle.open(options.bundle)
+    if options.repeat:
+        print(_rebuilt(bundle, options))
+    else:
+        _built(bundle, options)
     print(f"next: algm-deploy verify {options.bundle} --runtime {options.runtime}")
     return 0
 
@@ -72,6 +76,18 @@ def _built(bundle: Bundle, options: argparse.Namespace) -> None:
 
     for line in build_bundle(bundle, options.runtime, **_engine_options(bundle, options)):
         print(line)
+
+
+def _rebuilt(bundle: Bundle, options: argparse.Namespace) -> str:
+    from algm_deploy.deployment import repeat_build
+
+    found = repeat_build(bundle, options.runtime, options.repeat, **_engine_options(bundle, options))
+    share, times = found["labels_equal_percent_min"], found["network_ms_by_build"]
+    line = f"{found['builds']} builds gave {found['distinct_files']} different files"
+    if share is None:
+        return f"{line}; their labels were not compared, as nothing here can execute them"
+    spread = f"{min(times):.2f} to {max(times):.2f} ms a picture"
+    return f"{line}; at least {share:.3f} % of the labels of each of {found['pictures']} scenes are equal; {spread}"
 
 
 def _engine_options(bundle: Bundle, options: argparse.Namespace) -> dict[str, Any]:

@@ -81,6 +81,12 @@ def _engine(command: argparse.ArgumentParser) -> None:
     )
 
 
+def _repeat(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--repeat", type=up_to(100), metavar="N", help="build N times and tell how far labels and times of them differ"
+    )
+
+
 def _verify_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--images", type=Path, nargs="+", default=[], help="photos for parity; default: synthetic scenes"
@@ -227,7 +233,7 @@ COMMANDS: tuple[tuple[str, Command, tuple[Options, ...]], ...] = (
         (_export_options, _runtime, _engine, _verify_options, _data_options, _deploy_options),
     ),
     ("export", commands.export_bundle, (_export_options,)),
-    ("build", commands.build, (_bundle, _runtime, _engine)),
+    ("build", commands.build, (_bundle, _runtime, _engine, _repeat)),
     ("verify", commands.verify, (_bundle, _runtime, _verify_options)),
     ("evaluate", commands.evaluate, (_bundle, _runtime, _data_options)),
     ("tune", tune, (_bundle, _runtime, _tune_options)),

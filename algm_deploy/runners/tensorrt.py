@@ -138,6 +138,10 @@ class TensorRTRunner(Runner):
             f"compute capability {', '.join(facts.compute_capabilities)}, built in {built.build_seconds:.1f} s",
             f"plugins in the network: {plugins}",
         ]
+        if cache := built.timing_cache:
+            kept = cache["sha256_before"] == cache["sha256_after"]
+            found = "it measured nothing anew" if kept else "it measured kernels anew, so another build may differ"
+            lines.append(f"timing cache {str(cache['sha256_after'])[:12]}: {found}")
         if built.engine_layers_reason:
             lines.append(f"engine layers not inspected: {built.engine_layers_reason}")
         return lines
@@ -160,7 +164,13 @@ class TensorRTRunner(Runner):
             raise self._unusable(f"TensorRT cannot load it ({'; '.join(log.errors[:2]) or 'it gives no reason'})")
         lanes: queue.Queue[_Lane] = queue.Queue()
         for _ in range(self._contexts):
-            lanes.put(_Lane(engine.create_execution_context(), self._device.new_stream()))
+            context = engine.create_execution_context()
+            if context is None:
+                raise RuntimeUnavailableError(
+                    f"expected enough device memory for an execution context, TensorRT says "
+                    f"{'; '.join(log.errors[:2]) or 'nothing'}: free memory, or build with a smaller --max-batch"
+                )
+            lanes.put(_Lane(context, self._device.new_stream()))
         self._session = _Session(log, runtime, engine, _bindings(trt, engine), lanes)
 
     def _close(self) -> None:
@@ -205,7 +215,7 @@ class TensorRTRunner(Runner):
         before = len(session.log.errors)
         if not context.execute_async_v3(lane.stream.cuda_stream):
             said = "; ".join(session.log.errors[before:]) or "it gives no reason"
-            raise RuntimeUnavailableError(f"TensorRT failed to execute the engine: {said}")
+            raise RuntimeUnavailableError(f"TensorRT failed to execute the engine ({said}): send smaller batches")
         return results
 
     def _facts(self) -> EngineFacts:

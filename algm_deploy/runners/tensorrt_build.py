@@ -100,6 +100,8 @@ class BuiltEngine:
     `engine_layers` comes from the engine inspector where the engine can be loaded, else it is None and
     `engine_layers_reason` says why. `builder_layers` (name, kind) are the finished engine's layers as the builder's log
     tells them, fused attention and plugins among them; it needs no GPU. `log` holds the builder's other lines.
+    `timing_cache` holds the SHA-256 of the cache before and after the build, where one was used: equal ones say that no
+    kernel was measured anew.
     """
 
     engine: bytes
@@ -110,6 +112,7 @@ class BuiltEngine:
     builder_layers: tuple[tuple[str, str], ...]
     log: tuple[str, ...]
     build_seconds: float
+    timing_cache: dict[str, str | None] | None = None
 
     def manifest(self) -> dict[str, Any]:
         """Everything but the engine, as JSON values."""
@@ -204,7 +207,7 @@ def engine_from_onnx(
         engine = _build(trt, builder, network, config, log, progress)
         seconds = time.perf_counter() - started
         del parser  # owns weights that the network refers to until here
-        _save_timing_cache(config, options)
+        timing_cache = _save_timing_cache(config, options)
         layers, reason = _inspect(trt, logger, engine, log)
     facts = EngineFacts(
         runtime=runtime,
@@ -219,7 +222,7 @@ def engine_from_onnx(
         engine_bytes=len(engine),
     )
     lines = tuple(line.replace(f"{model.parent}/", "") for line in log.lines)
-    return BuiltEngine(engine, facts, parsed, layers, reason, tuple(log.engine_layers), lines, seconds)
+    return BuiltEngine(engine, facts, parsed, layers, reason, tuple(log.engine_layers), lines, seconds, timing_cache)
 
 
 def require_builder(runtime: str) -> None:
@@ -476,10 +479,14 @@ def _progress(trt: Any, config: Any, show: bool) -> Iterator[threading.Event]:
             signal.signal(signal.SIGINT, previous)
 
 
-def _save_timing_cache(config: Any, options: EngineOptions) -> None:
-    if options.timing_cache is not None:
-        with write_atomically(options.timing_cache) as path:
-            path.write_bytes(bytes(config.get_timing_cache().serialize()))
+def _save_timing_cache(config: Any, options: EngineOptions) -> dict[str, str | None] | None:
+    """Writes the cache back; returns its hash before and after the build, None where there was no cache."""
+    if options.timing_cache is None:
+        return None
+    before = sha256_of(options.timing_cache) if options.timing_cache.is_file() else None
+    with write_atomically(options.timing_cache) as path:
+        path.write_bytes(bytes(config.get_timing_cache().serialize()))
+    return {"sha256_before": before, "sha256_after": sha256_of(options.timing_cache)}
 
 
 def _inspect(trt: Any, logger: Any, engine: bytes, log: Log) -> tuple[list[Any] | None, str | None]:

@@ -83,10 +83,14 @@ def test_it_starts_no_program_and_unpickles_no_object(watched: tuple[Path, list[
     """`doctor` alone imports runtimes in processes of its own, and asks NVIDIA's tool."""
     _, _, events = watched
     before_doctor = events[: events.index(["command", "doctor"])]
-    assert [event for event in before_doctor if event[0] not in ("command", "write")] == []
+    own = ("uname", ["uname", "-p"])  # Python's own platform module asks for the kind of processor
+    others = [e for e in before_doctor if e[0] not in ("command", "write") and not e[1].startswith(str(own)[:-1])]
+    assert others == []
     started = [event[1] for event in events if event[0] == "subprocess.Popen"]
-    assert all("algm_deploy.doctor import tell" in words or "nvidia-smi" in words for words in started)
-    assert started
+    assert all(
+        any(part in words for part in ("doctor import tell", "nvidia-smi", "'uname', '-p'")) for words in started
+    )
+    assert any("doctor import tell" in words for words in started)
 
 
 def test_it_writes_into_the_named_folders_only(watched: tuple[Path, list[int], list[list[str]]]) -> None:
@@ -194,9 +198,13 @@ def test_installed_versions_are_the_pinned_ones(pinned: dict[str, str]) -> None:
     if "ALGM_PINNED" not in os.environ:
         pytest.skip("not the environment of .ci/run, which sets ALGM_PINNED")
     found = {re.sub(r"[-_.]+", "-", one.name).lower(): one.version.partition("+")[0] for one in distributions()}
-    for own in ("pip", "algm-deploy"):
-        found.pop(own, None)
-    assert {name: version for name, version in found.items() if version != pinned.get(name)} == {}
+    own = re.compile(
+        "pip|setuptools|algm-deploy|(nvidia|cuda|triton).*"
+    )  # venv's, ours, and those that torch pins itself
+    other = {
+        name: version for name, version in found.items() if version != pinned.get(name) and not own.fullmatch(name)
+    }
+    assert other == {}
 
 
 def test_pins_are_read(pinned: dict[str, str]) -> None:

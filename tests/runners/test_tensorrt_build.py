@@ -25,7 +25,7 @@ from onnx import TensorProto, helper, numpy_helper
 from tqdm import tqdm
 
 from algm_deploy import native
-from algm_deploy.bundle import Bundle
+from algm_deploy.bundle import Bundle, sha256_of
 from algm_deploy.errors import BuildError, NotExecutedError, RuntimeUnavailableError
 from algm_deploy.lowering.export import base_onnx
 from algm_deploy.lowering.tensorrt import plugin_node, tensorrt_from_base
@@ -421,8 +421,19 @@ def test_full_tensorrt_gets_every_option(tmp_path: Path) -> None:
     assert config.pools == {"workspace": 256 << 20}
     assert (config.builder_optimization_level, config.hardware_compatibility_level) == (4, "ampere plus")
     assert (config.cache, config.ignore_mismatch) == (b"known", False)
-    tensorrt_build._save_timing_cache(config, options)
+    first = tensorrt_build._save_timing_cache(config, options)
     assert (tmp_path / "timing").read_bytes() == b"measured"
+    assert first["sha256_before"] != first["sha256_after"]
+
+
+def test_a_timing_cache_that_changed_is_told(tmp_path: Path) -> None:
+    """A build that measures kernels anew may choose others: two engines of one command then differ."""
+    options = EngineOptions(BATCHES, timing_cache=tmp_path / "timing")
+    first = tensorrt_build._save_timing_cache(StandInConfig(), options)
+    second = tensorrt_build._save_timing_cache(StandInConfig(), options)
+    assert first == {"sha256_before": None, "sha256_after": sha256_of(tmp_path / "timing")}
+    assert second == {"sha256_before": first["sha256_after"], "sha256_after": first["sha256_after"]}
+    assert tensorrt_build._save_timing_cache(StandInConfig(), EngineOptions(BATCHES)) is None
 
 
 def test_a_foreign_timing_cache_is_refused(tmp_path: Path) -> None:

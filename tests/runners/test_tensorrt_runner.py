@@ -280,10 +280,17 @@ def test_contexts_take_turns(bundle: Callable[..., Bundle]) -> None:
 def test_a_context_is_returned_after_a_failure(bundle: Callable[..., Bundle]) -> None:
     with open_runner(bundle()) as runner:
         ENGINES[0].contexts[0].fails = True
-        with pytest.raises(RuntimeUnavailableError, match="failed to execute the engine: out of memory"):
+        with pytest.raises(RuntimeUnavailableError, match=r"execute the engine .out of memory.: send smaller batches"):
             runner.infer({"image": image(1)})
         ENGINES[0].contexts[0].fails = False
         assert runner.infer({"image": image(1)})
+
+
+def test_a_device_without_memory_for_a_context(bundle: Callable[..., Bundle], monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorRT then hands out nothing in its place."""
+    monkeypatch.setattr(StandInEngine, "create_execution_context", lambda _: None)
+    with pytest.raises(RuntimeUnavailableError, match="expected enough device memory for an execution context"):
+        open_runner(bundle()).__enter__()
 
 
 def test_open_again_and_closed(bundle: Callable[..., Bundle]) -> None:
