@@ -108,7 +108,7 @@ class _Evaluator:
         if key not in self._known:
             self._known[key] = self._measured(dataset, thresholds)
             given = ", ".join(f"{name} {value:g}" for name, value in (thresholds or {}).items())
-            _tell(dataset, "dense" if thresholds is None else given or "recipe", self._known[key])
+            _tell(dataset, given or "dense", self._known[key])
         return self._known[key]
 
     def _measured(self, dataset: Dataset, thresholds: Mapping[str, float] | None) -> dict[str, Any]:

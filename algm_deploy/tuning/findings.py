@@ -269,7 +269,7 @@ def find_threshold(
     held = {
         DENSE: _dense(evaluate(held_out, None)),
         **_referred(reference, held_out),
-        f"{RECIPE} ({current:g})": evaluate(held_out, {}),
+        f"{RECIPE} ({current:g})": evaluate(held_out, {name: current}),
         f"{_state(tuned)} ({shown.value:g})": evaluate(held_out, {name: shown.value}),
     }
     points = [Point(p.value, evaluate(held_out, {name: p.value})) for p in tuned.points] if whole else []

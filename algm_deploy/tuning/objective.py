@@ -26,7 +26,7 @@ NOTHING_IS_THAT_SIMILAR = 1.01
 _TOKENS = re.compile(r"tokens_after_\w+_mean")
 
 Evaluate = Callable[[Dataset, Mapping[str, float] | None], Record]
-"""Evaluates the bundle that is tuned, at thresholds by input name (what is left out is the bundle's), None: dense.
+"""Evaluates the bundle that is tuned, at thresholds by input name (one left out is the bundle's); None: dense.
 
 Where speed is asked for, the record of merged points also holds `throughput_img_per_s`, `speedup` against the dense
 network timed in turns with it, and `stable`, whether these times were.
