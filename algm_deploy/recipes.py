@@ -116,7 +116,7 @@ class Network:
 
     @property
     def prefix(self) -> int:
-        """Leading rows of the sequence that are no patches: cls, which some networks drop before block 1, and others."""
+        """Leading rows of the sequence that are no patches: cls, which some networks drop, and `extra_tokens`."""
         return 0 if self.decoder in _WITHOUT_CLS else 1 + self.extra_tokens
 
     @property
@@ -129,6 +129,15 @@ class Network:
         """Patch grid (rows, columns)."""
         height, width = self.image_size
         return -(-height // self.patch_size), -(-width // self.patch_size)
+
+
+def patch_margins(size: Size, patch_size: int) -> tuple[Size, Size]:
+    """What is added to a picture (above, below), (left, right) so that its sides are whole patches: half on each side.
+
+    As DINOv2's evaluation does (facebookresearch/dinov2, CenterPadding); an odd one goes below or to the right.
+    """
+    rows, columns = (-side % patch_size for side in size)
+    return (rows // 2, rows - rows // 2), (columns // 2, columns - columns // 2)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from algm_deploy.recipes import Network, Size
+from algm_deploy.recipes import Network, Size, patch_margins
 
 
 class Tokens(NamedTuple):
@@ -53,14 +53,9 @@ class KeepTokens(nn.Module):
 
 
 def padded(image: Tensor, patch_size: int) -> Tensor:
-    """Zeros around a picture (B, 3, H, W) so that its sides are whole patches, half of them on each side.
-
-    As DINOv2's evaluation does (facebookresearch/dinov2, CenterPadding); an odd one goes to the right or the bottom.
-    """
-    rows, columns = (-side % patch_size for side in image.shape[-2:])
-    if rows == columns == 0:
-        return image
-    return F.pad(image, (columns // 2, columns - columns // 2, rows // 2, rows - rows // 2))
+    """A picture (B, 3, H, W) with zeros around it so that its sides are whole patches."""
+    rows, columns = patch_margins((image.shape[2], image.shape[3]), patch_size)
+    return F.pad(image, (*columns, *rows)) if any(rows + columns) else image
 
 
 class PatchEmbedding(nn.Module):

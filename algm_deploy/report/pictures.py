@@ -18,7 +18,7 @@ from algm_deploy.evaluation.datasets import Classes
 from algm_deploy.evaluation.predictor import Predictor, network_canvas
 from algm_deploy.evaluation.preprocessing import Pixels, read_photo
 from algm_deploy.evaluation.sliding import Labels, Prediction
-from algm_deploy.recipes import MergePlan, Size
+from algm_deploy.recipes import MergePlan, Size, patch_margins
 from algm_deploy.report.colors import classes_of, value_colors
 from algm_deploy.report.figures import INK, Panel, Rgb, columns_for, legend, scale, sheet
 from algm_deploy.signature import CLAP_THRESHOLD
@@ -305,8 +305,8 @@ class Mosaic:
 
     @property
     def grid(self) -> Size:
-        """Patches of a window (rows, columns)."""
-        return self.window[0] // self.patch, self.window[1] // self.patch
+        """Patches of a window (rows, columns), those that are padded included."""
+        return -(-self.window[0] // self.patch), -(-self.window[1] // self.patch)
 
     @property
     def size(self) -> Size:
@@ -324,17 +324,21 @@ class Mosaic:
     def patch_colors(self) -> NDArray[np.float64]:
         """Mean colour of every patch (windows, N, 3)."""
         rows, columns = self.grid
-        patches = self.windows().reshape(-1, 3, rows, self.patch, columns, self.patch).mean((3, 5), dtype=np.float64)
+        margins = patch_margins(self.window, self.patch)
+        windows = np.pad(self.windows(), ((0, 0), (0, 0), *margins), "edge")
+        patches = windows.reshape(-1, 3, rows, self.patch, columns, self.patch).mean((3, 5), dtype=np.float64)
         return np.asarray(patches.transpose(0, 2, 3, 1).reshape(-1, rows * columns, 3))
 
     def spread(self, values: NDArray[Any], cell: Size) -> NDArray[Any]:
         """Values (windows, rows, columns) of cells of `cell` canvas pixels, as a picture of `size`."""
         picture = np.empty(self.size, values.dtype)
         y, x = self._axis(0), self._axis(1)
+        (above, _), (before, _) = patch_margins(self.window, self.patch)
         for (top, left), one in zip(self.anchors, values, strict=True):
             rows, columns = np.flatnonzero(y.start == top), np.flatnonzero(x.start == left)
-            inside = np.ix_((y.position[rows] - top) // cell[0], (x.position[columns] - left) // cell[1])
-            picture[np.ix_(rows, columns)] = one[inside]
+            cells_y = (y.position[rows] - top + above) // cell[0]
+            cells_x = (x.position[columns] - left + before) // cell[1]
+            picture[np.ix_(rows, columns)] = one[np.ix_(cells_y, cells_x)]
         return picture
 
     def with_seams(self, picture: Rgb) -> Rgb:

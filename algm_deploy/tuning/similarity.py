@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 from algm_deploy.bundle import Bundle, write_atomically
 from algm_deploy.errors import BundleError, DatasetError
-from algm_deploy.evaluation.datasets import Dataset
+from algm_deploy.evaluation.datasets import IGNORE, Dataset
 from algm_deploy.evaluation.preprocessing import (
     Pixels,
     canvas_of,
@@ -43,7 +43,7 @@ from algm_deploy.lowering.bundling import load_network
 from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.vit import MergeInputs, Tokens, VisionTransformer
 from algm_deploy.ops.clap import window_members
-from algm_deploy.recipes import Recipe, Size
+from algm_deploy.recipes import Recipe, Size, patch_margins
 
 ALL = "all"
 WINDOWS = range(2, 9)
@@ -234,6 +234,8 @@ def patch_classes(labels: NDArray[np.uint8], patch: int, classes: int) -> NDArra
 
     -1 where less than half of a patch is labelled; between equally common classes the lower index.
     """
+    height, width = labels.shape
+    labels = np.pad(labels, patch_margins((height, width), patch), constant_values=IGNORE)
     rows, columns = (side // patch for side in labels.shape)
     blocks = labels.reshape(rows, patch, columns, patch).swapaxes(1, 2).reshape(rows * columns, -1)
     counts = np.stack([(blocks == index).sum(1) for index in range(classes)], 1)

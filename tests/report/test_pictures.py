@@ -60,6 +60,20 @@ def square_mosaic(anchors: list[tuple[int, int]], size: tuple[int, int]) -> Mosa
     return Mosaic(canvas, anchors, (8, 8), 4, columns=1)
 
 
+def test_a_padded_window_has_cells_for_its_padding() -> None:
+    """8 pixels in patches of 5: one more in front and behind, so patches begin at -1 and 4."""
+    canvas = np.full((8, 8, 3), BLUE, np.uint8)
+    canvas[:, :4] = RED
+    mosaic = Mosaic(canvas, [(0, 0)], (8, 8), 5, columns=1)
+    assert mosaic.grid == (2, 2)
+    np.testing.assert_allclose(mosaic.patch_colors()[0], [RED, BLUE, RED, BLUE])
+    picture = mosaic.spread(np.arange(4).reshape(1, 2, 2), (5, 5))
+    middle = np.array(picture.shape) // 2
+    for index, part in enumerate((picture[: middle[0], : middle[1]], picture[: middle[0], middle[1] :])):
+        assert set(part.ravel().tolist()) == {index}
+    assert set(picture[middle[0] :].ravel().tolist()) == {2, 3}
+
+
 # ------------------------------------------------------------------------------------------------------------- files
 
 

@@ -105,6 +105,13 @@ def test_patches_take_the_commonest_class() -> None:
     assert patch_classes(labels, 4, 3).tolist() == [2, -1]
 
 
+def test_padded_patches_have_the_class_of_the_picture_in_them() -> None:
+    """5 x 10 pixels in patches of 4: one and two rows are added above and below, one column on each side."""
+    labels = np.zeros((5, 10), np.uint8)
+    labels[3:, :7] = 1
+    assert patch_classes(labels, 4, 3).tolist() == [0, 0, 0, -1, 1, -1]
+
+
 def test_tokens_are_those_behind_the_attention(tiny_bundle: Bundle, blob_images: Callable[[int], np.ndarray]) -> None:
     image = torch.from_numpy(blob_images(2))
     encoder = dense_encoder(tiny_bundle, 2)
