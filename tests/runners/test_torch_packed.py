@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -83,7 +84,7 @@ def assert_like_modules(packed: PackedSegmenter, plain: Deployed, image: Tensor,
     scores, lengths, maps = run(packed, image, clap, gbm)
     with torch.inference_mode():
         expected, counts, expected_maps = plain(image, merge_inputs(clap, gbm, device=image.device))
-    assert [length.tolist() for length in lengths] == (counts.T + 1).tolist()
+    assert [length.tolist() for length in lengths] == (counts.T + plain.network.prefix).tolist()
     for found, map in zip(maps, expected_maps, strict=True):
         assert torch.equal(found, map)
     torch.testing.assert_close(scores, expected, rtol=0, atol=1e-4)
@@ -160,6 +161,13 @@ def test_same_results_as_the_modules(plan: str, decoder: str, rounded: bool, blo
         image = torch.from_numpy(blob_images(count))
         for clap, gbm in (*THRESHOLDS[PLANS[plan].gbm_mode], (NEVER, NEVER)):
             assert_like_modules(packed, plain, image, clap, gbm)
+
+
+@pytest.mark.parametrize("decoder", ["mask_transformer", "linear"])
+def test_two_tokens_in_front_of_the_patches(decoder: str, blob_images: Images) -> None:
+    plain = deployed(PLANS[USUAL], replace(network(decoder), extra_tokens=1))
+    image = torch.from_numpy(blob_images(3))
+    assert_like_modules(PackedSegmenter(plain, torch.uint8), plain, image, *THRESHOLDS["adaptive"][0])
 
 
 def test_rows_of_padding_reach_nothing(blob_images: Images) -> None:
