@@ -531,7 +531,7 @@ def _counts(record: Record) -> Counts:
 def _labelled(points: Sequence[Point], marked: Point) -> list[tuple[float, float, str]]:
     """Points by multiply-adds; those too near to the marked one or to each other have no label."""
     known = [(point.gmacs, point) for point in points if point.gmacs is not None]
-    room = (max(gmacs for gmacs, _ in known) - min(gmacs for gmacs, _ in known)) / 10
+    room = (max(gmacs for gmacs, _ in known) - min(gmacs for gmacs, _ in known)) / 7
     taken, placed = [gmacs for gmacs, point in known if point is marked], []
     for gmacs, point in known:
         free = all(abs(gmacs - other) > room for other in taken)
