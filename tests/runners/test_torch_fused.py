@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from algm_deploy.runners import torch_fused, torch_packed
@@ -33,20 +34,26 @@ def both(monkeypatch: pytest.MonkeyPatch, call: Callable[[], Any]) -> tuple[Any,
         return fused, call()
 
 
+def assert_no_worse(found: Tensor, expected: Tensor, truth: Tensor) -> None:
+    """At most twice the operators' error, and one rounding."""
+    found_error, expected_error = ((x.double() - truth).abs().max() for x in (found, expected))
+    assert found_error <= 2 * expected_error + torch.finfo(found.dtype).eps
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [64, 150, 384, 1024])
-def test_norms_are_those_of_the_operators(width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norms_err_no_more_than_the_operators(width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     norm = nn.LayerNorm(width, 1e-5).to("cuda", dtype).requires_grad_(False)
     norm.weight.copy_(rows(width))
     norm.bias.copy_(rows(width))
     x, delta = rows(77, width, dtype=dtype), rows(77, width, dtype=dtype).flip(0)
-    tolerance = 4 * torch.finfo(dtype).eps
     for added in (delta, None):
         found, expected = both(monkeypatch, lambda added=added: torch_fused.residual_norm(x, added, norm))
         assert torch.equal(found[0], expected[0])
-        torch.testing.assert_close(found[1], expected[1], rtol=tolerance, atol=tolerance)
+        affine = norm.weight.double(), norm.bias.double()
+        assert_no_worse(found[1], expected[1], F.layer_norm(found[0].double(), (width,), *affine, norm.eps))
     found, expected = both(monkeypatch, lambda: torch_fused.unit(x.view(7, 11, width)))
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    assert_no_worse(found, expected, F.normalize(x.double(), dim=-1).view(found.shape))
 
 
 def test_large_rows_do_not_overflow() -> None:
