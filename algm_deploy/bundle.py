@@ -232,7 +232,7 @@ class BundleWriter:
     """
 
     def __init__(self, path: str | Path, recipe: Recipe) -> None:
-        self.target = Path(path).absolute()
+        self.target = Path(path).resolve()  # a link stays, what it points to is replaced
         self.recipe = recipe
         self.facts: dict[str, Any] = {}
         self._entries: dict[str, FileEntry] = {}
@@ -456,7 +456,7 @@ def _beside(path: Path, suffix: str) -> Path:
 @contextmanager
 def _locked(bundle: Path) -> Iterator[None]:
     """Holds the lock of a bundle, an empty hidden file beside it; other processes wait for it to rename or update."""
-    bundle = bundle.absolute()
+    bundle = bundle.resolve()  # whatever name a process knows it by
     with _storage_errors(bundle), bundle.with_name(f".{bundle.name}.lock").open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

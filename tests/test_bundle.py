@@ -364,6 +364,21 @@ def test_a_replacement_stopped_between_its_renames_is_undone(tmp_path: Path) -> 
     assert Bundle.open(tmp_path / "bundle").file("weights.safetensors").read_bytes() == b"old"
 
 
+def test_a_link_to_a_bundle_is_the_bundle(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    write(tmp_path / "disk" / "bundle", b"old")
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "disk" / "bundle")
+    for content in (b"new", b"newer"):
+        write(link, content)
+        assert link.is_symlink()
+        assert Bundle.open(tmp_path / "disk" / "bundle").file("weights.safetensors").read_bytes() == content
+    Bundle.open(link).update({"via": "link"})
+    assert Bundle.open(tmp_path / "disk" / "bundle").fact("via") == "link"
+    assert sorted(path.name for path in tmp_path.rglob("*.lock")) == [".bundle.lock"]  # one lock by every name
+    assert leftovers(tmp_path) == ["disk", "link"]
+
+
 def test_a_new_bundle_replaces_the_old_one(tmp_path: Path) -> None:
     write(tmp_path / "bundle", b"old")
     assert write(tmp_path / "bundle", b"new").file("weights.safetensors").read_bytes() == b"new"

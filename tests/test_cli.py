@@ -19,7 +19,7 @@ from algm_deploy.cli import main
 from algm_deploy.cli.commands import _engine_options
 from algm_deploy.cli.parser import RUNTIMES, parser
 from algm_deploy.demo.scenes import scene
-from algm_deploy.errors import NotExecutedError
+from algm_deploy.errors import BuildError, NotExecutedError
 from algm_deploy.runners import contract
 
 Run = Callable[..., tuple[int, str, str]]
@@ -142,6 +142,12 @@ def test_deploy_from_checkpoint_to_miou(run: Run, tiny_checkpoint: Path, data: P
     deployed.verify()
 
 
+def test_the_next_command_can_be_pasted(run: Run, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    code, out, _ = run("export", tiny_checkpoint, "-o", tmp_path / "für später")
+    assert code == 0
+    assert f"next: algm-deploy verify '{tmp_path}/für später' --runtime" in out
+
+
 def test_export_for_whole_frames(run: Run, tiny_checkpoint: Path, tmp_path: Path) -> None:
     code, out, _ = run("export", tiny_checkpoint, "-o", tmp_path / "wide", "--image-size", "64x96", "--labels")
     assert code == 0
@@ -228,6 +234,12 @@ def test_export_of_bad_settings(
     [
         ("verify", "bundle", "--runtime", "abacus"),
         ("verify", "bundle", "--count", "0"),
+        ("verify", "bundle", "--count", "1000000"),
+        ("verify", "bundle", "--count", "9" * 5000),
+        ("demo", "--scenes", "1e9"),
+        ("tune", "bundle", "--objective", "gmacs", "--target", "nan"),
+        ("tune", "bundle", "--objective", "reference", "--drop", "inf"),
+        ("build", "bundle", "--repeat", "0"),
         ("export", "c", "-o", "b", "--image-size", "512"),
         ("export", "c", "-o", "b", "--image-size", "512x-1"),
         ("export", "c", "-o", "b", "--max-batch", "many"),
@@ -324,10 +336,14 @@ def test_runtimes_to_choose_from_are_those_there_are() -> None:
 
 
 def test_flags_of_an_engine(tiny_bundle: Bundle) -> None:
-    def said(*flags: str) -> dict[str, object]:
-        return _engine_options(tiny_bundle, parser().parse_args(["build", "BUNDLE", *flags]))
+    def said(*flags: str, runtime: str = "tensorrt-rtx") -> dict[str, object]:
+        return _engine_options(tiny_bundle, parser().parse_args(["build", "BUNDLE", "--runtime", runtime, *flags]))
 
     assert said() == {}
     assert said("--engine-precision", "fp16") == {"precision": "fp16"}
     options = said("--level", "0", "--opt-batch", "2")["options"]
     assert (options.level, options.batches) == (0, (1, 2, tiny_bundle.recipe.max_batch))
+    assert said(runtime="onnxruntime-cpu") == {}
+    for flags in (("--level", "0"), ("--engine-precision", "fp16"), ("--timing-cache", "x"), ("--opt-batch", "2")):
+        with pytest.raises(BuildError, match="expected flags of TensorRT engines with --runtime tensorrt"):
+            said(*flags, runtime="torch")

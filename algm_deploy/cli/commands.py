@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from algm_deploy.cli.settings import settings_of
-from algm_deploy.errors import GateError, NotExecutedError
+from algm_deploy.errors import BuildError, GateError, NotExecutedError
 from algm_deploy.recipes import recipe, recipe_names, recipe_rows
 
 if TYPE_CHECKING:
     from algm_deploy.bundle import Bundle
     from algm_deploy.parity.chain import ParityReport
     from algm_deploy.timing.protocols import Request
+
+
+def _word(path: Path) -> str:
+    """A path as a shell takes it."""
+    return quote(str(path))
 
 
 def list_recipes(_: argparse.Namespace) -> int:
@@ -40,7 +47,7 @@ def list_recipes(_: argparse.Namespace) -> int:
 def export_bundle(options: argparse.Namespace) -> int:
     """Checkpoint to a bundle."""
     _exported(options)
-    print(f"next: algm-deploy verify {options.output} --runtime onnxruntime-cpu")
+    print(f"next: algm-deploy verify {_word(options.output)} --runtime onnxruntime-cpu")
     return 0
 
 
@@ -67,7 +74,7 @@ def build(options: argparse.Namespace) -> int:
         print(_rebuilt(bundle, options))
     else:
         _built(bundle, options)
-    print(f"next: algm-deploy verify {options.bundle} --runtime {options.runtime}")
+    print(f"next: algm-deploy verify {_word(options.bundle)} --runtime {options.runtime}")
     return 0
 
 
@@ -100,6 +107,11 @@ def _engine_options(bundle: Bundle, options: argparse.Namespace) -> dict[str, An
     if options.opt_batch:
         given["batches"] = (1, options.opt_batch, bundle.recipe.max_batch)
     found: dict[str, Any] = {"precision": options.engine_precision} if options.engine_precision else {}
+    if (given or found) and not options.runtime.startswith("tensorrt"):
+        raise BuildError(
+            f"expected flags of TensorRT engines with --runtime tensorrt or tensorrt-rtx, got {options.runtime}: leave "
+            "them out"
+        )
     if given:
         from algm_deploy.runners.tensorrt_build import EngineOptions
 
@@ -237,7 +249,7 @@ def deploy(options: argparse.Namespace) -> int:
         print()
         _timed(bundle, options, usual_request(bundle.recipe, "latency"))
     print(f"\ndeployed: {options.output}")
-    print(f"next: algm-deploy predict {options.output} PHOTO --runtime {options.runtime}")
+    print(f"next: algm-deploy predict {_word(options.output)} PHOTO --runtime {options.runtime}")
     return 0
 
 
@@ -249,7 +261,7 @@ def _built_only(bundle: Bundle, options: argparse.Namespace, reason: str) -> int
     steps = note_not_run(bundle, options.runtime, reason)
     print(text_table(("step", "result"), [(step, "not run") for step in steps]))
     print(f"\nBUILT, NOT EXECUTED: {options.output}\nreason: {reason}")
-    print(f"next, on a machine that can: algm-deploy verify {options.output} --runtime {options.runtime}")
+    print(f"next, on a machine that can: algm-deploy verify {_word(options.output)} --runtime {options.runtime}")
     return NotExecutedError.exit_code
 
 

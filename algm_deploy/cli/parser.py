@@ -8,7 +8,7 @@ from pathlib import Path
 
 from algm_deploy import __version__
 from algm_deploy.cli import commands
-from algm_deploy.cli.settings import count, positive, size, up_to
+from algm_deploy.cli.settings import count, finite, positive, size, up_to
 from algm_deploy.cli.tuning import tune
 
 RUNTIMES = ("torch", "onnxruntime-cpu", "onnxruntime-cuda", "tensorrt", "tensorrt-rtx")
@@ -182,8 +182,8 @@ def _tune_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--tau", type=float, help="CLAP threshold while something else is tuned; default: the bundle's"
     )
-    command.add_argument("--drop", type=float, default=0.0, help="mIoU points allowed below the reference (default 0)")
-    command.add_argument("--target", type=float, help="multiply-adds of a window in 10^9, or img/s")
+    command.add_argument("--drop", type=finite, default=0.0, help="mIoU points allowed below the reference (default 0)")
+    command.add_argument("--target", type=finite, help="multiply-adds of a window in 10^9, or img/s")
     command.add_argument("--count", type=positive, default=1, help="--positions: GBM blocks to place (default 1)")
 
 

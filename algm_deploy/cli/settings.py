@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import tomllib
 from collections.abc import Callable
+from math import isfinite, nan
 from typing import Any
 
 from algm_deploy.errors import RecipeError
@@ -46,11 +47,22 @@ def size(text: str) -> tuple[int, int]:
     return positive(height), positive(width)
 
 
+def finite(text: str) -> float:
+    """A number, not infinity or NaN."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = nan
+    if not isfinite(number):
+        raise argparse.ArgumentTypeError(f"expected a finite number, got {text!r:.50}")
+    return number
+
+
 def percent(text: str) -> float:
     """A number where a reference may also have a name."""
     try:
-        return float(text)
-    except ValueError as error:
+        return finite(text)
+    except argparse.ArgumentTypeError as error:
         raise RecipeError(
             f"expected dense, clap, an mIoU in percent or a bundle as --reference, got {text!r}"
         ) from error

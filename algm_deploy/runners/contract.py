@@ -169,7 +169,7 @@ class Runner(ABC):
     def _threshold(self, name: str, value: Any) -> Array:
         number = np.asarray(value, dtype=np.float32)
         if number.shape != () or np.isnan(number):
-            raise BundleError(f"{name} is one number, or infinity to merge nothing; got {value!r}")
+            raise BundleError(f"{name} is one number, or infinity to merge nothing; got {number.tolist()!r:.50}")
         return number
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import onnx
@@ -133,7 +134,7 @@ def engine_record(bundle: Bundle, runtime: str) -> dict[str, Any] | None:
 
 def build_command(bundle: Bundle, runtime: str) -> str:
     """The command that builds the engine of a bundle."""
-    return f"algm-deploy build {bundle.path} --runtime {runtime}"
+    return f"algm-deploy build {quote(str(bundle.path))} --runtime {runtime}"
 
 
 def build_engine(

@@ -20,6 +20,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -181,7 +182,7 @@ def check_verified(bundle: Bundle, runtime: str) -> None:
         GateError: it failed.
     """
     record = bundle.section("parity").get(runtime)
-    command = f"`algm-deploy verify {bundle.path} --runtime {runtime}`"
+    command = f"`algm-deploy verify {quote(str(bundle.path))} --runtime {runtime}`"
     if record is None:
         raise BundleError(f"expected a bundle that was verified on {runtime}, this one was not: run {command} first")
     if not record["passed"]:

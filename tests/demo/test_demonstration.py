@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from algm_deploy import demonstration
-from algm_deploy.demonstration import demonstrate, labelled_pictures
+from algm_deploy.demonstration import demonstrate, generated_scenes, labelled_pictures
 from algm_deploy.errors import GateError
 
 
@@ -20,6 +20,7 @@ def test_whole_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [line[0] for line in lines if line[:1].isdigit()] == list("123456")
     assert {"torch", "onnxruntime-cpu"} == set(bundle.fact("parity"))
     assert all(record["passed"] for record in bundle.fact("parity").values())
+    assert all(record["pictures"] == "synthetic scenes" for record in bundle.section("parity").values())
     speed = bundle.fact("speed")
     assert {(one["runtime"], one["variant"]) for one in speed.values()} == {
         (runtime, variant) for runtime in ("torch", "onnxruntime-cpu") for variant in ("dense", "merged")
@@ -31,6 +32,15 @@ def test_whole_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert page.endswith("</html>\n")
     assert "synthetic scenes" in page
     assert page.count("data:image/") > 10
+
+
+def test_fewer_scenes_than_an_earlier_run_are_fewer(tmp_path: Path) -> None:
+    """And a scene whose picture had not been finished is drawn again."""
+    assert len(generated_scenes(tmp_path, 3).samples) == 3
+    first = generated_scenes(tmp_path, 2).samples
+    assert len(first) == 2
+    first[1].image_path.unlink()
+    assert [sample.name for sample in generated_scenes(tmp_path, 2).samples] == [sample.name for sample in first]
 
 
 def test_an_unsteady_machine_gives_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:

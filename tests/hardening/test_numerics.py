@@ -133,6 +133,36 @@ def test_a_norm_of_large_16_bit_rows_is_finite() -> None:
     np.testing.assert_allclose(session.run(None, {"x": x})[0], expected, rtol=0, atol=4e-3)
 
 
+# --- variants of one operator ----------------------------------------------------------------------------------------
+
+
+def test_norms_and_gelu_are_the_networks_own(exported: Export) -> None:
+    """An epsilon of 1e-6, not the usual 1e-5, and the error function, not its approximation by tanh."""
+    portable, (tensorrt, _) = ir.to_proto(exported(PLAN)), tensorrt_from_base(exported(PLAN), "fp32")
+    for graph in (portable.graph, tensorrt.graph):
+        norms = [node for node in graph.node if node.op_type == "LayerNormalization"]
+        epsilons = {attribute.f for node in norms for attribute in node.attribute if attribute.name == "epsilon"}
+        assert epsilons == {np.float32(1e-6)}
+        kinds = [node.op_type for node in graph.node]
+        assert kinds.count("Erf") == 2
+        assert "Tanh" not in kinds
+
+
+def test_another_epsilon_fails_the_chain(small_bundle: Callable[..., Bundle], degenerate: Any) -> None:
+    bundle = small_bundle(max_batch=2)
+    model = onnx.load(bundle.path / "model.onnx", load_external_data=False)
+    for node in model.graph.node:
+        for attribute in node.attribute:
+            if attribute.name == "epsilon":
+                attribute.f = 1e-5
+    entry = bundle.files["model.onnx"]
+    with bundle.add("model.onnx", entry.made_from, entry.uses) as path:
+        path.write_bytes(model.SerializeToString())
+    drawn = degenerate(64, 64)
+    report = verify(bundle, "onnxruntime-cpu", np.stack([drawn["noise"], drawn["half"]]), progress=False)
+    assert [link.name for link in report.links if not link.passed] == ["numbers"]
+
+
 # --- interpolation ---------------------------------------------------------------------------------------------------
 
 RESIZES = [
