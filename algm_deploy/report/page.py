@@ -49,6 +49,7 @@ from algm_deploy.report.tables import (
     runs_table,
     shown,
     slice_table,
+    speed_notes,
     speed_table,
 )
 from algm_deploy.report.tuning import tuning_section
@@ -364,6 +365,39 @@ def _speed(bundle: Bundle, evaluations: Sequence[Measured], speeds: Sequence[Mea
     yield html_table(*speed_table(speeds), "measured speed; GMACs are multiply-adds in 10⁹ of a window")
     if pairs := joined(evaluations, speeds):
         yield html_table(*joined_table(pairs), "accuracy and speed of the same weights, plan and precision")
+    series = list(_latency_series(bundle, speeds))
+    if not all(one.hollow for one in series):
+        plot = scatter("tokens after the last merge", "p50 ms", series)
+        yield _figure(plot, "latency against tokens: each point is a picture, at its median; dense for all of them")
+    for title, run in _runs(speeds).items():
+        notes = "".join(f"<li>{escape(note)}</li>" for note in speed_notes(run))
+        yield _folded(f"How it was timed: {escape(title)}", f"<ul>{notes}</ul>")
+
+
+def _latency_series(bundle: Bundle, speeds: Sequence[Measured]) -> Iterator[Series]:
+    """Pictures by tokens and latency, and the dense network of the same run as one point."""
+    patches = bundle.recipe.network.grid[0] * bundle.recipe.network.grid[1]
+    for row in speeds:
+        record, where = row.record, f"{row.runtime}, {row.bundle}"
+        if not record["stable"]:
+            continue
+        if by_picture := record.get("by_picture"):
+            *_, tokens = (name for name in by_picture if name.startswith("tokens_after_"))
+            points = zip(by_picture[tokens], by_picture["latency_ms_p50"], strict=True)
+            yield Series(f"merged, {where}", tuple((x, y, "") for x, y in points))
+        elif record["variant"] == "dense" and record["protocol"] == "latency":
+            yield Series(f"dense, {where}", ((patches, record["latency_ms_p50"], "dense"),), hollow=True)
+
+
+def _runs(speeds: Sequence[Measured]) -> dict[str, list[Measured]]:
+    """Speed records by the run that timed them, where they hold its conditions."""
+    runs: dict[str, list[Measured]] = {}
+    for row in speeds:
+        if "pictures_timed" in row.record:
+            record = row.record
+            title = f"{row.bundle}, {row.runtime}, {record['protocol']}, batch {record['batch']}"
+            runs.setdefault(title, []).append(row)
+    return runs
 
 
 # -------------------------------------------------------------------------------------------------------------- tokens

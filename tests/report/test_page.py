@@ -323,6 +323,41 @@ def test_runtimes_are_held_against_the_gate(full: str) -> None:
     assert "differ by 0.630 points, beyond the 0.1" in section(report_page(bundle_of(facts)), "accuracy")
 
 
+def test_latency_stands_against_tokens_and_conditions_beside_it() -> None:
+    facts = json.loads(json.dumps(FULL))
+    for record in facts["speed"].values():
+        record |= {
+            "pictures_timed": 2,
+            "rounds": 13,
+            "clock": "host",
+            "pictures": "photos",
+            "representative": True,
+            "execution": {"cuda_graph": "no"},
+            "nodes_by_provider": {"CPUExecutionProvider": 190},
+        }
+    before = section(report_page(bundle_of(facts)), "speed")
+    by_picture = {"latency_ms_p50": [201.5, 233.0], "tokens_after_clap": [600, 788], "tokens_after_gbm": [470, 608]}
+    facts["speed"]["onnxruntime-cpu latency"]["by_picture"] = by_picture
+    html = report_page(bundle_of(facts))
+    text = section(html, "speed")
+    assert "latency against tokens" in text
+    assert "p50 ms against tokens after the last merge" in html
+    assert "How it was timed: merged, onnxruntime-cpu, latency, batch 1" in text
+    assert "2 photos, 13 rounds, clock: host" in text
+    assert "merged ran cuda graph no, 190 nodes on CPUExecutionProvider" in text
+    assert "merged ran" in before
+    assert "latency against tokens" not in before  # no run that tells pictures apart
+    facts["speed"]["onnxruntime-cpu latency"]["stable"] = False
+    drawn = section(report_page(bundle_of(with_drift(facts))), "speed")
+    assert "merged, onnxruntime-cpu" not in drawn.replace("How it was timed: merged, onnxruntime-cpu", "")
+
+
+def with_drift(facts: dict[str, Any]) -> dict[str, Any]:
+    for record in facts["speed"].values():
+        record["drift_percent"] = 7.5
+    return facts
+
+
 def test_accuracy_and_speed_stand_in_one_row_with_both_outputs(full: str) -> None:
     joined = section(full, "speed").partition("accuracy from")[2]
     assert joined.count("onnxruntime-cpu, scores") == 4  # merged and dense, each with accuracy and speed
