@@ -335,11 +335,12 @@ class PackedSegmenter:
             scores = self._advance(memory)
             maps = tuple(outcome.map for outcome in memory.outcomes)
             lengths = tuple(outcome.length for outcome in memory.outcomes)
-            yield Merged(
-                TokenScores(scores, (memory.first.map, *maps)[-1], self._model.encoder.prefix, []), lengths, maps
-            )
-            if self._done is not None:
-                self._done.record()
+            last = (memory.first.map, *maps)[-1]
+            try:
+                yield Merged(TokenScores(scores, last, self._model.encoder.prefix, []), lengths, maps)
+            finally:
+                if self._done is not None:
+                    self._done.record()
 
     def _wait(self) -> None:
         """The current stream waits for the last run, if that was on another."""
