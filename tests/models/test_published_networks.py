@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -97,7 +98,7 @@ def test_scores_without_merging(name: str, images: Tensor) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @torch.inference_mode()
-def test_scores_with_merging(name: str, images: Tensor) -> None:
+def test_scores_with_merging(name: str, images: Tensor, record_property: Callable[[str, object], None]) -> None:
     case = golden(name)
     model = Deployed(insert_merging(case.model(), case.plan), case.network, "scores")
     scores, counts, maps = model(images, merge_inputs(case.plan.clap_threshold, 1.0))
@@ -106,6 +107,7 @@ def test_scores_with_merging(name: str, images: Tensor) -> None:
     assert counts[0, -1] < 25  # of 36 patches
     torch.testing.assert_close(sampled(scores), case.merged, rtol=0, atol=TOLERANCE)
     assert (case.merged - case.dense).abs().max() > 1000 * TOLERANCE
+    record_property("support", f"algm {case.network.family}/{case.network.decoder} torch equals")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -9,6 +9,7 @@ source.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ def images() -> Tensor:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_equals_the_published_code(name: str, images: Tensor) -> None:
+def test_equals_the_published_code(name: str, images: Tensor, record_property: Callable[[str, object], None]) -> None:
     case = Case(name)
     (last,), stages = insert_merging(case.model, case.plan).encoder(images, merge_inputs(0.0, 0.0))
     assert torch.equal(stages[-1].map, case.map)
@@ -73,6 +74,7 @@ def test_equals_the_published_code(name: str, images: Tensor) -> None:
     torch.testing.assert_close(last.values, case.unmerged, rtol=0, atol=TOLERANCE)
     dense = case.model.encoder(images)[0][0].values
     assert (dense - case.unmerged).abs().max() > 1000 * TOLERANCE
+    record_property("support", "tome timm/encoder torch equals")
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,0 +1,167 @@
+"""What runs where: docs/support.md, made from tests that passed and records of this folder. No cell is written by hand.
+
+    python benchmarks/support.py collect          runs the tests that prove something, records what they proved, writes
+    python benchmarks/support.py collect XML...   the same from JUnit files of such runs
+    python benchmarks/support.py write            the table alone, from what is recorded
+
+A test that proves something says so by pytest's `record_property("support", CLAIM)`. A claim is `layout DATASET` or
+`METHOD FAMILY/DECODER RUNTIME STATE`, the state being `verified` (the parity chain passed), `equals` (the published
+modules) or `builds`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from algm_deploy.environment import environment
+from algm_deploy.recipes import Recipe, recipe, recipe_names
+from algm_deploy.report.tables import markdown_table
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORDS = ROOT / "benchmarks" / "records"
+EVIDENCE, TABLE = RECORDS / "support.json", ROOT / "docs" / "support.md"
+RUNTIMES = ("torch", "onnxruntime-cpu", "onnxruntime-cuda", "tensorrt-rtx", "tensorrt")
+# Tests with claims, and what narrows them down.
+TESTS = ("tests/test_families.py", "tests/models", "tests/parity", "tests/evaluation/test_datasets.py", "tests/runners")
+SELECTION = " or ".join(
+    (
+        "chain_holds",
+        "tome_holds",
+        "equals_the_published",
+        "scores_with_merging",
+        "sound_bundle",
+        "official_layouts",
+        "other_families",
+        "with_our_plugins",
+    )
+)
+Claims = Mapping[str, list[str]]  # claim -> tests that passed with it
+
+HEAD = """\
+# What runs where
+
+Made by `benchmarks/support.py` from tests that passed and from committed records; a test fails where this page says
+anything else. The tests run at toy size, a few blocks of small width: what a row says of a runtime was seen with the
+row's family and decoder.
+
+| word | meaning |
+|---|---|
+| verified | exported, and all six links of the parity chain passed |
+| compared | {networks} of 512 x 512 pixels, 150 classes and random weights were executed on an \
+{device}, their label maps compared with PyTorch's |
+| equals | PyTorch gives what the published modules give on the same weights, with merging |
+| builds | an engine was built from the export; it was **not** executed |
+| layout test only | the data set's folders were read in miniature, no picture of it ever was |
+| none | no evidence |
+"""
+TAIL = """
+`verified`, `equals`, `builds` and `layout` are tests, which [support.json](../benchmarks/records/support.json) names;
+`compared` is [runtimes_h200.json](../benchmarks/records/runtimes_h200.json), and photos are those of
+[camvid_miou.json](../benchmarks/records/camvid_miou.json).
+"""
+
+
+def claims_in(files: Iterable[Path]) -> dict[str, list[str]]:
+    """The claims of tests that passed, from JUnit files."""
+    found = defaultdict(set)
+    for file in files:
+        for case in ElementTree.parse(file).iter("testcase"):  # noqa: S314  written by pytest
+            if any(case.find(outcome) is not None for outcome in ("failure", "error", "skipped")):
+                continue
+            test = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
+            for entry in case.iter("property"):
+                if entry.get("name") == "support":
+                    found[str(entry.get("value"))].add(test)
+    return {claim: sorted(tests) for claim, tests in sorted(found.items())}
+
+
+def page(claims: Claims) -> str:
+    """The whole page."""
+    gpu = _record("runtimes_h200.json")
+    device = gpu["environment"]["devices"][0]["name"]
+    recipes = [recipe(name) for name in recipe_names()]
+    rows = [(r.name, r.protocol.dataset, _pictures(r, claims), *_cells("algm", r, claims)) for r in recipes]
+    networks = sorted({_network(r) for r in recipes} | {claim.split()[1] for claim in claims if "/" in claim})
+    tome = [(n, *(_cell("tome", n, runtime, claims) for runtime in RUNTIMES)) for n in networks]
+    return "\n".join(
+        (
+            HEAD.format(networks=" and ".join(f"Segmenter-{n}" for n in gpu["networks"]), device=device),
+            "## ALGM\n",
+            markdown_table(("recipe", "data set", "pictures", *RUNTIMES), rows),
+            "\n## ToMe, the baseline\n",
+            markdown_table(("network", *RUNTIMES), [row for row in tome if set(row[1:]) != {"none"}]),
+            TAIL,
+        )
+    )
+
+
+def _network(facts: Recipe) -> str:
+    return f"{facts.network.family}/{facts.network.decoder}"
+
+
+def _pictures(facts: Recipe, claims: Claims) -> str:
+    """How far the data set itself was used: evaluated, or its layout alone."""
+    dataset = facts.protocol.dataset
+    rows = [row for row in _record("camvid_miou.json")["rows"] if row["dataset"] == dataset]
+    if any(row["checkpoint"] == facts.name for row in rows):
+        return f"mIoU of {rows[0]['images']} photos"
+    return "layout test only" if f"layout {dataset}" in claims else "none"
+
+
+def _cells(method: str, facts: Recipe, claims: Claims) -> list[str]:
+    return [_cell(method, _network(facts), runtime, claims) for runtime in RUNTIMES]
+
+
+def _cell(method: str, network: str, runtime: str, claims: Claims) -> str:
+    states = ("verified", "equals", "builds")
+    found = [state for state in states if f"{method} {network} {runtime} {state}" in claims]
+    if not found and runtime == "onnxruntime-cuda" and (method, network) == ("algm", "segmenter/mask_transformer"):
+        found = ["compared"] * _compared_on_a_gpu()
+    return found[0] if found else "none"
+
+
+def _compared_on_a_gpu() -> bool:
+    """Whether ONNX Runtime's labels passed on a GPU for every network of the record."""
+    networks = _record("runtimes_h200.json")["networks"].values()
+    return all(found["passed"] for network in networks for found in network["parity"].values())
+
+
+def _record(name: str) -> Any:
+    return json.loads((RECORDS / name).read_text(encoding="utf-8"))
+
+
+def collect(files: list[Path]) -> None:
+    """Writes the evidence from JUnit files, or from a run of the tests where there are none."""
+    with tempfile.TemporaryDirectory() as folder:
+        if not files:
+            files = [Path(folder) / "tests.xml"]
+            command = [sys.executable, "-m", "pytest", *TESTS, "-k", SELECTION, f"--junitxml={files[0]}"]
+            subprocess.run(command, cwd=ROOT, check=False)  # noqa: S603  a test that fails proves nothing
+        claims = claims_in(files)
+    facts = {"schema_version": 1, "environment": asdict(environment(devices=False)), "claims": claims}
+    EVIDENCE.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("step", choices=("collect", "write"))
+    parser.add_argument("files", nargs="*", type=Path, metavar="XML")
+    options = parser.parse_args()
+    if options.step == "collect":
+        collect(options.files)
+    TABLE.write_text(page(json.loads(EVIDENCE.read_text(encoding="utf-8"))["claims"]), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
