@@ -159,12 +159,19 @@ def _all_values(model: ir.Model) -> Iterator[ir.Value]:
 
 
 def _name_nodes(model: ir.Model) -> None:
-    """Nodes and constants are named by the module they come from: `encoder.blocks.0.attn.qkv/MatMul`."""
+    """Nodes and constants are named by the module they come from: `encoder.blocks.0.attn.qkv/MatMul`.
+
+    A node's output has its name; of several each the schema's behind a colon: `encoder.blocks.0.merge/clap:size`.
+    """
     taken: dict[str, int] = {}
+    fixed = set(model.graph.outputs)
     for node in model.graph:
         scopes = re.findall(r"'([^']*)'", node.metadata_props.get("pkg.torch.onnx.name_scopes", ""))
         module = _module_name(scopes[-2] if len(scopes) > 1 else "")
         node.name = _unique(f"{module}/{node.op_type}" if module else node.op_type, taken)
+        for index, value in enumerate(node.outputs):
+            if value not in fixed:
+                value.name = node.name if len(node.outputs) == 1 else f"{node.name}:{_role(node, index)}"
     for name, value in list(model.graph.initializers.items()):
         consumer = next(iter(value.uses()), None)
         if name.startswith("val_") and consumer is not None:
@@ -173,6 +180,10 @@ def _name_nodes(model: ir.Model) -> None:
             new = _module_name(name)
         if new != name:
             value.name = new
+
+
+def _role(node: ir.Node, index: int) -> str:
+    return SCHEMAS[node.op_type].outputs[index].name if node.domain == DOMAIN else str(index)
 
 
 def _module_name(scope: str) -> str:

@@ -120,6 +120,10 @@ def test_nodes_and_weights_have_readable_names(exported: Exports, configuration:
     assert [name for name in names if not plain.fullmatch(name)] == []
     assert "encoder.blocks.0.attn.qkv/MatMul" in names
     assert "encoder.blocks.0.attn/attention" in names
+    outputs = {value.name for value in graph.outputs}
+    for node in graph:
+        found = {str(value.name).removeprefix(str(node.name)) for value in node.outputs} - outputs
+        assert all(re.fullmatch(r"|:[a-z]+", name) for name in found), (node.name, found)
     weights = list(graph.initializers)
     assert [name for name in weights if name.startswith("val_")] == []
     assert "encoder.pos_embed" in weights
