@@ -7,7 +7,8 @@
 An operator's floor is the larger of two times: every input read once and every output written once at the bandwidth of
 a large copy, and its multiply-adds at the rate of a large matrix product (both measured first, on this device). For
 label_map the arithmetic is one multiply-add and one maximum a pixel and class; maxima issue on 64 lanes a
-multiprocessor.
+multiprocessor. `x` is the time over that floor. Launches are counted apart: `launches_us` is what as many empty kernels
+in a row take as the operator launches, and `x_launched` the time over floor plus launches.
 A time is the median over replays of a CUDA graph that runs the operator on a rotation of inputs larger than the cache.
 """
 
@@ -42,6 +43,7 @@ WIDTHS = {"T": 192, "S": 384, "B": 768, "L": 1024}
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 GRID, PATCHES, CLASSES, PIXELS = 32, 1024, 150, 512
 AFTER_CLAP, AFTER_GBM = 641, 511  # rows that the thresholds below aim at
+LAUNCHES = {"clap": 3, "gbm": 3, "label_map": 1, "unmerge": 1}  # kernels one after another
 ROTATION_BYTES = 200e6
 MAX_LANES = 64  # maxima a clock and multiprocessor
 
@@ -91,8 +93,13 @@ def graph_us(calls: list[Callable[[], None]]) -> float:
     return median_us(graph.replay) / (rounds * len(calls))
 
 
+def launch_us() -> float:
+    """What each further empty kernel adds to a chain in a graph: torch's sleep of zero clocks."""
+    return graph_us([lambda: torch.cuda._sleep(0)])
+
+
 def ceilings() -> dict[str, float]:
-    """Bandwidth in byte/s of a large copy, multiply-add rates in flop/s of large matrix products."""
+    """Bandwidth in byte/s of a large copy, rates in flop/s of large matrix products, time of an empty kernel."""
     source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
     found = {"copy_bytes_per_s": 2 * source.numel() / (median_us(lambda: target.copy_(source)) * 1e-6)}
@@ -103,6 +110,7 @@ def ceilings() -> dict[str, float]:
     clock = device_query("clocks.max.sm").split()[0]
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
     found["maxima_per_s"] = MAX_LANES * multiprocessors * float(clock) * 1e6
+    found["launch_us"] = launch_us()
     return found
 
 
@@ -239,8 +247,10 @@ def rotation(make: Callable[[], Any], bytes_each: float) -> list[Any]:
     return [make() for _ in range(max(2, min(24, int(ROTATION_BYTES / bytes_each) + 1)))]
 
 
-def row(name: str, batch: int, times: dict[str, float], floor_us: float, **facts: Any) -> dict[str, Any]:
-    total = times["total_us"]
+def row(
+    limits: dict[str, float], name: str, batch: int, times: dict[str, float], floor_us: float, **facts: Any
+) -> dict[str, Any]:
+    total, launches = times["total_us"], LAUNCHES[name] * limits["launch_us"]
     rounded = {key: round(value, 2) for key, value in times.items()}
     return {
         "kernel": name,
@@ -249,6 +259,8 @@ def row(name: str, batch: int, times: dict[str, float], floor_us: float, **facts
         **rounded,
         "floor_us": round(floor_us, 2),
         "x": round(total / floor_us, 2),
+        "launches_us": round(launches, 2),
+        "x_launched": round(total / (floor_us + launches), 2),
     }
 
 
@@ -269,7 +281,7 @@ def merge_rows(
         "dtype": str(dtype).removeprefix("torch."),
         "rows_out": float(sets[0].length.double().mean()),
     }
-    return row(kind.__name__.lower(), batch, times, floor, **facts)
+    return row(limits, kind.__name__.lower(), batch, times, floor, **facts)
 
 
 def tail_rows(stream: Stream, limits: dict[str, float], batch: int, dtype: torch.dtype) -> list[dict[str, Any]]:
@@ -280,10 +292,10 @@ def tail_rows(stream: Stream, limits: dict[str, float], batch: int, dtype: torch
         arithmetic = sets[0].labels.numel() * CLASSES / limits["maxima_per_s"]
         floor = max(moved / limits["copy_bytes_per_s"], arithmetic) * 1e6
         times = {"total_us": graph_us([s.label_map for s in sets])}
-        rows.append(row("label_map", batch, times, floor, scores="photo" if photo else "random", dtype=name))
+        rows.append(row(limits, "label_map", batch, times, floor, scores="photo" if photo else "random", dtype=name))
     moved = (sets[0].scores.numel() + sets[0].values.numel()) * sets[0].scores.element_size()
     floor = moved / limits["copy_bytes_per_s"] * 1e6
-    rows.append(row("unmerge", batch, {"total_us": graph_us([s.unmerge for s in sets])}, floor, dtype=name))
+    rows.append(row(limits, "unmerge", batch, {"total_us": graph_us([s.unmerge for s in sets])}, floor, dtype=name))
     return rows
 
 
@@ -309,7 +321,10 @@ def print_table(record: dict[str, Any]) -> None:
     for r in record["rows"]:
         what = f"{r['kernel']} {r.get('model', r.get('scores', ''))} {r['dtype']} x{r['batch']}"
         stages = " ".join(f"{k[:-3]} {r[k]:.1f}" for k in ("similarity_us", "decide_us", "apply_us") if k in r)
-        print(f"{what:34} {r['total_us']:8.1f} us  floor {r['floor_us']:7.1f}  x{r['x']:<6} {stages}")
+        print(
+            f"{what:34} {r['total_us']:8.1f} us  floor {r['floor_us']:7.1f}  x{r['x']:<6} "
+            f"with launches x{r['x_launched']:<6} {stages}"
+        )
 
 
 def main() -> None:

@@ -49,6 +49,18 @@ def test_cuda_auto_without_a_compiler_says_that_it_is_left_out(
 
 
 @pytest.mark.slow
+def test_hopper_gets_code_for_sm_90a_and_later_gpus_plain_ptx(root_dir: Path, tmp_path: Path) -> None:
+    if shutil.which("nvcc") is None:
+        pytest.skip("configuring the CUDA kernels needs nvcc, which is not on PATH")
+    options = ["-DALGM_CUDA=ON", "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON", "-DCMAKE_CUDA_ARCHITECTURES=80-real;90"]
+    command = ["cmake", "-S", str(root_dir / "runtimes" / "kernels"), "-B", str(tmp_path), *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    commands = (tmp_path / "compile_commands.json").read_text(encoding="utf-8")
+    assert set(re.findall(r"code=\[(\w+)\]", commands)) == {"sm_80", "sm_90a", "compute_90"}
+
+
+@pytest.mark.slow
 def test_cuda_kernels_compile_without_a_gpu(root_dir: Path, tmp_path: Path) -> None:
     if shutil.which("nvcc") is None:
         pytest.skip("compiling the CUDA kernels needs nvcc, which is not on PATH")

@@ -97,6 +97,64 @@ def test_sequences_of_many_tiles(kernels: Kernels, rows: int, width: int, dtype:
         cases.check_gbm_random(kernels, case, width if plain else width // 4 + 8, cases.Agreement())
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_image_gives_the_same_bits_alone_and_in_a_batch(kernels: Kernels, dtype: Any) -> None:
+    """Alone and together they take different tiles and different shares of a block."""
+    rng = np.random.default_rng(2)
+    tokens = cases.random_tokens(rng, (40, 1025, 192), dtype)
+    grid = {"grid": (32, 32), "window": (2, 2), "prefix": 1, **CLAP}
+    length = np.full(40, 641)
+    together = (
+        kernels.clap_similarity(tokens, **grid),
+        *kernels.gbm_similarity(tokens[:, :641], length, prefix=1, **GBM),
+    )
+    for b in (0, 17, 39):
+        alone = (
+            kernels.clap_similarity(tokens[b : b + 1], **grid),
+            *kernels.gbm_similarity(tokens[b : b + 1, :641], length[:1], prefix=1, **GBM),
+        )
+        for one, many_images in zip(alone, together, strict=True):
+            np.testing.assert_array_equal(one[0].view(np.int32), many_images[b].view(np.int32))
+
+
+@pytest.mark.parametrize("kind", ["few", "constant", "signs"])
+@pytest.mark.parametrize("batch_mode", ["per_image", "batch_min"])
+def test_images_too_large_for_shared_memory(kernels: Kernels, batch_mode: str, kind: str) -> None:
+    """More windows and rows than a block holds; `few` and `constant` make hundreds of rows join a single one."""
+    rng = np.random.default_rng(3)
+    tokens = cases.exact_tokens(rng, kind, (2, 2 + 48 * 90, 16), np.float16)
+    size = rng.integers(1, 5, size=tokens.shape[:2]).astype(np.float32)
+    common = {"prefix": 2, "semantics": "code", "batch": batch_mode}
+    for order in ("published", "raster"):
+        layout = {"grid": (48, 90), "window": (2, 2), "order": order}
+        cases.check_clap_exact(kernels, cases.ClapCase(tokens, size, 0.25, {**layout, **common}))
+    token_map = rng.integers(2, tokens.shape[1], size=(2, 4320))
+    length = np.array([tokens.shape[1], 2500])
+    token_map[1] %= 2500
+    size[1, 2500:] = 0
+    attributes = {"mode": "fixed", "divisor": 1.0, **common}
+    cases.check_gbm_exact(kernels, cases.GbmCase(tokens, size, token_map, length, 0.5, attributes))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_padding_that_the_caller_asks_for_is_zero(kernels: Kernels, dtype: Any) -> None:
+    rng = np.random.default_rng(4)
+    tokens = cases.exact_tokens(rng, "constant", (3, 1 + 5 * 7, 64), dtype)
+    size = np.ones(tokens.shape[:2], np.float32)
+    attributes: dict[str, Any] = {"grid": (5, 7), "window": (2, 2), "prefix": 1, **CLAP}
+    merged = kernels.clap(tokens, size, 0.5, **attributes)
+    again = kernels.gbm(*merged, 0.5, prefix=1, **GBM)
+    for few, more in (
+        (merged, kernels.clap(tokens, size, 0.5, out_rows=50, **attributes)),
+        (again, kernels.gbm(*merged, 0.5, out_rows=50, prefix=1, **GBM)),
+    ):
+        rows = few[0].shape[1]
+        assert rows < 36
+        for shorter, longer in zip(few[:2], more[:2], strict=True):
+            np.testing.assert_array_equal(longer[:, :rows], shorter)
+            assert not longer[:, rows:].astype(np.float32).any()
+
+
 @pytest.mark.parametrize("batch_mode", ["per_image", "batch_min"])
 def test_a_crowd_of_images(kernels: Kernels, batch_mode: str) -> None:
     clap, gbm = cases.crowd(np.float16, batch_mode)

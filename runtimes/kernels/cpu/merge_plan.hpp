@@ -7,6 +7,42 @@
 
 namespace algm::cpu {
 
+// What `decide` leaves for `apply`. `source` (B,S): for an output row the input row it copies, or -1 - i for the merge
+// number i: the window i for CLAP, the row i of set B together with every row of set A whose target it is for GBM.
+struct ClapPlan {
+    int64_t *rows;      // (1) S'
+    int64_t *length;    // (B)
+    int32_t *source;    // (B,S)
+    float *similarity;  // (B,W)
+    int32_t *place;     // (B,W) rank of a merged window among the merged ones, -1 if it stays
+
+    ClapPlan(const algm_clap_params &p, Carver &carver)
+        : rows(carver.take<int64_t>(1)),
+          length(carver.take<int64_t>(p.batch)),
+          source(carver.take<int32_t>(p.batch * p.rows)),
+          similarity(carver.take<float>(p.batch * window_count(p))),
+          place(carver.take<int32_t>(p.batch * window_count(p))) {}
+};
+
+struct GbmPlan {
+    int64_t *rows;      // (1) S''
+    int64_t *length;    // (B)
+    int32_t *source;    // (B,S)
+    int32_t *target;    // (B,A) the row of set B that the i-th row of set A joins, -1 if it stays
+    int32_t *row;       // (B,S) new row of every input row
+    float *best;        // (B,A)
+    int32_t *best_row;  // (B,A)
+
+    GbmPlan(const algm_gbm_params &p, Carver &carver)
+        : rows(carver.take<int64_t>(1)),
+          length(carver.take<int64_t>(p.batch)),
+          source(carver.take<int32_t>(p.batch * p.rows)),
+          target(carver.take<int32_t>(p.batch * max_a(p))),
+          row(carver.take<int32_t>(p.batch * p.rows)),
+          best(carver.take<float>(p.batch * max_a(p))),
+          best_row(carver.take<int32_t>(p.batch * max_a(p))) {}
+};
+
 // Position of item i when `count` values are sorted in descending order, ties by index; -1 where `chosen` is false.
 template <class Chosen>
 int64_t rank_of(const float *values, int64_t count, int64_t i, Chosen chosen) {

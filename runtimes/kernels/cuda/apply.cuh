@@ -1,27 +1,40 @@
-// The gather-mean that carries out a merge plan, for clap and gbm.
+// What the gather-means of clap and gbm share: output rows, weighted means, padding.
+//
+// Both kernels go through the input: a warp loads the rows it is responsible for before it knows what becomes of them,
+// which the decision may still be working on; then it looks up the plan and writes.
 #pragma once
 
 #include "device.cuh"
 
 namespace algm::cuda {
 
+constexpr int kApplyWarps = 8;
+constexpr int kGroup = 4;      // rows that a warp holds at a time
+constexpr int kSpanPacks = 2;  // packs of each that a lane holds
+constexpr int kSpan = kSpanPacks * kWarp;
+constexpr int kNoRow = INT32_MAX;
+
 struct ApplyShape {
     int rows_in, width;
     int64_t rows_out;  // ALGM_ROWS_ON_DEVICE: counted_rows holds it
     const int64_t *counted_rows, *length;
-    const int32_t *source;
-    bool weighted;
 };
 
-constexpr int kMemberList = 64;  // members of a merge that a warp looks at before it adds them up
-constexpr int kApplyWarps = 8;
-// A multiprocessor of sm_75 holds 1024 threads, later ones 1536 or more.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-constexpr int kMostBlocks = 4;
-#else
-constexpr int kMostBlocks = 6;
-#endif
-constexpr int64_t kManyRows = 8192;  // about two waves of warps on a large GPU
+// The bits of a pack. As values of 16 bits the compiler would give them a register each.
+template <int BYTES>
+struct BitsOf {
+    using Type = uint4;
+};
+template <>
+struct BitsOf<4> {
+    using Type = uint32_t;
+};
+template <>
+struct BitsOf<2> {
+    using Type = uint16_t;
+};
+template <class T, int V>
+using Bits = typename BitsOf<sizeof(T) * V>::Type;
 
 // sum / weight correctly rounded, from the correctly rounded inverse: one product and one correction (Markstein 1990).
 __device__ inline float divide(float sum, float weight, float inverse) {
@@ -29,110 +42,83 @@ __device__ inline float divide(float sum, float weight, float inverse) {
     return fmaf(fmaf(-quotient, weight, sum), inverse, quotient);
 }
 
-// One warp a span of packs of an output row: whole rows where there are many, shorter spans where a batch is too small
-// to fill the device. Members says how many rows and packs are loaded together and how many blocks a multiprocessor
-// must hold, a matter of loads in flight against registers. `members.visit(image, merge, list, add)` writes the rows of
-// a merge to `list` and calls add(count) whenever it has some; all lanes of a warp visit together.
-template <class T, int V, class Members>
-__global__ void __launch_bounds__(kApplyWarps *kWarp, Members::kBlocks < kMostBlocks ? Members::kBlocks : kMostBlocks)
-    apply_kernel(ApplyShape shape, Members members, int bound, int spans, int span, const T *tokens, const float *size,
-                 T *out_tokens, float *out_size) {
-    __shared__ int lists[kApplyWarps][kMemberList];
-    const int unit = blockIdx.x * kApplyWarps + warp_index();
-    if (unit >= bound * spans) return;
-    const int row = Members::kLongRowsLast ? bound - 1 - unit / spans : unit / spans;
-    // Last image first: decide read the images in order, so the last ones are still in the cache.
-    const int image = gridDim.y - 1 - blockIdx.y;
-    // Three loads that do not wait for each other; a source past the image's length is never used.
-    const int64_t rows_out = shape.rows_out == ALGM_ROWS_ON_DEVICE ? *shape.counted_rows : shape.rows_out;
-    const bool exists = row < shape.length[image];
-    const int32_t source = row < shape.rows_in ? shape.source[int64_t{image} * shape.rows_in + row] : 0;
-    if (row >= rows_out) return;
+// The weighted mean of packs, in the order in which they are added.
+template <class T, int V>
+struct Mean {
+    float sum[V] = {}, weight = 0;
 
-    const int begin = unit % spans * span, end = min(begin + span, shape.width / V);
-    const int64_t out_row = image * rows_out + row;
-    tokens += int64_t{image} * shape.rows_in * shape.width;
-    size += int64_t{image} * shape.rows_in;
-    auto *out = reinterpret_cast<Pack<T, V> *>(out_tokens + out_row * shape.width);
-    float total = 0;
-    if (exists && source >= 0) {
-        const T *from = tokens + int64_t{source} * shape.width;
-#pragma unroll 4
-        for (int pack = begin + lane_index(); pack < end; pack += kWarp) out[pack] = load_pack<T, V>(from, pack);
-        total = size[source];
-    } else if (exists) {
-        constexpr int kMembers = Members::kTogether, kPacks = Members::kPacks;
-        for (int first = begin; first < end; first += kPacks * kWarp) {
-            int packs[kPacks];
+    __device__ void add(const Bits<T, V> &bits, float w) {
+        const Pack<T, V> values = reinterpret_cast<const Pack<T, V> &>(bits);
+        weight += w;
 #pragma unroll
-            for (int i = 0; i < kPacks; ++i)  // lanes past the end repeat the last pack
-                packs[i] = min(first + i * kWarp + lane_index(), end - 1);
-            float sum[kPacks][V] = {}, weight = 0;
-            int *list = lists[warp_index()];
-            total = 0;
-            const auto add = [&](int count) {
-                for (int start = 0; start < count; start += kMembers) {
-                    Pack<T, V> values[kMembers][kPacks];
-                    float sizes[kMembers];
-#pragma unroll
-                    for (int m = 0; m < kMembers; ++m) {  // past the end: the last member, not counted
-                        const int member = list[min(start + m, count - 1)];
-                        const T *from = tokens + int64_t{member} * shape.width;
-                        sizes[m] = start + m < count ? size[member] : 0.0f;
-#pragma unroll
-                        for (int i = 0; i < kPacks; ++i) values[m][i] = load_pack<T, V>(from, packs[i]);
-                    }
-#pragma unroll
-                    for (int m = 0; m < kMembers; ++m) {
-                        const float w = shape.weighted ? sizes[m] : start + m < count ? 1.0f : 0.0f;
-                        weight += w;
-                        total += sizes[m];
-#pragma unroll
-                        for (int i = 0; i < kPacks; ++i)
-#pragma unroll
-                            for (int v = 0; v < V; ++v) sum[i][v] = fmaf(w, to_float(values[m][i].value[v]), sum[i][v]);
-                    }
-                }
-            };
-            members.visit(image, -1 - source, list, add);
-            const float inverse = __frcp_rn(weight);
-#pragma unroll
-            for (int i = 0; i < kPacks; ++i) {
-                Pack<T, V> mean;
-#pragma unroll
-                for (int v = 0; v < V; ++v)
-                    mean.value[v] = from_float<T>(weight > 0 ? divide(sum[i][v], weight, inverse) : 0.0f);
-                out[packs[i]] = mean;
-            }
-            __syncwarp();
-        }
-    } else {
-        Pack<T, V> zeros;
-#pragma unroll
-        for (int v = 0; v < V; ++v) zeros.value[v] = from_float<T>(0.0f);
-        for (int pack = begin + lane_index(); pack < end; pack += kWarp) out[pack] = zeros;
+        for (int v = 0; v < V; ++v) sum[v] = fmaf(w, to_float(values.value[v]), sum[v]);
     }
-    if (begin == 0 && lane_index() == 0) out_size[out_row] = total;
-}
 
-template <class Members>
-int launch_apply(int32_t dtype, int64_t batch, const ApplyShape &shape, const Members &members, const void *tokens,
-                 const float *size, void *out_tokens, float *out_size, void *stream) {
-    if (shape.rows_out < 1 && shape.rows_out != ALGM_ROWS_ON_DEVICE) return ALGM_INVALID_ARGUMENT;
-    // An output never has more rows than the input, unless the caller asked for more padding.
-    const int64_t bound = shape.rows_out == ALGM_ROWS_ON_DEVICE ? shape.rows_in : shape.rows_out;
-    return with_dtype(dtype, shape.width, is_aligned(tokens) && is_aligned(out_tokens), [&](auto type, auto pack) {
-        using T = decltype(type);
-        constexpr int V = decltype(pack)::value;
-        const int64_t packs = shape.width / V, short_spans = ceil_div(packs, kWarp);
-        const int64_t spans = batch * bound < kManyRows ? short_spans : 1;
-        const int64_t span = spans == 1 ? packs : kWarp;
-        if (bound * spans > INT32_MAX - kApplyWarps) return static_cast<int>(ALGM_UNSUPPORTED);
-        const dim3 grid(static_cast<unsigned>(ceil_div(bound * spans, kApplyWarps)), static_cast<unsigned>(batch));
-        apply_kernel<T, V><<<grid, kApplyWarps * kWarp, 0, stream_of(stream)>>>(
-            shape, members, static_cast<int>(bound), static_cast<int>(spans), static_cast<int>(span),
-            static_cast<const T *>(tokens), size, static_cast<T *>(out_tokens), out_size);
-        return launched();
+    __device__ Bits<T, V> value() const {
+        const float inverse = __frcp_rn(weight);
+        Pack<T, V> mean;
+#pragma unroll
+        for (int v = 0; v < V; ++v) mean.value[v] = from_float<T>(weight > 0 ? divide(sum[v], weight, inverse) : 0.0f);
+        return reinterpret_cast<const Bits<T, V> &>(mean);
+    }
+};
+
+// One image's rows, of which a warp handles one span of packs.
+template <class T, int V>
+struct Rows {
+    const Bits<T, V> *tokens;
+    const float *size;
+    Bits<T, V> *out_tokens;
+    float *out_size;
+    int rows_in, packs, first;  // first pack of this lane
+    int64_t rows_out, length;   // set by find_output
+
+    __device__ Rows(const ApplyShape &shape, int image, int span, const T *tokens, const float *size)
+        : tokens(reinterpret_cast<const Bits<T, V> *>(tokens + int64_t{image} * shape.rows_in * shape.width)),
+          size(size + int64_t{image} * shape.rows_in),
+          rows_in(shape.rows_in),
+          packs(shape.width / V),
+          first(span * kSpan + lane_index()) {}
+
+    __device__ void find_output(const ApplyShape &shape, int image, T *tokens, float *size) {
+        length = shape.length[image];
+        rows_out = shape.rows_out == ALGM_ROWS_ON_DEVICE ? *shape.counted_rows : shape.rows_out;
+        out_tokens = reinterpret_cast<Bits<T, V> *>(tokens + image * rows_out * shape.width);
+        out_size = size + image * rows_out;
+    }
+
+    __device__ bool has(int row, int i) const { return row < rows_in && first + i * kWarp < packs; }
+
+    __device__ Bits<T, V> load(int row, int i) const { return tokens[int64_t{row} * packs + first + i * kWarp]; }
+
+    __device__ void store(int row, int i, const Bits<T, V> &values) const {
+        if (first + i * kWarp < packs) out_tokens[int64_t{row} * packs + first + i * kWarp] = values;
+    }
+
+    // The first `lanes` lanes write a size each, if this is the first span.
+    __device__ void store_size(int row, float total, int lanes) const {
+        if (first < lanes) out_size[row] = total;
+    }
+
+    // Output rows past the image's last one are zeros; the warp that loads an input row clears the row of that index.
+    // Called by all lanes, of which the first kGroup pass a row each.
+    __device__ void clear_padding(int lane_row) const {
+        const bool is_padding = lane_index() < kGroup && lane_row >= length && lane_row < rows_out;
+        for (unsigned left = __ballot_sync(kAllLanes, is_padding); left != 0; left &= left - 1) {
+            const int row = __shfl_sync(kAllLanes, lane_row, __ffs(left) - 1);
+            for (int i = 0; i < kSpanPacks; ++i) store(row, i, Mean<T, V>().value());
+            store_size(row, 0, 1);
+        }
+    }
+};
+
+// Calls launch(T{}, width of a pack, blocks, spans of a row) so that a warp handles one span of one item.
+template <class Launch>
+int with_apply_grid(int32_t dtype, int64_t width, int64_t items, bool aligned, Launch launch) {
+    return with_dtype(dtype, width, aligned, [&](auto type, auto pack) {
+        const int64_t spans = ceil_div(width / decltype(pack)::value, kSpan);
+        if (items * spans > INT32_MAX - kApplyWarps) return static_cast<int>(ALGM_UNSUPPORTED);
+        return launch(type, pack, static_cast<unsigned>(ceil_div(items * spans, kApplyWarps)), static_cast<int>(spans));
     });
 }
 

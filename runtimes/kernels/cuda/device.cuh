@@ -22,6 +22,56 @@ inline int status_of(cudaError_t error) { return error == cudaSuccess ? ALGM_OK 
 // Every launch is followed by this: a kernel that never started reports here and nowhere else.
 inline int launched() { return status_of(cudaGetLastError()); }
 
+inline int count_multiprocessors(int *count) {
+    int device = 0;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
+    return status_of(error);
+}
+
+// A kernel may start while the one before it in the stream still runs (sm_90 and later). Up to wait_for_previous it may
+// then only read what was there before that other kernel started; earlier GPUs start it afterwards, and nothing waits.
+__device__ inline void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Lets the next kernel of the stream start once all blocks of this one came here, if that was launched early.
+__device__ inline void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+// Launches a kernel. EARLY: it calls wait_for_previous. What counts is the architecture it was compiled for: code for
+// an older one that the driver translated has nothing that waits.
+template <bool EARLY, class... Parameters, class... Arguments>
+int launch(void (*kernel)(Parameters...), dim3 grid, unsigned threads, int shared_bytes, void *stream,
+           Arguments... arguments) {
+    cudaFuncAttributes attributes = {};
+    cudaError_t error = EARLY ? cudaFuncGetAttributes(&attributes, kernel) : cudaSuccess;
+    // A multiprocessor that divides cache and shared memory anew has to empty first: the same way for all kernels.
+    if (error == cudaSuccess)
+        error =
+            cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxL1);
+    if (error == cudaSuccess && shared_bytes > 0)
+        error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    if (error != cudaSuccess) return status_of(error);
+    cudaLaunchAttribute overlap = {};
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid;
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+    config.stream = stream_of(stream);
+    config.attrs = &overlap;
+    config.numAttrs = attributes.ptxVersion >= 90;
+    cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
+    return launched();
+}
+
 template <class Params>
 int check_batch(const Params *params) {
     if (const int status = check(params)) return status;
@@ -100,6 +150,8 @@ __device__ inline float warp_max(float value) {
     return value;
 }
 
+__device__ inline float inverse_norm(float squares) { return 1.0f / fmaxf(sqrtf(squares), kNormEps); }
+
 __device__ inline int lane_index() { return threadIdx.x % kWarp; }
 __device__ inline int warp_index() { return threadIdx.x / kWarp; }
 __device__ inline unsigned lanes_below() { return (1u << lane_index()) - 1; }
@@ -132,29 +184,19 @@ __device__ inline int block_min(int warp_value) {
     return warp_min(values[lane_index() < blockDim.x / kWarp ? lane_index() : 0]);
 }
 
-// Four neighbouring threads rank one value, so that a block ranks blockDim.x / 4 at a time.
-constexpr int kRankers = 4;
+// Eight neighbouring threads rank one value, so that a block ranks blockDim.x / 8 at a time.
+constexpr int kRankers = 8;
 
-// Rank of values[index] among `count` values in descending order, ties by index; the same for the four threads that
-// pass this index, which may lie outside. Called by all threads. Where a value qualifies, so does every one that ranks
+// Rank of values[index] among `count` values in descending order, ties by index; the same for the eight threads that
+// pass this index, which may lie outside. Called by whole warps. Where a value qualifies, so does every one that ranks
 // above it, so none needs to be left out.
-__device__ inline int block_rank(const float *values, int count, int index) {
-    constexpr int kTile = 1024;
-    __shared__ float4 tile[kTile / 4];
-    const float own = index < count ? values[index] : 0;
-    int rank = 0;
-    for (int start = 0; start < count; start += kTile) {
-        __syncthreads();
-        for (int j = threadIdx.x; j < kTile; j += blockDim.x)
-            reinterpret_cast<float *>(tile)[j] = start + j < count ? values[start + j] : -INFINITY;
-        __syncthreads();
-        const int quads = (min(kTile, count - start) + 3) / 4;
-        for (int q = threadIdx.x % kRankers; q < quads; q += kRankers) {
-            const float four[4] = {tile[q].x, tile[q].y, tile[q].z, tile[q].w};
-#pragma unroll
-            for (int v = 0; v < 4; ++v) rank += four[v] > own || (four[v] == own && start + 4 * q + v < index);
-        }
-    }
+__device__ inline int rank_of(const float *values, int count, int index) {
+    const float own = index < count ? values[index] : INFINITY;
+    int rank = 0, j = threadIdx.x % kRankers;
+#pragma unroll 4
+    for (; j < min(index, count); j += kRankers) rank += values[j] >= own;
+#pragma unroll 4
+    for (; j < count; j += kRankers) rank += values[j] > own;
     for (int offset = 1; offset < kRankers; offset *= 2) rank += __shfl_xor_sync(kAllLanes, rank, offset);
     return rank;
 }
@@ -175,15 +217,16 @@ struct RowCount {
         atomicMax(reinterpret_cast<unsigned long long *>(plan_rows), static_cast<unsigned long long>(length));
         if (rows_int32 != nullptr) atomicMax(rows_int32, length);
     }
-
-    int clear_on(cudaStream_t stream) const {
-        cudaError_t error = cudaMemsetAsync(rows, 0, sizeof(int64_t), stream);
-        if (error == cudaSuccess) error = cudaMemsetAsync(plan_rows, 0, sizeof(int64_t), stream);
-        if (error == cudaSuccess && rows_int32 != nullptr)
-            error = cudaMemsetAsync(rows_int32, 0, sizeof(int32_t), stream);
-        return status_of(error);
-    }
 };
+
+static __global__ void clear_kernel(RowCount count) {
+    let_next_start();
+    count.clear();
+}
+
+inline int clear_on(void *stream, const RowCount &count) {
+    return launch<false>(clear_kernel, dim3(1), 1, 0, stream, count);
+}
 
 inline unsigned block_threads(int64_t items) {
     const int64_t threads = ceil_div(items, kWarp) * kWarp;

@@ -6,15 +6,33 @@ using namespace algm::cuda;
 
 namespace {
 
-constexpr int64_t kSmallestTile = NarrowTile::SIDE;  // the most partial results that a row can have come from here
+// The rows of set A that join one row of set B: how many, the first and the last.
+struct Joins {
+    int32_t count, first, last;
+};
 
-// The plan, and what the similarity kernel leaves for the decision: the best match of every row within each tile.
-struct Workspace {
-    GbmPlan plan;
-    Match *partial;  // (B, A, tiles)
+constexpr int64_t kSmallestTile = 32;  // the most partial results that a row can have come from tiles of this side
 
-    Workspace(const algm_gbm_params &p, Carver &carver)
-        : plan(p, carver), partial(carver.take<Match>(p.batch * max_a(p) * ceil_div(max_b(p), kSmallestTile))) {}
+// What `decide` leaves for `apply`, and what its two kernels share.
+struct Plan {
+    int64_t *rows;     // (1) S''
+    int64_t *length;   // (B)
+    int32_t *new_row;  // (B,S) output row of every input row: -1 - row where others join, kNoRow where it joins another
+    int32_t *target;   // (B,A) index in set B that the i-th row of set A joins, -1 if it stays
+    Joins *joins;      // (B, rows of set B)
+    float *best;       // (B,A)
+    int32_t *row;      // (B,S) output row of every input row, those that join included
+    Match *partial;    // (B,A,tiles) the best match of every row within each tile
+
+    Plan(const algm_gbm_params &p, Carver &carver)
+        : rows(carver.take<int64_t>(1)),
+          length(carver.take<int64_t>(p.batch)),
+          new_row(carver.take<int32_t>(p.batch * p.rows)),
+          target(carver.take<int32_t>(p.batch * max_a(p))),
+          joins(carver.take<Joins>(p.batch * max_b(p))),
+          best(carver.take<float>(p.batch * max_a(p))),
+          row(carver.take<int32_t>(p.batch * p.rows)),
+          partial(carver.take<Match>(p.batch * max_a(p) * ceil_div(max_b(p), kSmallestTile))) {}
 };
 
 Sets sets_of(const algm_gbm_params &p, const int64_t *length) {
@@ -23,65 +41,109 @@ Sets sets_of(const algm_gbm_params &p, const int64_t *length) {
             static_cast<int>(first_a(p)),
             static_cast<int>(first_b(p)),
             static_cast<int>(max_a(p)),
+            static_cast<int>(max_b(p)),
             0,
             length};
 }
 
-template <class T, class Tile>
-int launch_tensor(const algm_gbm_params &p, Sets *sets, const void *tokens, Match *partial, const RowCount &count,
-                  void *stream) {
-    const cudaError_t error = cudaFuncSetAttribute(tensor_match_kernel<T, Tile>,
-                                                   cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::SHARED_BYTES);
-    if (error != cudaSuccess) return status_of(error);
-    sets->tiles = static_cast<int>(ceil_div(max_b(p), Tile::SIDE));
-    const dim3 grid(sets->tiles, static_cast<unsigned>(ceil_div(max_a(p), Tile::SIDE)), static_cast<unsigned>(p.batch));
-    tensor_match_kernel<T, Tile><<<grid, Tile::THREADS, Tile::SHARED_BYTES, stream_of(stream)>>>(
-        *sets, static_cast<const T *>(tokens), partial, count);
-    return launched();
+// Tiles side by side, for the launch of a kernel that fills `partial`.
+template <class Tile>
+dim3 tile_grid(const algm_gbm_params &p) {
+    return dim3(static_cast<unsigned>(ceil_div(max_b(p), Tile::B)), static_cast<unsigned>(ceil_div(max_a(p), Tile::A)),
+                static_cast<unsigned>(p.batch));
 }
 
-// Narrow tiles where wide ones would leave multiprocessors idle. Either choice gives the same result.
-template <class T>
-int launch_tensor(const algm_gbm_params &p, Sets *sets, const void *tokens, Match *partial, const RowCount &count,
-                  void *stream) {
-    int device = 0, multiprocessors = 0;
-    cudaError_t error = cudaGetDevice(&device);
-    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-    if (error != cudaSuccess) return status_of(error);
-    const int64_t blocks = p.batch * ceil_div(max_a(p), WideTile::SIDE) * ceil_div(max_b(p), WideTile::SIDE);
-    return blocks < multiprocessors ? launch_tensor<T, NarrowTile>(p, sets, tokens, partial, count, stream)
-                                    : launch_tensor<T, WideTile>(p, sets, tokens, partial, count, stream);
+// Tiles that the busiest multiprocessor computes.
+template <class Tile>
+int64_t rounds(const algm_gbm_params &p, int multiprocessors) {
+    const dim3 grid = tile_grid<Tile>(p);
+    return ceil_div(int64_t{grid.x} * grid.y * grid.z, multiprocessors);
 }
 
-// sm_75 has no bf16 tensor cores. What counts is the architecture the kernel was compiled for: code for sm_75 that the
-// driver translates for a later GPU lacks the instruction too.
-int has_bf16_tensor_cores(bool *has) {
-    cudaFuncAttributes attributes;
-    const cudaError_t error = cudaFuncGetAttributes(&attributes, tensor_match_kernel<__nv_bfloat16, WideTile>);
-    *has = error == cudaSuccess && attributes.ptxVersion >= 80;
-    return status_of(error);
-}
+// What the launch of a kernel of matches needs to know.
+struct MatchLaunch {
+    const algm_gbm_params &p;
+    Sets *sets;
+    const void *tokens;
+    Match *partial;
+    RowCount count;
+    void *stream;
+    int multiprocessors, shared_bytes;
+
+    template <class T, class Tile>
+    int with_tile() const {
+        const dim3 grid = tile_grid<Tile>(p);
+        sets->tiles = static_cast<int>(grid.x);
+        return launch<false>(tensor_match_kernel<T, Tile>, grid, Tile::THREADS, Tile::SHARED_BYTES, stream, *sets,
+                             static_cast<const T *>(tokens), partial, count);
+    }
+
+    // Loading bounds these tiles: the best has the fewest rows to load on the busiest multiprocessor. The largest ones
+    // do not fit into every GPU's shared memory.
+    template <class T, class Tile, class... Larger>
+    int with_best_tile() const {
+        const auto cost = [&](auto tile) -> int64_t {
+            using Other = decltype(tile);
+            if (Other::SHARED_BYTES > shared_bytes) return INT64_MAX;
+            return rounds<Other>(p, multiprocessors) * (Other::A + Other::B);
+        };
+        if constexpr (sizeof...(Larger) > 0)
+            if (((cost(Larger{}) < cost(Tile{})) || ...)) return with_best_tile<T, Larger...>();
+        return with_tile<T, Tile>();
+    }
+
+    template <class T>
+    int with_type(bool warpgroups) const {
+        return warpgroups
+                   ? with_best_tile<T, WarpgroupTile<1, 32, 6, 2>, WarpgroupTile<2, 64, 4, 1>,
+                                    WarpgroupTile<3, 192, 4, 1>>()
+                   : with_best_tile<T, WarpTile<32, 2, 2, 6, 4>, WarpTile<64, 2, 2, 3, 2>, WarpTile<160, 2, 4, 4, 1>>();
+    }
+
+    template <class Tile>
+    int with_plain_tile() const {
+        const dim3 grid = tile_grid<Tile>(p);
+        sets->tiles = static_cast<int>(grid.x);
+        return with_dtype(p.dtype, p.width, is_aligned(tokens), [&](auto type, auto pack) {
+            using T = decltype(type);
+            return launch<false>(plain_match_kernel<T, decltype(pack)::value, Tile>, grid, Tile::THREADS, 0, stream,
+                                 *sets, static_cast<const T *>(tokens), partial, count);
+        });
+    }
+
+    // Arithmetic bounds these: the best has the fewest products.
+    int plain() const {
+        using Small = PlainTile<64, 2>;
+        using Large = PlainTile<160, 1>;
+        const bool large = rounds<Large>(p, multiprocessors) * Large::A * Large::B <=
+                           rounds<Small>(p, multiprocessors) * Small::A * Small::B;
+        return large ? with_plain_tile<Large>() : with_plain_tile<Small>();
+    }
+};
 
 // Queues the kernel that fills `partial`, clears the row count, and sets sets->tiles; without a pair there is nothing
 // to fill.
 int launch_matches(const algm_gbm_params &p, Sets *sets, const void *tokens, Match *partial, const RowCount &count,
                    void *stream) {
-    if (max_a(p) == 0 || max_b(p) == 0) return count.rows == nullptr ? ALGM_OK : count.clear_on(stream_of(stream));
-    const bool packed = is_aligned(tokens) && p.width % 8 == 0;
-    if (packed && p.dtype == ALGM_FLOAT16) return launch_tensor<__half>(p, sets, tokens, partial, count, stream);
-    bool tensor_bf16 = false;
-    if (packed && p.dtype == ALGM_BFLOAT16)
-        if (const int status = has_bf16_tensor_cores(&tensor_bf16)) return status;
-    if (tensor_bf16) return launch_tensor<__nv_bfloat16>(p, sets, tokens, partial, count, stream);
-    sets->tiles = static_cast<int>(ceil_div(max_b(p), PlainTile::B));
-    const dim3 grid(sets->tiles, static_cast<unsigned>(ceil_div(max_a(p), PlainTile::A)),
-                    static_cast<unsigned>(p.batch));
-    return with_dtype(p.dtype, p.width, is_aligned(tokens), [&](auto type, auto pack) {
-        using T = decltype(type);
-        plain_match_kernel<T, decltype(pack)::value>
-            <<<grid, PlainTile::THREADS, 0, stream_of(stream)>>>(*sets, static_cast<const T *>(tokens), partial, count);
-        return launched();
-    });
+    if (max_a(p) == 0 || max_b(p) == 0) return count.rows == nullptr ? ALGM_OK : clear_on(stream, count);
+    const bool is_bf16 = p.dtype == ALGM_BFLOAT16;
+    bool tensor = is_aligned(tokens) && p.width % 8 == 0 && p.dtype != ALGM_FLOAT32;
+    if (tensor)
+        if (const int status =
+                has_tensor_cores(tensor_match_kernel<__nv_bfloat16, WarpTile<64, 2, 2, 3, 2>>, is_bf16, &tensor))
+            return status;
+    cudaFuncAttributes probe;
+    cudaError_t error = cudaFuncGetAttributes(&probe, warpgroup_probe);
+    int device = 0, multiprocessors = 0, shared_bytes = 0;
+    if (error == cudaSuccess) error = cudaGetDevice(&device);
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+    if (error == cudaSuccess)
+        error = cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    if (error != cudaSuccess) return status_of(error);
+    const MatchLaunch matches = {p, sets, tokens, partial, count, stream, multiprocessors, shared_bytes};
+    if (!tensor) return matches.plain();
+    const bool warpgroups = probe.maxThreadsPerBlock == kWarpgroup;
+    return is_bf16 ? matches.with_type<__nv_bfloat16>(warpgroups) : matches.with_type<__half>(warpgroups);
 }
 
 // Where the decision finds the best match of a row: in partial results (tokens were given) or in arrays.
@@ -115,6 +177,7 @@ struct Matches {
 
 __global__ void collect_kernel(Matches matches, float *best, int32_t *best_row) {
     const int image = blockIdx.y, i = blockIdx.x * blockDim.x + threadIdx.x;
+    wait_for_previous();
     if (i >= matches.sets.a_max) return;
     const Match match = i < matches.sets.a_count(image) ? matches.at(image, i) : Match{-INFINITY, -1};
     best[int64_t{image} * matches.sets.a_max + i] = match.similarity;
@@ -123,7 +186,7 @@ __global__ void collect_kernel(Matches matches, float *best, int32_t *best_row) 
 
 struct Decision {
     Matches matches;
-    GbmPlan plan;
+    Plan plan;
     double divisor;
     int batch, prefix;
     int64_t patches;
@@ -142,28 +205,29 @@ struct Statistics {
     double mean, deviation;
 };
 
-// Mean and unbiased deviation of the finite values among `count`, by one warp; NaN where fewer than two exist.
+// Mean and unbiased deviation of the finite values among `count`, by one warp; NaN where fewer than two exist. In one
+// pass: squares are those of distances from one of the values, so nothing cancels but what is small already.
 template <class Value>
 __device__ Statistics statistics(int count, Value value_of) {
-    double sum = 0, squares = 0;
+    double sum = 0, distances = 0, squares = 0;
     int finite = 0;
+    const float first = count > 0 ? value_of(0) : 0;
+    const double pivot = isfinite(first) ? first : 0;
 #pragma unroll 4
     for (int i = lane_index(); i < count; i += kWarp) {
         const float value = value_of(i);
-        sum += isfinite(value) ? value : 0.0f;
+        const double distance = isfinite(value) ? value - pivot : 0;
+        sum += isfinite(value) ? value : 0;
+        distances += distance;
+        squares += distance * distance;
         finite += isfinite(value);
     }
     sum = warp_sum(sum);
+    distances = warp_sum(distances);
+    squares = warp_sum(squares);
     finite = warp_sum(finite);
     if (finite < 2) return {nan(""), nan("")};
-    const double mean = sum / finite;
-#pragma unroll 4
-    for (int i = lane_index(); i < count; i += kWarp) {
-        const float value = value_of(i);
-        const double difference = isfinite(value) ? value - mean : 0;
-        squares += difference * difference;
-    }
-    return {mean, sqrt(warp_sum(squares) / (finite - 1))};
+    return {sum / finite, sqrt(fmax(squares - distances * distances / finite, 0.0) / (finite - 1))};
 }
 
 __device__ float limit_from(const Decision &d, double mean, double deviation) {
@@ -216,83 +280,96 @@ __device__ int fewest_merges(const Decision &d, float limit) {
     return block_min(fewest);
 }
 
-// Sets target[i] for every row of set A: the row it joins, or -1 if it stays or does not exist. Under `batch_min` the
-// best `merges` join.
-__device__ void choose_targets(const Decision &d, const float *best, const int32_t *best_row, int count, float limit,
-                               int merges, int32_t *target) {
-    if (!d.batch_min) {
-        for (int i = threadIdx.x; i < d.matches.sets.a_max; i += blockDim.x)
-            target[i] = i < count && d.reaches(best[i], limit) ? best_row[i] : -1;
-    } else {
-        for (int start = 0; start < d.matches.sets.a_max; start += blockDim.x / kRankers) {
-            const int i = start + threadIdx.x / kRankers;
-            const int rank = block_rank(best, count, i);
-            if (i < d.matches.sets.a_max && threadIdx.x % kRankers == 0)
-                target[i] = i < count && d.reaches(best[i], limit) && rank < merges ? best_row[i] : -1;
-        }
+// Unsets target[i] where a row of set A stays: all that do not reach the limit and, under `batch_min`, all but the best
+// `merges`.
+__device__ void choose_targets(const Decision &d, const float *best, int count, float limit, int32_t *target) {
+    for (int i = threadIdx.x; i < count; i += blockDim.x)
+        if (!d.reaches(best[i], limit)) target[i] = -1;
+    if (!d.batch_min) return;  // every thread goes on with the targets that it wrote
+    const int merges = fewest_merges(d, limit);
+    __syncthreads();
+    for (int start = 0; start < count; start += blockDim.x / kRankers) {
+        const int i = start + threadIdx.x / kRankers;
+        const int rank = rank_of(best, count, i);
+        if (i < count && threadIdx.x % kRankers == 0 && rank >= merges) target[i] = -1;
     }
     __syncthreads();
 }
 
-constexpr int kSharedRows = 2048;  // rows of set A whose similarities fit into shared memory
+constexpr int kSharedRows = 2304;  // rows of a sequence whose plan fits into shared memory
+constexpr int kSharedHalf = kSharedRows / 2;
 
 // One block an image: threshold, who merges, new row numbers, composed map.
 __global__ void __launch_bounds__(1024) decide_kernel(Decision d) {
+    __shared__ float shared_best[kSharedHalf];
+    __shared__ int32_t shared_target[kSharedHalf], shared_row[kSharedRows];
+    __shared__ Joins shared_joins[kSharedHalf];
     const Sets &sets = d.matches.sets;
     const int image = blockIdx.x, a_count = sets.a_count(image), b_count = sets.b_count(image);
-    const int64_t a_offset = int64_t{image} * sets.a_max, row_offset = int64_t{image} * sets.rows;
-    __shared__ float shared_best[kSharedRows];
-    float *best = sets.a_max <= kSharedRows ? shared_best : d.plan.best + a_offset;
-    int32_t *best_row = d.plan.best_row + a_offset, *target = d.plan.target + a_offset;
-    int32_t *row = d.plan.row + row_offset, *source = d.plan.source + row_offset;
+    const int64_t a_offset = int64_t{image} * sets.a_max, b_offset = int64_t{image} * sets.b_max;
+    const bool fits = sets.rows <= kSharedRows && sets.a_max <= kSharedHalf && sets.b_max <= kSharedHalf;
+    float *best = fits ? shared_best : d.plan.best + a_offset;
+    int32_t *target = fits ? shared_target : d.plan.target + a_offset;
+    Joins *joins = fits ? shared_joins : d.plan.joins + b_offset;
+    int32_t *row = fits ? shared_row : d.plan.row + int64_t{image} * sets.rows;
+    int32_t *new_row = d.plan.new_row + int64_t{image} * sets.rows;
+    const int64_t *map = d.map + image * d.patches;
+    int64_t from = threadIdx.x < d.patches ? map[threadIdx.x] : -1;
+    for (int j = threadIdx.x; j < b_count; j += blockDim.x) joins[j] = {0, INT32_MAX, -1};
+    wait_for_previous();
+
     for (int i = threadIdx.x; i < a_count; i += blockDim.x) {
         const Match match = d.matches.at(image, i);
         best[i] = match.similarity;
-        best_row[i] = match.column;
+        target[i] = match.column < 0 ? -1 : (match.column - sets.b0) / 2;
     }
     __syncthreads();
+    let_next_start();  // not before: what it loads would delay the matches
     const float limit = !d.adaptive ? *d.threshold : d.batch_min ? common_limit(d) : own_limit(d, best, a_count);
-    choose_targets(d, best, best_row, a_count, limit, d.batch_min ? fewest_merges(d, limit) : 0, target);
+    choose_targets(d, best, a_count, limit, target);
 
-    for (int r = threadIdx.x; r < d.prefix; r += blockDim.x) row[r] = source[r] = r;
+    for (int r = threadIdx.x; r < d.prefix; r += blockDim.x) row[r] = new_row[r] = r;
     int next = d.prefix;
     for (int start = 0; start < a_count; start += blockDim.x) {
-        const int i = start + threadIdx.x;
-        const bool stays = i < a_count && target[i] < 0;
-        const int new_row = block_flags_before(stays, next);
-        if (stays) {
-            row[sets.a0 + 2 * i] = new_row;
-            source[new_row] = sets.a0 + 2 * i;
-        }
-    }
-    for (int j = threadIdx.x; j < b_count; j += blockDim.x) {
-        row[sets.b0 + 2 * j] = next + j;
-        source[next + j] = sets.b0 + 2 * j;
+        const int i = start + threadIdx.x, joined = i < a_count ? target[i] : -1, old_row = sets.a0 + 2 * i;
+        const bool stays = i < a_count && joined < 0;
+        const int place = block_flags_before(stays, next);
+        if (stays) row[old_row] = new_row[old_row] = place;
+        if (joined < 0) continue;
+        new_row[old_row] = kNoRow;
+        atomicAdd(&joins[joined].count, 1);
+        atomicMin(&joins[joined].first, i);
+        atomicMax(&joins[joined].last, i);
     }
     if (threadIdx.x == 0) {
         d.out_length[image] = d.plan.length[image] = next + b_count;
         d.count.raise(next + b_count);
     }
     __syncthreads();
+    for (int j = threadIdx.x; j < b_count; j += blockDim.x) {
+        const int old_row = sets.b0 + 2 * j;
+        row[old_row] = next + j;
+        new_row[old_row] = joins[j].count > 0 ? -1 - (next + j) : next + j;
+        if (fits) d.plan.joins[b_offset + j] = joins[j];
+    }
+    const int length = max(sets.end(image), d.prefix);
+    for (int r = length + threadIdx.x; r < sets.rows; r += blockDim.x) new_row[r] = kNoRow;
     for (int i = threadIdx.x; i < a_count; i += blockDim.x) {
-        if (target[i] < 0) continue;
-        const int new_row = next + (target[i] - sets.b0) / 2;
-        row[sets.a0 + 2 * i] = new_row;
-        source[new_row] = -1 - target[i];  // several rows may write this, all the same value
+        if (target[i] >= 0) row[sets.a0 + 2 * i] = next + target[i];
+        if (fits) d.plan.target[a_offset + i] = target[i];
     }
     __syncthreads();
-    const int length = max(sets.end(image), d.prefix);
-    for (int64_t p = image * d.patches + threadIdx.x; p < (image + 1) * d.patches; p += blockDim.x) {
-        const int64_t from = d.map[p];
-        d.out_map[p] = from >= 0 && from < length ? row[from] : -1;
+    for (int64_t p = threadIdx.x; p < d.patches; p += blockDim.x) {
+        d.out_map[image * d.patches + p] = from >= 0 && from < length ? row[from] : -1;
+        from = p + blockDim.x < d.patches ? map[p + blockDim.x] : -1;
     }
 }
 
-int launch_decision(const algm_gbm_params &p, const Workspace &workspace, const Matches &matches, const int64_t *map,
+int launch_decision(const algm_gbm_params &p, const Plan &plan, const Matches &matches, const int64_t *map,
                     const float *threshold, int64_t *out_map, int64_t *out_length, const RowCount &count,
                     void *stream) {
     const Decision decision = {matches,
-                               workspace.plan,
+                               plan,
                                p.divisor,
                                static_cast<int>(p.batch),
                                static_cast<int>(p.prefix),
@@ -306,49 +383,110 @@ int launch_decision(const algm_gbm_params &p, const Workspace &workspace, const 
                                out_length,
                                count};
     const unsigned threads = block_threads(p.batch * kWarp > p.patches ? p.batch * kWarp : p.patches);
-    decide_kernel<<<static_cast<unsigned>(p.batch), threads, 0, stream_of(stream)>>>(decision);
-    return launched();
+    return launch<true>(decide_kernel, dim3(static_cast<unsigned>(p.batch)), threads, 0, stream, decision);
 }
 
-// A row of set B and every row of set A that joins it, in ascending order. Rows of set B come last in the output and a
-// popular one takes longest, so these start first.
-struct JoinedRows {
-    static constexpr bool kLongRowsLast = true;
-    static constexpr int kTogether = 2, kPacks = 2, kBlocks = 4;  // mostly pairs
+// The rows of set A of an image that join rows of set B, in ascending order.
+struct Joiners {
     const int32_t *target;
-    int a0, a_max;
+    int a0;
 
+    // Calls add(rows) with two rows at a time, the second kNoRow where the number is odd. Called by all lanes.
     template <class Add>
-    __device__ void visit(int image, int row, int *list, Add add) const {
-        if (lane_index() == 0) list[0] = row;
-        int count = 1;
-        const int32_t *targets = target + int64_t{image} * a_max;
-#pragma unroll 4
-        for (int start = 0; start < a_max; start += kWarp) {
+    __device__ void visit(const Joins &joins, int joined, Add add) const {
+        int waiting = kNoRow;
+        for (int start = joins.first; start <= joins.last; start += kWarp) {
             const int i = start + lane_index();
-            const bool joins = i < a_max && targets[i] == row;
-            const unsigned joined = __ballot_sync(kAllLanes, joins);
-            if (joined == 0) continue;
-            if (count + __popc(joined) > kMemberList) {
-                __syncwarp();
-                add(count);
-                __syncwarp();
-                count = 0;
+            const bool joins_this = i <= joins.last && target[i] == joined;
+            for (unsigned left = __ballot_sync(kAllLanes, joins_this); left != 0; left &= left - 1) {
+                const int row = a0 + 2 * (start + __ffs(left) - 1);
+                if (waiting != kNoRow) add(waiting, row);
+                waiting = waiting == kNoRow ? row : kNoRow;
             }
-            if (joins) list[count + __popc(joined & lanes_below())] = a0 + 2 * i;
-            count += __popc(joined);
         }
-        __syncwarp();
-        add(count);
+        if (waiting != kNoRow) add(waiting, kNoRow);
     }
 };
+
+// A warp carries a span of kGroup neighbouring rows to where the plan says. Those that others join wait for these: most
+// often one or two.
+template <class T, int V>
+__global__ void __launch_bounds__(kApplyWarps *kWarp, 3)
+    apply_kernel(ApplyShape shape, Sets sets, bool weighted, int items, int spans, Plan plan, const T *tokens,
+                 const float *size, T *out_tokens, float *out_size) {
+    const int unit = blockIdx.x * kApplyWarps + warp_index(), item = unit / spans;
+    if (item >= items) return;
+    // Last image first: decide read the images in order, so the last ones are still in the cache.
+    const int image = gridDim.y - 1 - blockIdx.y;
+    Rows<T, V> rows(shape, image, unit % spans, tokens, size);
+    Bits<T, V> early[kGroup][kSpanPacks];
+#pragma unroll
+    for (int g = 0; g < kGroup; ++g)
+#pragma unroll
+        for (int i = 0; i < kSpanPacks; ++i)
+            if (rows.has(item * kGroup + g, i)) early[g][i] = rows.load(item * kGroup + g, i);
+    wait_for_previous();
+    rows.find_output(shape, image, out_tokens, out_size);
+    const int lane_row = item * kGroup + lane_index() % kGroup;
+    const bool exists = lane_row < sets.rows;
+    const int lane_target = exists ? plan.new_row[int64_t{image} * sets.rows + lane_row] : kNoRow;
+    const float lane_size = exists ? rows.size[lane_row] : 0;
+    if (lane_target >= 0 && lane_target != kNoRow) rows.store_size(lane_target, lane_size, kGroup);
+#pragma unroll
+    for (int g = 0; g < kGroup; ++g) {
+        const int target = __shfl_sync(kAllLanes, lane_target, g);
+        if (target < 0 || target == kNoRow) continue;
+#pragma unroll
+        for (int i = 0; i < kSpanPacks; ++i) rows.store(target, i, early[g][i]);
+    }
+    rows.clear_padding(lane_row);
+    if (!__any_sync(kAllLanes, lane_target < 0)) return;
+
+    const Joiners joiners = {plan.target + int64_t{image} * sets.a_max, sets.a0};
+    const int lane_joined = (lane_row - sets.b0) / 2;
+    const Joins lane_joins = lane_target < 0 ? plan.joins[int64_t{image} * sets.b_max + lane_joined] : Joins{};
+#pragma unroll
+    for (int g = 0; g < kGroup; ++g) {
+        const int target = __shfl_sync(kAllLanes, lane_target, g);
+        if (target >= 0) continue;
+        const Joins joins = {0, __shfl_sync(kAllLanes, lane_joins.first, g),
+                             __shfl_sync(kAllLanes, lane_joins.last, g)};
+        const int joined = __shfl_sync(kAllLanes, lane_joined, g);
+        float total = __shfl_sync(kAllLanes, lane_size, g);
+        Mean<T, V> means[kSpanPacks];
+#pragma unroll
+        for (int i = 0; i < kSpanPacks; ++i) means[i].add(early[g][i], weighted ? total : 1);
+        joiners.visit(joins, joined, [&](int first, int second) {
+            const int both[2] = {first, second == kNoRow ? first : second};
+            Bits<T, V> values[2][kSpanPacks];
+            float sizes[2];
+#pragma unroll
+            for (int m = 0; m < 2; ++m) {
+                sizes[m] = rows.size[both[m]];
+#pragma unroll
+                for (int i = 0; i < kSpanPacks; ++i)
+                    if (rows.has(both[m], i)) values[m][i] = rows.load(both[m], i);
+            }
+#pragma unroll
+            for (int m = 0; m < 2; ++m) {
+                if (m == 1 && second == kNoRow) break;
+                total += sizes[m];
+#pragma unroll
+                for (int i = 0; i < kSpanPacks; ++i) means[i].add(values[m][i], weighted ? sizes[m] : 1);
+            }
+        });
+#pragma unroll
+        for (int i = 0; i < kSpanPacks; ++i) rows.store(-1 - target, i, means[i].value());
+        rows.store_size(-1 - target, total, 1);
+    }
+}
 
 }  // namespace
 
 size_t algm_cuda_gbm_workspace(const algm_gbm_params *params) {
     if (check_batch(params) != ALGM_OK) return 0;
     Carver carver(nullptr);
-    Workspace(*params, carver);
+    Plan(*params, carver);
     return carver.used();
 }
 
@@ -362,13 +500,13 @@ int algm_cuda_gbm_similarity(const algm_gbm_params *params, const void *tokens, 
     if (any_null(tokens, length, workspace) || is_missing(best, max_a(*params)) || is_missing(best_row, max_a(*params)))
         return ALGM_INVALID_ARGUMENT;
     Carver carver(workspace);
-    const Workspace parts(*params, carver);
+    const Plan plan(*params, carver);
     Sets sets = sets_of(*params, length);
     if (sets.a_max == 0) return ALGM_OK;
-    if (const int status = launch_matches(*params, &sets, tokens, parts.partial, {}, stream)) return status;
+    if (const int status = launch_matches(*params, &sets, tokens, plan.partial, {}, stream)) return status;
     const dim3 grid(static_cast<unsigned>(ceil_div(sets.a_max, 256)), static_cast<unsigned>(params->batch));
-    collect_kernel<<<grid, 256, 0, stream_of(stream)>>>({sets, parts.partial, nullptr, nullptr}, best, best_row);
-    return launched();
+    return launch<true>(collect_kernel, grid, 256, 0, stream, Matches{sets, plan.partial, nullptr, nullptr}, best,
+                        best_row);
 }
 
 int algm_cuda_gbm_decide_given(const algm_gbm_params *params, const float *best, const int32_t *best_row,
@@ -379,11 +517,11 @@ int algm_cuda_gbm_decide_given(const algm_gbm_params *params, const float *best,
         is_missing(best_row, max_a(*params)))
         return ALGM_INVALID_ARGUMENT;
     Carver carver(workspace);
-    const Workspace parts(*params, carver);
-    const RowCount count = {rows, parts.plan.rows, rows_int32};
-    if (const int status = count.clear_on(stream_of(stream))) return status;
+    const Plan plan(*params, carver);
+    const RowCount count = {rows, plan.rows, rows_int32};
+    if (const int status = clear_on(stream, count)) return status;
     const Matches matches = {sets_of(*params, length), nullptr, best, best_row};
-    return launch_decision(*params, parts, matches, map, threshold, out_map, out_length, count, stream);
+    return launch_decision(*params, plan, matches, map, threshold, out_map, out_length, count, stream);
 }
 
 int algm_cuda_gbm_decide(const algm_gbm_params *params, const void *tokens, const int64_t *map, const int64_t *length,
@@ -392,12 +530,12 @@ int algm_cuda_gbm_decide(const algm_gbm_params *params, const void *tokens, cons
     if (const int status = check_batch(params)) return status;
     if (any_null(tokens, map, length, threshold, out_map, out_length, rows, workspace)) return ALGM_INVALID_ARGUMENT;
     Carver carver(workspace);
-    const Workspace parts(*params, carver);
+    const Plan plan(*params, carver);
     Sets sets = sets_of(*params, length);
-    const RowCount count = {rows, parts.plan.rows, rows_int32};
-    if (const int status = launch_matches(*params, &sets, tokens, parts.partial, count, stream)) return status;
-    const Matches matches = {sets, parts.partial, nullptr, nullptr};
-    return launch_decision(*params, parts, matches, map, threshold, out_map, out_length, count, stream);
+    const RowCount count = {rows, plan.rows, rows_int32};
+    if (const int status = launch_matches(*params, &sets, tokens, plan.partial, count, stream)) return status;
+    const Matches matches = {sets, plan.partial, nullptr, nullptr};
+    return launch_decision(*params, plan, matches, map, threshold, out_map, out_length, count, stream);
 }
 
 int algm_cuda_gbm_apply(const algm_gbm_params *params, const void *tokens, const float *size, const void *workspace,
@@ -405,15 +543,20 @@ int algm_cuda_gbm_apply(const algm_gbm_params *params, const void *tokens, const
     if (const int status = check_batch(params)) return status;
     if (any_null(tokens, size, workspace, out_tokens, out_size)) return ALGM_INVALID_ARGUMENT;
     Carver carver(const_cast<void *>(workspace));
-    const Workspace parts(*params, carver);
-    const ApplyShape shape = {static_cast<int>(params->rows),
-                              static_cast<int>(params->width),
-                              out_rows,
-                              parts.plan.rows,
-                              parts.plan.length,
-                              parts.plan.source,
-                              params->semantics == ALGM_SEMANTICS_CODE};
-    const JoinedRows members = {parts.plan.target, static_cast<int>(first_a(*params)),
-                                static_cast<int>(max_a(*params))};
-    return launch_apply(params->dtype, params->batch, shape, members, tokens, size, out_tokens, out_size, stream);
+    const Plan plan(*params, carver);
+    const Sets sets = sets_of(*params, nullptr);
+    const ApplyShape shape = {sets.rows, sets.width, out_rows, plan.rows, plan.length};
+    if (out_rows < 1 && out_rows != ALGM_ROWS_ON_DEVICE) return ALGM_INVALID_ARGUMENT;
+    // An output never has more rows than the input, unless the caller asked for more padding.
+    const int64_t items = ceil_div(out_rows > sets.rows ? out_rows : sets.rows, kGroup);
+    const bool weighted = params->semantics == ALGM_SEMANTICS_CODE;
+    const bool aligned = is_aligned(tokens) && is_aligned(out_tokens);
+    return with_apply_grid(
+        params->dtype, sets.width, items, aligned, [&](auto type, auto pack, unsigned blocks, int spans) {
+            using T = decltype(type);
+            return launch<true>(apply_kernel<T, decltype(pack)::value>,
+                                dim3(blocks, static_cast<unsigned>(params->batch)), kApplyWarps * kWarp, 0, stream,
+                                shape, sets, weighted, static_cast<int>(items), spans, plan,
+                                static_cast<const T *>(tokens), size, static_cast<T *>(out_tokens), out_size);
+        });
 }

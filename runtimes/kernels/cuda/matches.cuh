@@ -2,7 +2,9 @@
 // before they leave the chip. One kernel for tensor cores (16-bit tokens), one with fp32 multiply-adds for the rest.
 #pragma once
 
-#include "device.cuh"
+#include "tensor.cuh"
+
+#include <type_traits>
 
 namespace algm::cuda {
 
@@ -33,7 +35,7 @@ __device__ inline Match best_of_lanes(Match match, int lanes) {
 
 // Sets A and B as rows of the sequences; `tiles` is the grid's extent in B, one partial result each.
 struct Sets {
-    int rows, width, a0, b0, a_max, tiles;
+    int rows, width, a0, b0, a_max, b_max, tiles;
     const int64_t *length;
 
     __device__ int end(int image) const { return static_cast<int>(min(length[image], int64_t{rows})); }
@@ -42,35 +44,7 @@ struct Sets {
     __device__ int b_count(int image) const { return every_second(b0, end(image)); }
 };
 
-__device__ inline float inverse_norm(float squares) { return 1.0f / fmaxf(sqrtf(squares), kNormEps); }
-
 // ---- tensor cores ---------------------------------------------------------------------------------------------------
-
-// c += a b for a 16x16 and a 16x8 tile; fp32 sums. sm_75 has the fp16 instruction at half the depth and none for bf16.
-__device__ inline void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, __half) {
-#if __CUDA_ARCH__ >= 800
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-#else
-    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(b0));
-    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a[2]), "r"(a[3]), "r"(b1));
-#endif
-}
-
-__device__ inline void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, __nv_bfloat16) {
-#if __CUDA_ARCH__ >= 800
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-#endif
-}
 
 // 16 bytes from device to shared memory, zeros where `valid` is false; asynchronous from sm_80 on.
 __device__ inline void copy_16(void *to, const void *from, bool valid) {
@@ -102,141 +76,242 @@ __device__ inline void load_matrices(unsigned (&r)[4], const void *row) {
                  : "r"(address));
 }
 
-// A block multiplies SIDE rows of A with SIDE rows of B; WARPS_M x WARPS_N warps share the tile, STAGES steps of the
-// depth are on their way or in use.
-template <int SIDE_, int WARPS_M_, int WARPS_N_, int STAGES_>
-struct TensorTile {
-    static constexpr int SIDE = SIDE_, WARPS_M = WARPS_M_, WARPS_N = WARPS_N_;
-    static constexpr int THREADS = WARPS_M * WARPS_N * kWarp;
-    static constexpr int ROWS_M = SIDE / WARPS_M / 16, COLUMNS_N = SIDE / WARPS_N / 8;  // mma tiles of a warp
-    static constexpr int DEPTH = 64, CHUNKS = DEPTH / 8, STAGES = STAGES_;              // 16-bit values, 16-byte chunks
-    static constexpr int STAGE_BYTES = 2 * SIDE * DEPTH * 2;
-    static constexpr int SHARED_BYTES = STAGES * STAGE_BYTES + 2 * SIDE * static_cast<int>(sizeof(float));
-    static_assert(THREADS == 2 * SIDE && CHUNKS == 8, "a thread copies rows that are SIDE / 4 apart");
-    static_assert(ROWS_M % WARPS_N == 0 && COLUMNS_N / 2 % WARPS_M == 0, "warps share the norms of their rows evenly");
-    static_assert(SIDE * WARPS_N * sizeof(Match) <= STAGE_BYTES, "the stages are reused for the last reduction");
-};
-using WideTile = TensorTile<64, 2, 2, 3>;
-using NarrowTile = TensorTile<32, 1, 2, 6>;
+// Hopper's matrix instructions, which read their operands from shared memory. Only code for exactly sm_90a has them;
+// this kernel's launch bound tells whether it was compiled for that.
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#define ALGM_WARPGROUPS 1
+#else
+#define ALGM_WARPGROUPS 0
+#endif
+constexpr int kWarpgroup = 4 * kWarp;
+static __global__ void __launch_bounds__(ALGM_WARPGROUPS ? kWarpgroup : kWarp) warpgroup_probe() {}
 
-// Squared norms of sixteen rows, from the diagonal of their product with themselves: what the registers hold as rows of
-// a product they also hold as its columns. Two of the four sums a lane gets lie on the diagonal in half of the lanes.
-struct SquaredNorms {
-    float upper[4] = {}, lower[4] = {};  // products of rows 0-7 and of rows 8-15
-
-    template <class T>
-    __device__ void add(const unsigned (&rows)[4], T type) {
-        multiply(upper, rows, rows[0], rows[2], type);
-        multiply(lower, rows, rows[1], rows[3], type);
-    }
-
-    // Writes the inverse norms of the rows to scale[0..15].
-    __device__ void write(float *scale) const {
-        const int row = lane_index() / 4, column = lane_index() % 4 * 2;
-        if (row == column || row == column + 1) {
-            scale[row] = inverse_norm(row == column ? upper[0] : upper[1]);
-            scale[row + 8] = inverse_norm(row == column ? lower[2] : lower[3]);
-        }
-    }
-};
-
-// One of N register groups, chosen without indexing registers at run time.
-template <int N>
-__device__ void pick(unsigned (&out)[4], const unsigned (&groups)[N][4], int which) {
-#pragma unroll
-    for (int r = 0; r < 4; ++r) {
-        out[r] = groups[0][r];
-#pragma unroll
-        for (int n = 1; n < N; ++n) out[r] = which == n ? groups[n][r] : out[r];
-    }
+// Where a tile of rows of 128 bytes, swizzled in groups of eight, begins.
+__device__ inline uint64_t descriptor_of(const void *tile) {
+    const uint64_t address = __cvta_generic_to_shared(tile), step = 8 * 128, swizzle_128 = 1;
+    return (address & 0x3ffff) >> 4 | uint64_t{1} << 16 | (step >> 4) << 32 | swizzle_128 << 62;
 }
 
+__device__ inline void start_products() {
+#if ALGM_WARPGROUPS
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#endif
+}
+
+__device__ inline void end_product_group() {
+#if ALGM_WARPGROUPS
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+#endif
+}
+
+template <int Pending>
+__device__ void wait_products() {
+#if ALGM_WARPGROUPS
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
+#endif
+}
+
+// Makes this thread's copies visible to the matrix instructions.
+__device__ inline void publish_copies() {
+#if ALGM_WARPGROUPS
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
+#define ALGM_SUMS_4(n) "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])
+#define ALGM_SUMS_16(n) ALGM_SUMS_4(n), ALGM_SUMS_4(n + 1), ALGM_SUMS_4(n + 2), ALGM_SUMS_4(n + 3)
+#define ALGM_PRODUCT_32(type)                                                                         \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32." type "." type                          \
+                 " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, %16, %17, 1, 1, 1, 0, 0;" \
+                 : ALGM_SUMS_16(0)                                                                    \
+                 : "l"(a), "l"(b))
+#define ALGM_PRODUCT_64(type)                                                                                 \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type                                  \
+                 " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"                                   \
+                 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, %32, %33, 1, 1, 1, 0, 0;" \
+                 : ALGM_SUMS_16(0), ALGM_SUMS_16(4)                                                           \
+                 : "l"(a), "l"(b))
+#define ALGM_PRODUCT_192(type)                                                                                \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n192k16.f32." type "." type                                 \
+                 " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"                                   \
+                 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"                           \
+                 "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"                           \
+                 "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63,"                           \
+                 "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,"                           \
+                 "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95}, %96, %97, 1, 1, 1, 0, 0;" \
+                 : ALGM_SUMS_16(0), ALGM_SUMS_16(4), ALGM_SUMS_16(8), ALGM_SUMS_16(12), ALGM_SUMS_16(16),     \
+                   ALGM_SUMS_16(20)                                                                           \
+                 : "l"(a), "l"(b))
+
+// c += a b for a 64x16 and a 16xN tile, by the four warps of a group.
+#define ALGM_MULTIPLY_GROUP(N)                                                           \
+    template <class T>                                                                   \
+    __device__ void multiply_group(float (*c)[4], uint64_t a, uint64_t b, Constant<N>) { \
+        if constexpr (std::is_same_v<T, __half>)                                         \
+            ALGM_PRODUCT_##N("f16");                                                     \
+        else                                                                             \
+            ALGM_PRODUCT_##N("bf16");                                                    \
+    }
+#if ALGM_WARPGROUPS
+ALGM_MULTIPLY_GROUP(32)
+ALGM_MULTIPLY_GROUP(64)
+ALGM_MULTIPLY_GROUP(192)
+#else
+template <class T, int N>
+__device__ void multiply_group(float (*)[4], uint64_t, uint64_t, Constant<N>) {}
+#endif
+
+// What tiles of A rows of set A by B rows of set B have in common: STAGES steps of the depth are on their way or in
+// use.
+template <int A_, int B_, int THREADS_, int STAGES_, int BLOCKS_>
+struct TensorTile {
+    static constexpr int A = A_, B = B_, THREADS = THREADS_, STAGES = STAGES_, BLOCKS = BLOCKS_;
+    static constexpr int DEPTH = 64, CHUNKS = DEPTH / 8;  // 16-bit values, 16-byte chunks
+    static constexpr int STAGE_BYTES = (A + B) * DEPTH * 2, ALIGNMENT = 1024;
+    static constexpr int SHARED_BYTES = STAGES * STAGE_BYTES + (A + B) * static_cast<int>(sizeof(float)) + ALIGNMENT;
+    static constexpr int COPY_ROWS = THREADS / CHUNKS;  // rows that the threads copy at once
+    static constexpr int COPIES_A = A / COPY_ROWS, COPIES = (A + B) / COPY_ROWS;
+    static_assert(COPIES_A * COPY_ROWS == A && COPIES * COPY_ROWS == A + B, "threads copy A, then B");
+    static_assert(COPY_ROWS % 8 == 0 && STAGE_BYTES % ALIGNMENT == 0, "a thread copies rows that are swizzled alike");
+};
+
+// WARPS_M x WARPS_N warps, each with its share of the tile in both directions.
+template <int SIDE, int WARPS_M_, int WARPS_N_, int STAGES, int BLOCKS>
+struct WarpTile : TensorTile<SIDE, SIDE, WARPS_M_ * WARPS_N_ * kWarp, STAGES, BLOCKS> {
+    static constexpr bool GROUPS = false;
+    static constexpr int WARPS_M = WARPS_M_, WARPS_N = WARPS_N_, AHEAD = STAGES - 1;
+    static constexpr int ROWS_M = SIDE / WARPS_M / 16, COLUMNS_N = SIDE / WARPS_N / 8;  // mma tiles of a warp
+    static_assert(WARPS_M * ROWS_M * 16 == SIDE && WARPS_N * COLUMNS_N * 8 == SIDE, "warps cover the tile");
+};
+
+// Groups of four warps, each with 64 rows of A and all of B. A step is overwritten while the next is multiplied.
+template <int WARPGROUPS, int B, int STAGES, int BLOCKS>
+struct WarpgroupTile : TensorTile<64 * WARPGROUPS, B, WARPGROUPS * kWarpgroup, STAGES, BLOCKS> {
+    static constexpr bool GROUPS = true;
+    static constexpr int WARPS_M = 4 * WARPGROUPS, WARPS_N = 1, AHEAD = STAGES - 2;
+    static constexpr int ROWS_M = 1, COLUMNS_N = B / 8;
+};
+
+// The best match of each row of a tile of set A within a tile of set B. All kernels of a GPU add up the products of two
+// rows in the same order, whatever the tile, so they give the same bits.
 template <class T, class Tile>
-__global__ void __launch_bounds__(Tile::THREADS, 2)
+__global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
     tensor_match_kernel(Sets sets, const T *tokens, Match *partial, RowCount count) {
-    extern __shared__ __align__(128) unsigned char shared[];
+    extern __shared__ unsigned char unaligned[];
+    if (Tile::GROUPS && !ALGM_WARPGROUPS) return;
+    unsigned char *shared = unaligned + (Tile::ALIGNMENT - __cvta_generic_to_shared(unaligned) % Tile::ALIGNMENT);
     float *scales = reinterpret_cast<float *>(shared + Tile::STAGES * Tile::STAGE_BYTES);
-    const int image = blockIdx.z, first_a = blockIdx.y * Tile::SIDE, first_b = blockIdx.x * Tile::SIDE;
+    const int image = blockIdx.z, first_a = blockIdx.y * Tile::A, first_b = blockIdx.x * Tile::B;
     const int a_count = sets.a_count(image), b_count = sets.b_count(image);
+    let_next_start();
     if (threadIdx.x + blockIdx.x + blockIdx.y + blockIdx.z == 0) count.clear();
     if (first_a >= a_count) return;
     tokens += int64_t{image} * sets.rows * sets.width;
 
-    // Tile rows 0..SIDE-1 are A, the others B; 16-byte chunks are swizzled by row so that no access meets a bank twice.
+    // Tile rows 0..A-1 are A, the others B; 16-byte chunks are swizzled by row so that no access meets a bank twice.
     const auto chunk_of = [&](int stage, int row, int chunk) {
         return shared + stage * Tile::STAGE_BYTES + (row * Tile::CHUNKS + (chunk ^ (row & 7))) * 16;
     };
-    const int steps = (sets.width + Tile::DEPTH - 1) / Tile::DEPTH;
-    // A thread always copies the same chunk of the same rows: SIDE / 4 apart, first those of A, then those of B.
+    const int steps = first_b < b_count ? (sets.width + Tile::DEPTH - 1) / Tile::DEPTH : 0;
+    // A thread always copies the same chunk of the same rows, COPY_ROWS apart, and adds up the squares of its values.
     const int my_row = threadIdx.x / Tile::CHUNKS, my_chunk = threadIdx.x % Tile::CHUNKS;
     const T *from_a = tokens + int64_t{sets.a0 + 2 * (first_a + my_row)} * sets.width + my_chunk * 8;
     const T *from_b = tokens + int64_t{sets.b0 + 2 * (first_b + my_row)} * sets.width + my_chunk * 8;
-    const int64_t row_step = int64_t{Tile::SIDE / 2} * sets.width;
+    const int64_t row_step = int64_t{2 * Tile::COPY_ROWS} * sets.width;
+    const auto my_copy = [&](int stage, int i) {
+        return chunk_of(stage, my_row, my_chunk) + i * Tile::COPY_ROWS * Tile::CHUNKS * 16;
+    };
     const auto fetch = [&](int step) {
         if (step < steps) {
             const bool inside = step * Tile::DEPTH + my_chunk * 8 < sets.width;
 #pragma unroll
-            for (int i = 0; i < Tile::CHUNKS; ++i) {
-                const bool is_a = i < Tile::CHUNKS / 2;
-                const int nth = i % (Tile::CHUNKS / 2), row = my_row + nth * (Tile::SIDE / 4);
+            for (int i = 0; i < Tile::COPIES; ++i) {
+                const bool is_a = i < Tile::COPIES_A;
+                const int nth = is_a ? i : i - Tile::COPIES_A, row = my_row + nth * Tile::COPY_ROWS;
                 const bool valid = inside && (is_a ? first_a + row < a_count : first_b + row < b_count);
                 const T *from = (is_a ? from_a : from_b) + nth * row_step + step * Tile::DEPTH;
-                copy_16(chunk_of(step % Tile::STAGES, is_a ? row : Tile::SIDE + row, my_chunk), valid ? from : tokens,
-                        valid);
+                copy_16(my_copy(step % Tile::STAGES, i), valid ? from : tokens, valid);
             }
         }
         end_copy_group();
     };
+    float squares[Tile::COPIES] = {};
+    const auto add_squares = [&](int stage) {
+#pragma unroll
+        for (int i = 0; i < Tile::COPIES; ++i) {
+            const uint4 chunk = *reinterpret_cast<const uint4 *>(my_copy(stage, i));
+            for (const unsigned pair : {chunk.x, chunk.y, chunk.z, chunk.w}) {
+                const float2 values = to_floats(pair, T{});
+                squares[i] = fmaf(values.x, values.x, squares[i]);
+                squares[i] = fmaf(values.y, values.y, squares[i]);
+            }
+        }
+    };
 
     const int lane = lane_index(), warp_m = warp_index() / Tile::WARPS_N, warp_n = warp_index() % Tile::WARPS_N;
     float sums[Tile::ROWS_M][Tile::COLUMNS_N][4] = {};
-    constexpr int kNormsA = Tile::ROWS_M / Tile::WARPS_N, kNormsB = Tile::COLUMNS_N / 2 / Tile::WARPS_M;
-    SquaredNorms norms_a[kNormsA], norms_b[kNormsB];
-    for (int step = 0; step < Tile::STAGES - 1; ++step) fetch(step);
-    for (int step = 0; step < steps; ++step) {
-        wait_copies<Tile::STAGES - 2>();
-        __syncthreads();
-        fetch(step + Tile::STAGES - 1);
-        const int stage = step % Tile::STAGES;
+    const auto multiply_by_warps = [&](int stage) {
 #pragma unroll
-        for (int k = 0; k < Tile::DEPTH / 16; ++k) {
-            unsigned a[Tile::ROWS_M][4], b[Tile::COLUMNS_N / 2][4];
+        for (int half = 0; half < Tile::DEPTH / 32; ++half) {
+            unsigned b[Tile::COLUMNS_N][4];
 #pragma unroll
-            for (int m = 0; m < Tile::ROWS_M; ++m)
-                load_matrices(a[m], chunk_of(stage, (warp_m * Tile::ROWS_M + m) * 16 + lane % 16, 2 * k + lane / 16));
+            for (int n = 0; n < Tile::COLUMNS_N; ++n)
+                load_matrices(b[n], chunk_of(stage, Tile::A + (warp_n * Tile::COLUMNS_N + n) * 8 + lane % 8,
+                                             4 * half + lane / 8));
 #pragma unroll
-            for (int n = 0; n < Tile::COLUMNS_N / 2; ++n)
-                load_matrices(
-                    b[n],
-                    chunk_of(stage, Tile::SIDE + (warp_n * Tile::COLUMNS_N / 2 + n) * 16 + lane / 16 * 8 + lane % 8,
-                             2 * k + lane / 8 % 2));
+            for (int k = 0; k < 2; ++k) {
+                unsigned a[Tile::ROWS_M][4];
 #pragma unroll
-            for (int m = 0; m < Tile::ROWS_M; ++m)
+                for (int m = 0; m < Tile::ROWS_M; ++m)
+                    load_matrices(a[m], chunk_of(stage, (warp_m * Tile::ROWS_M + m) * 16 + lane % 16,
+                                                 4 * half + 2 * k + lane / 16));
 #pragma unroll
-                for (int n = 0; n < Tile::COLUMNS_N; ++n)
-                    multiply(sums[m][n], a[m], b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1], T{});
-            // Warps that hold the same rows take turns at the norms.
+                for (int m = 0; m < Tile::ROWS_M; ++m)
 #pragma unroll
-            for (int m = 0; m < kNormsA; ++m) {
-                unsigned own[4];
-                pick(own, a, warp_n * kNormsA + m);
-                norms_a[m].add(own, T{});
-            }
-#pragma unroll
-            for (int n = 0; n < kNormsB; ++n) {
-                unsigned own[4];
-                pick(own, b, warp_m * kNormsB + n);
-                const unsigned as_rows[4] = {own[0], own[2], own[1], own[3]};
-                norms_b[n].add(as_rows, T{});
+                    for (int n = 0; n < Tile::COLUMNS_N; ++n)
+                        multiply(sums[m][n], a[m], b[n][2 * k], b[n][2 * k + 1], T{});
             }
         }
+    };
+    const auto multiply_by_groups = [&](int stage) {
+        if constexpr (Tile::GROUPS) {
+            const int group_row = warp_index() / 4 * 64;
+            if (first_a + group_row >= a_count) return;
+            const uint64_t a = descriptor_of(chunk_of(stage, group_row, 0));
+            const uint64_t b = descriptor_of(chunk_of(stage, Tile::A, 0));
+            start_products();
+#pragma unroll
+            for (int k = 0; k < Tile::DEPTH / 16; ++k)  // descriptors count 16 bytes, the size of a chunk
+                multiply_group<T>(sums[0], a + 2 * k, b + 2 * k, Constant<Tile::B>{});
+            end_product_group();
+        }
+    };
+    for (int step = 0; step < Tile::AHEAD; ++step) fetch(step);
+    for (int step = 0; step < steps; ++step) {
+        wait_copies<Tile::AHEAD - 1>();
+        if constexpr (Tile::GROUPS) {
+            publish_copies();
+            wait_products<1>();
+        }
+        __syncthreads();
+        fetch(step + Tile::AHEAD);
+        if constexpr (Tile::GROUPS)
+            multiply_by_groups(step % Tile::STAGES);
+        else
+            multiply_by_warps(step % Tile::STAGES);
+        add_squares(step % Tile::STAGES);
     }
-    for (int m = 0; m < kNormsA; ++m) norms_a[m].write(scales + (warp_m * Tile::ROWS_M + warp_n * kNormsA + m) * 16);
-    for (int n = 0; n < kNormsB; ++n)
-        norms_b[n].write(scales + Tile::SIDE + (warp_n * Tile::COLUMNS_N / 2 + warp_m * kNormsB + n) * 16);
+    if constexpr (Tile::GROUPS) wait_products<0>();
+#pragma unroll
+    for (int i = 0; i < Tile::COPIES; ++i) {
+        for (int offset = 1; offset < Tile::CHUNKS; offset *= 2)
+            squares[i] += __shfl_xor_sync(kAllLanes, squares[i], offset);
+        if (my_chunk == 0) scales[i * Tile::COPY_ROWS + my_row] = inverse_norm(squares[i]);
+    }
     __syncthreads();  // scales are written, and the stages are free
 
-    Match *warp_best = reinterpret_cast<Match *>(shared);  // (WARPS_N, SIDE)
+    static_assert(Tile::A * Tile::WARPS_N * sizeof(Match) <= Tile::STAGE_BYTES, "a stage holds the last reduction");
+    Match *warp_best = reinterpret_cast<Match *>(shared);  // (WARPS_N, A)
 #pragma unroll
     for (int m = 0; m < Tile::ROWS_M; ++m)
 #pragma unroll
@@ -246,30 +321,53 @@ __global__ void __launch_bounds__(Tile::THREADS, 2)
 #pragma unroll
             for (int n = 0; n < Tile::COLUMNS_N; ++n)
 #pragma unroll
-                for (int c = 0; c < 2; ++c) {
+                for (int c = 0; c < 2; ++c) {  // columns ascend
                     const int column = (warp_n * Tile::COLUMNS_N + n) * 8 + lane % 4 * 2 + c;
-                    const float cosine = sums[m][n][half * 2 + c] * scales[row] * scales[Tile::SIDE + column];
-                    if (first_b + column < b_count) best.take(cosine, first_b + column);
+                    const float cosine = sums[m][n][half * 2 + c] * scales[row] * scales[Tile::A + column];
+                    if (cosine > best.similarity && first_b + column < b_count) best = {cosine, first_b + column};
                 }
             best = best_of_lanes(best, 4);
-            if (lane % 4 == 0) warp_best[warp_n * Tile::SIDE + row] = best;
+            if (lane % 4 == 0) warp_best[warp_n * Tile::A + row] = best;
         }
     __syncthreads();
-    if (threadIdx.x < Tile::SIDE && first_a + threadIdx.x < a_count) {
-        Match best = warp_best[threadIdx.x];
+    for (int row = threadIdx.x; row < Tile::A && first_a + row < a_count; row += Tile::THREADS) {
+        Match best = warp_best[row];
         for (int n = 1; n < Tile::WARPS_N; ++n) {
-            const Match other = warp_best[n * Tile::SIDE + threadIdx.x];
+            const Match other = warp_best[n * Tile::A + row];
             best.take(other.similarity, other.column);
         }
-        partial[(int64_t{image} * sets.a_max + first_a + threadIdx.x) * sets.tiles + blockIdx.x] = best;
+        partial[(int64_t{image} * sets.a_max + first_a + row) * sets.tiles + blockIdx.x] = best;
     }
 }
 
 // ---- fp32 multiply-adds ---------------------------------------------------------------------------------------------
 
-// 128 rows of A against 64 of B, 16 values deep; a thread forms 8 x 4 products.
+// SIDE rows of A against SIDE of B, 16 values deep; a thread forms EACH x EACH products. Every tile adds them up in the
+// same order.
+template <int SIDE_, int BLOCKS_>
 struct PlainTile {
-    static constexpr int A = 128, B = 64, DEPTH = 16, THREADS = 256, PAD = 4;
+    static constexpr int SIDE = SIDE_, A = SIDE, B = SIDE, BLOCKS = BLOCKS_, DEPTH = 16, THREADS = 256, PAD = 4,
+                         EACH = SIDE / 16;
+    static constexpr int LOADS = 2 * SIDE / 64;  // rows of a thread: four threads load a row
+    static_assert(SIDE % 32 == 0, "a thread's rows are read in fours and, at the end, a pair");
+
+    // Row of a thread's i-th product: fours that lie 64 apart, then a pair.
+    __device__ static int row_of(int thread, int i) {
+        constexpr int kFours = EACH / 4 * 4;
+        return i < kFours ? i / 4 * 64 + thread * 4 + i % 4 : kFours * 16 + thread * 2 + i - kFours;
+    }
+
+    __device__ static void read(const float *rows, int thread, float (&values)[EACH]) {
+#pragma unroll
+        for (int i = 0; i + 4 <= EACH; i += 4) {
+            const float4 four = *reinterpret_cast<const float4 *>(rows + row_of(thread, i));
+            values[i] = four.x, values[i + 1] = four.y, values[i + 2] = four.z, values[i + 3] = four.w;
+        }
+        if (EACH % 4 != 0) {
+            const float2 pair = *reinterpret_cast<const float2 *>(rows + row_of(thread, EACH - 2));
+            values[EACH - 2] = pair.x, values[EACH - 1] = pair.y;
+        }
+    }
 };
 
 template <class T, int V>
@@ -285,46 +383,47 @@ __device__ void load_four(const T *row, int column, int width, bool valid, float
     }
 }
 
-template <class T, int V>
-__global__ void __launch_bounds__(PlainTile::THREADS)
+template <class T, int V, class Tile>
+__global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
     plain_match_kernel(Sets sets, const T *tokens, Match *partial, RowCount count) {
-    using Tile = PlainTile;
-    __shared__ __align__(16) float left[2][Tile::DEPTH][Tile::A + Tile::PAD],
-        right[2][Tile::DEPTH][Tile::B + Tile::PAD];
-    __shared__ float scales[Tile::A + Tile::B];
-    const int image = blockIdx.z, first_a = blockIdx.y * Tile::A, first_b = blockIdx.x * Tile::B;
+    __shared__ __align__(16) float rows[2][Tile::DEPTH][2 * Tile::SIDE + Tile::PAD];  // those of A, then those of B
+    __shared__ float scales[2 * Tile::SIDE];
+    const int image = blockIdx.z, first_a = blockIdx.y * Tile::SIDE, first_b = blockIdx.x * Tile::SIDE;
     const int a_count = sets.a_count(image), b_count = sets.b_count(image);
+    let_next_start();
     if (threadIdx.x + blockIdx.x + blockIdx.y + blockIdx.z == 0) count.clear();
     if (first_a >= a_count) return;
     tokens += int64_t{image} * sets.rows * sets.width;
 
-    // Four threads load a row, four values each: two rows of A and one of B a thread.
     const int load_row = threadIdx.x / 4, load_column = threadIdx.x % 4 * 4;
-    const T *rows[3];
-    bool valid[3];
-    for (int i = 0; i < 3; ++i) {
-        const int in_set = i < 2 ? first_a + i * 64 + load_row : first_b + load_row;
-        valid[i] = in_set < (i < 2 ? a_count : b_count);
-        rows[i] = tokens + (valid[i] ? int64_t{(i < 2 ? sets.a0 : sets.b0) + 2 * in_set} * sets.width : 0);
+    const T *from[Tile::LOADS];
+    bool valid[Tile::LOADS];
+#pragma unroll
+    for (int i = 0; i < Tile::LOADS; ++i) {
+        const int row = i * 64 + load_row;
+        const bool is_a = row < Tile::SIDE;
+        const int in_set = is_a ? first_a + row : first_b + row - Tile::SIDE;
+        valid[i] = in_set < (is_a ? a_count : b_count);
+        from[i] = tokens + (valid[i] ? int64_t{(is_a ? sets.a0 : sets.b0) + 2 * in_set} * sets.width : 0);
     }
-    float next[3][4], squares[3] = {};
+    float next[Tile::LOADS][4], squares[Tile::LOADS] = {};
     const auto fetch = [&](int start) {
 #pragma unroll
-        for (int i = 0; i < 3; ++i) load_four<T, V>(rows[i], start + load_column, sets.width, valid[i], next[i]);
+        for (int i = 0; i < Tile::LOADS; ++i)
+            load_four<T, V>(from[i], start + load_column, sets.width, valid[i], next[i]);
     };
     const auto store = [&](int stage) {
 #pragma unroll
-        for (int i = 0; i < 3; ++i)
+        for (int i = 0; i < Tile::LOADS; ++i)
 #pragma unroll
             for (int v = 0; v < 4; ++v) {
-                float *row = i < 2 ? &left[stage][load_column + v][i * 64] : right[stage][load_column + v];
-                row[load_row] = next[i][v];
+                rows[stage][load_column + v][i * 64 + load_row] = next[i][v];
                 squares[i] = fmaf(next[i][v], next[i][v], squares[i]);
             }
     };
 
     const int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
-    float sums[8][4] = {};
+    float sums[Tile::EACH][Tile::EACH] = {};
     fetch(0);
     store(0);
     __syncthreads();
@@ -333,34 +432,32 @@ __global__ void __launch_bounds__(PlainTile::THREADS)
         if (more) fetch(start + Tile::DEPTH);
 #pragma unroll
         for (int k = 0; k < Tile::DEPTH; ++k) {
-            const float4 a0 = *reinterpret_cast<const float4 *>(&left[stage][k][ty * 4]);
-            const float4 a1 = *reinterpret_cast<const float4 *>(&left[stage][k][64 + ty * 4]);
-            const float4 b = *reinterpret_cast<const float4 *>(&right[stage][k][tx * 4]);
-            const float a_values[8] = {a0.x, a0.y, a0.z, a0.w, a1.x, a1.y, a1.z, a1.w},
-                        b_values[4] = {b.x, b.y, b.z, b.w};
+            float a[Tile::EACH], b[Tile::EACH];
+            Tile::read(rows[stage][k], ty, a);
+            Tile::read(rows[stage][k] + Tile::SIDE, tx, b);
 #pragma unroll
-            for (int i = 0; i < 8; ++i)
+            for (int i = 0; i < Tile::EACH; ++i)
 #pragma unroll
-                for (int j = 0; j < 4; ++j) sums[i][j] = fmaf(a_values[i], b_values[j], sums[i][j]);
+                for (int j = 0; j < Tile::EACH; ++j) sums[i][j] = fmaf(a[i], b[j], sums[i][j]);
         }
         if (more) store(stage ^ 1);
         __syncthreads();
     }
 #pragma unroll
-    for (int i = 0; i < 3; ++i) {
+    for (int i = 0; i < Tile::LOADS; ++i) {
         for (int offset = 1; offset < 4; offset *= 2) squares[i] += __shfl_xor_sync(kAllLanes, squares[i], offset);
         if (threadIdx.x % 4 == 0) scales[i * 64 + load_row] = inverse_norm(squares[i]);
     }
     __syncthreads();
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        const int row = i / 4 * 64 + ty * 4 + i % 4;
+    for (int i = 0; i < Tile::EACH; ++i) {
+        const int row = Tile::row_of(ty, i);
         Match best = no_match();
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            const int column = tx * 4 + j;
-            const float cosine = sums[i][j] * scales[row] * scales[Tile::A + column];
-            if (first_b + column < b_count) best.take(cosine, first_b + column);
+        for (int j = 0; j < Tile::EACH; ++j) {  // columns ascend
+            const int column = Tile::row_of(tx, j);
+            const float cosine = sums[i][j] * scales[row] * scales[Tile::SIDE + column];
+            if (cosine > best.similarity && first_b + column < b_count) best = {cosine, first_b + column};
         }
         best = best_of_lanes(best, 16);
         if (tx == 0 && first_a + row < a_count)
