@@ -24,6 +24,7 @@ from algm_deploy.report.records import (
     PARITY,
     SPEED,
     Measured,
+    baseline,
     comparable,
     joined,
     measured,
@@ -158,7 +159,7 @@ def _headline(bundle: Bundle, evaluations: Sequence[Measured]) -> str:
     if evaluations:
         record = evaluations[0].record
         where = f"{record['dataset']} {record['split']}, {record['images']} images, {evaluations[0].runtime}"
-        cards.append(("mIoU", f"{shown(record['miou_percent'], 2)} %", where))
+        cards.append(("mIoU", f"{shown(record['miou_percent'], 2)} %", where + _beside_dense(evaluations)))
         tokens = [shown(record[f"tokens_after_{merge}_mean"], 0) for merge in merges_of(record)]
         rows, columns = bundle.recipe.network.grid
         if tokens:
@@ -171,6 +172,15 @@ def _headline(bundle: Bundle, evaluations: Sequence[Measured]) -> str:
         for title, value, note in cards
     )
     return f'<dl class="cards">{items}</dl>'
+
+
+def _beside_dense(evaluations: Sequence[Measured]) -> str:
+    """What the first evaluation is without merging, on the same pictures and runtime, where that was measured."""
+    (group,) = (group for group in comparable(evaluations) if evaluations[0] in group)
+    dense = baseline(group)
+    if dense is None or dense is evaluations[0]:
+        return ""
+    return f"; {shown(dense.record['miou_percent'], 2)} % without merging"
 
 
 def _deployed_facts(bundle: Bundle) -> list[tuple[str, str]]:
@@ -350,9 +360,9 @@ def _cost(bundle: Bundle, evaluations: Sequence[Measured]) -> Iterator[str]:
 
 
 def _group_title(group: Sequence[Measured]) -> str:
-    record = group[0].record
+    record, bundles = group[0].record, " and ".join(dict.fromkeys(row.bundle for row in group))
     where = f"{record['dataset']} {record['split']}, {record['images']} images"
-    return f"{where}, {group[0].runtime}, {group[0].artifact.precision}"
+    return f"{bundles}: {where}, {group[0].runtime}, {group[0].artifact.precision}"
 
 
 # --------------------------------------------------------------------------------------------------------------- speed

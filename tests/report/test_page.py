@@ -323,6 +323,22 @@ def test_runtimes_are_held_against_the_gate(full: str) -> None:
     assert "differ by 0.630 points, beyond the 0.1" in section(report_page(bundle_of(facts)), "accuracy")
 
 
+def test_the_headline_says_what_merging_costs(full: str) -> None:
+    assert "camvid test, 7 images, onnxruntime-cpu; 70.87 % without merging" in section(full, "summary")
+    alone = {"evaluation": {MERGED: FULL["evaluation"][MERGED]}}
+    assert "without merging" not in section(report_page(bundle_of(alone)), "summary").partition("decoder")[0]
+
+
+def test_groups_are_told_apart_by_their_bundle(full: str) -> None:
+    other = json.loads(json.dumps(FULL))
+    facts = bundle_of(other, "other").manifest
+    facts["files"]["weights.safetensors"]["sha256"] = "99" * 32
+    page = report_page(bundle_of(FULL), [Bundle(Path("other"), facts)])
+    for name in ("merged", "other"):
+        assert f"{name}: camvid test, 7 images, onnxruntime-cpu, fp32" in section(page, "cost")
+        assert f"{name}: camvid test, 7 images, onnxruntime-cpu, fp32" in section(page, "trade-off")
+
+
 def test_latency_stands_against_tokens_and_conditions_beside_it() -> None:
     facts = json.loads(json.dumps(FULL))
     for record in facts["speed"].values():
