@@ -159,6 +159,29 @@ class Variant(TypedDict):
     rows_by_layer: list[tuple[int, int]]
 
 
+class TuningPage(TypedDict):
+    """What people read of a finding: `Page` of `tuning/findings.py`, part by part."""
+
+    lines: list[str]
+    tables: list[tuple[str, list[str], list[list[str]]]]
+    plots: list[tuple[str, str, str, dict[str, list[tuple[float, float, str]]]]]
+    counts: list[tuple[str, list[float], dict[str, list[int]], dict[str, float]]]
+
+
+class Pictured(TypedDict):
+    """Values of a threshold that pictures show."""
+
+    name: str
+    values: list[float]
+
+
+class Tuning(TypedDict):
+    """What `tune` found."""
+
+    page: TuningPage
+    pictured: Pictured | None
+
+
 SECTIONS: dict[str, Any] = {
     "engines": Engine,
     "evaluation": Evaluation,
@@ -166,7 +189,7 @@ SECTIONS: dict[str, Any] = {
     "parity": Parity,
     "rebuilds": Rebuilds,
     "speed": Speed,
-    "tuning": dict[str, Any],
+    "tuning": Tuning,
 }
 """Records by section. Their keys start with the runtime's name, `tuning` aside."""
 

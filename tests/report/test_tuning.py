@@ -12,7 +12,7 @@ from PIL import Image
 
 from algm_deploy.bundle import Bundle
 from algm_deploy.demo.scenes import scene
-from algm_deploy.errors import ImageError
+from algm_deploy.errors import BundleError, ImageError
 from algm_deploy.report.gallery import Photo, draw_gallery, draw_thresholds, threshold_sheet
 from algm_deploy.report.page import report_page
 from algm_deploy.report.tuning import finding_text, page_html, tuning_section, write_finding
@@ -64,6 +64,13 @@ def test_what_is_stored_reads_back_to_the_same_page(tuned: Bundle) -> None:
     assert text.count('<svg class="plot"') == 3
     assert "What merges" not in text
     assert "mIoU 71.25 %" in finding_text(FINDING)
+
+
+@pytest.mark.parametrize("broken", [{}, {"page": {"lines": "one"}, "pictured": None}, {"page": None}])
+def test_an_edited_record_is_one_sentence(tuned: Bundle, broken: dict[str, object]) -> None:
+    tuned.record("tuning", FINDING.title, broken)
+    with pytest.raises(BundleError, match="it was edited, remove that entry"):
+        list(tuning_section(Bundle.open(tuned.path)))
 
 
 def test_thresholds_side_by_side(tiny_bundle: Bundle, photos: list[Photo]) -> None:
