@@ -226,4 +226,4 @@ def test_two_steps_at_once_keep_both_records(tmp_path: Path, tiny_bundle: Bundle
     one, other = Bundle.open(folder), Bundle.open(folder)
     one.record("tuning", "first", {"tau": 0.5})
     other.record("tuning", "second", {"tau": 0.6})
-    assert Bundle.open(folder).section("tuning") == {"first": {"tau": 0.5}, "second": {"tau": 0.6}}
+    assert Bundle.open(folder).manifest["tuning"] == {"first": {"tau": 0.5}, "second": {"tau": 0.6}}
