@@ -53,7 +53,8 @@ DISTRIBUTIONS = {
     "sklearn": "scikit-learn",
     "yaml": "pyyaml",
 }
-OPTIONAL = {"onnxruntime", "tensorrt", "tensorrt_rtx"}
+# Triton comes with PyTorch's CUDA packages; the fused steps run in PyTorch's operators without it.
+OPTIONAL = {"onnxruntime", "tensorrt", "tensorrt_rtx", "triton"}
 
 
 def imported(file: Path) -> set[str]:
