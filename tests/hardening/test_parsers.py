@@ -203,9 +203,10 @@ def test_sound_records_are_read(tmp_path: Path, recorded: dict[str, Any]) -> Non
 
 def _put(table: Any, path: tuple[Any, ...], value: object) -> None:
     for key in path[:-1]:
-        if not isinstance(table, dict | list):
-            return  # replaced a moment ago
-        table = table[key]
+        try:
+            table = table[key]
+        except (KeyError, IndexError, TypeError):
+            return  # replaced or removed a moment ago
     if isinstance(table, dict) and value is GONE:
         table.pop(path[-1], None)
     elif isinstance(table, dict):

