@@ -6,6 +6,8 @@ are, and so does everything on a CPU. Merges and label maps are the project's ow
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -64,7 +66,10 @@ class TorchRunner(Runner):
     def _infer(self, feeds: dict[str, Array], outputs: Sequence[str]) -> dict[str, Array]:
         given: dict[str, torch.Tensor | float] = {n: float(feeds[n]) for n in feeds if n != "image"}
         given["image"] = torch.tensor(feeds["image"], device=None if self._packed else self.device)
-        return {name: tensor.cpu().numpy() for name, tensor in self.infer_device(given, outputs).items()}
+        results = {name: tensor.cpu().numpy() for name, tensor in self.infer_device(given, outputs).items()}
+        if self.device.type == "cpu":
+            _return_memory()
+        return results
 
     @torch.inference_mode()
     def infer_device(
@@ -107,3 +112,14 @@ class TorchRunner(Runner):
 
     def _close(self) -> None:
         self._model = self._packed = None
+
+
+def _return_memory() -> None:
+    """Hands what is free in the heap back to the system, where the C library is glibc.
+
+    Merging gives nearly every picture a token count of its own, so layers free blocks of ever other sizes, and glibc
+    keeps them: without this a Segmenter-S grows by 1.5 MB a window.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)

@@ -16,6 +16,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_state
 
 from algm_deploy.bundle import Bundle
 from algm_deploy.errors import ExecutionError, RuntimeUnavailableError
+from algm_deploy.recipes import Network
 from algm_deploy.runners.contract import Array, Runner, runner
 from algm_deploy.runners.onnxruntime import ORT_ERRORS
 
@@ -51,6 +52,26 @@ def test_many_predictions_need_no_more_memory(bundle: Bundle, runtime: str, long
         grown = resident_bytes() - before
     assert len(counts) > 5
     assert grown < 4 << 20, f"{grown / 1e6:.1f} MB more"
+
+
+@pytest.mark.parametrize("runtime", CPU_RUNTIMES)
+def test_layers_of_every_length_need_no_more_memory(small_bundle: Callable[..., Bundle], runtime: str) -> None:
+    """Blocks as large as real networks free them, of another size for each token count."""
+    network = Network("segmenter", 256, 2, 4, 5, (384, 384), decoder="linear")
+    wide = small_bundle((384, 384), network=network)
+    rng = np.random.default_rng(0)
+    image = rng.integers(0, 256, (1, 3, 384, 384), dtype=np.uint8)
+    counts = set()
+    with runner(wide, runtime) as run:
+        for step, row in enumerate(rng.permutation(np.arange(0, 352, 4))):
+            picture = image.copy()
+            picture[..., : row + 32, :] = 100
+            counts.add(tuple(run.infer({"image": picture})["token_counts"][0]))
+            if step == 20:
+                before = resident_bytes()
+        grown = resident_bytes() - before
+    assert len(counts) > 20
+    assert grown < 8 << 20, f"{grown / 1e6:.1f} MB more"
 
 
 @pytest.mark.parametrize("runtime", CPU_RUNTIMES)
