@@ -8,7 +8,12 @@ Importing this package loads no tensor library and no runtime.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
+
+# From 1.32 on ONNX Runtime keeps an identity of the machine and a telemetry store in the home folder as soon as it is
+# imported. Nothing of this package reports anything, so that is off unless somebody has chosen.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 if TYPE_CHECKING:
     from pathlib import Path

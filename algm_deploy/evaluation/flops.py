@@ -161,7 +161,7 @@ def _atm(network: Network, levels: Sequence[int]) -> int:
 
 
 def _queries(network: Network, levels: Sequence[int]) -> int:
-    """EoMT: the last blocks with queries in front of the tokens, the heads, and masks at up to a quarter of the size."""
+    """EoMT: the last blocks with queries in front of the tokens, the heads, masks at up to a quarter of the size."""
     (tokens,) = levels
     dim, queries = network.embed_dim, network.queries
     rows = queries + tokens + network.prefix

@@ -47,7 +47,7 @@ def test_an_unsteady_machine_gives_no_figure(monkeypatch: pytest.MonkeyPatch) ->
     records = [{"stable": False, "latency_ms_p50": ms, "speedup": 2.0} for ms in (10.0, 5.0)]
     rows = [type("Row", (), {"record": record}) for record in records]
     monkeypatch.setattr(demonstration, "bench_bundle", lambda *_: rows)
-    bundle = type("Verified", (), {"manifest": {"parity": {"torch": {}}}})
+    bundle = type("Verified", (), {"section": lambda _, name: {"parity": {"torch": {}}}[name]})()
     lines: list[str] = []
     demonstration._time(bundle, "torch", lines.append, False)
     assert "not stable" in lines[0]

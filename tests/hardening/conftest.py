@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -137,6 +138,7 @@ def commands(
         text=True,
         check=False,
         preexec_fn=restrict,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},  # OpenMP ends a process in which it cannot start a thread
     )
     assert done.returncode == 0, done.stderr
     return [(code, errors) for code, errors in map(json.loads, done.stdout.splitlines())]

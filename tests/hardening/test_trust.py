@@ -61,7 +61,9 @@ def watched(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         ["doctor"],
     ]
     (home / "tmp").mkdir()
-    surroundings = {**os.environ, "HOME": str(home), "TMPDIR": str(home / "tmp"), "PYTHONDONTWRITEBYTECODE": "1"}
+    unset = ("XDG_CACHE_HOME", "ORT_DISABLE_TELEMETRY")
+    ours = {name: value for name, value in os.environ.items() if name not in unset}
+    surroundings = {**ours, "HOME": str(home), "TMPDIR": str(home / "tmp"), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
         [sys.executable, "-c", WATCHED],
         input=json.dumps(words), capture_output=True, text=True, check=False, env=surroundings,

@@ -200,7 +200,7 @@ def test_threshold_built_in(own_bundle: Bundle, windows: Array) -> None:
     edit_graph(own_bundle, change)
     report = verified(own_bundle, ORT, windows)
     assert broken(report) == {"decisions"}
-    assert report.links[4].facts["excused_share"] == 0
+    assert report.links[4].facts["share_otherwise_than_fp64"] == 0
 
 
 @pytest.mark.parametrize(("name", "value"), [("clap_threshold", 0.5), ("gbm_threshold", 0.0)])

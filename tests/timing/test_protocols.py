@@ -142,7 +142,7 @@ def test_a_dense_network_that_fails_stops_the_run(
 
     class Failed:
         def record(self) -> dict[str, Any]:
-            return {"passed": False}
+            return {**bundle.section("parity")["torch"], "passed": False}
 
     monkeypatch.setattr(protocols, "verify", lambda *_, **__: Failed())
     with pytest.raises(GateError, match="nothing is timed"):
