@@ -30,7 +30,7 @@ class Graphs:
         self._device, self._limit = device, limit
         self._graphs: OrderedDict[Key, tuple[torch.cuda.CUDAGraph, Any]] = OrderedDict()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._pool = torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
         self.captures = 0
         # A pool cannot be used again once its last graph is gone: this one stays.
         self._anchor = self._captured(lambda: torch.zeros(1, device=device))
@@ -54,7 +54,7 @@ class Graphs:
             return result
         self._graphs.move_to_end(key)
         graph, result = self._graphs[key]
-        graph.replay()  # type: ignore[no-untyped-call]
+        graph.replay()
         return result
 
     def drop(self, belongs: Callable[[Key], bool]) -> None:
