@@ -72,6 +72,13 @@ class Evaluation(Figures):
     device: NotRequired[str]
 
 
+class Spread(TypedDict):
+    """A figure over the rounds of a run."""
+
+    p25: float
+    p75: float
+
+
 class Speed(TypedDict):
     """One network under one protocol."""
 
@@ -90,6 +97,17 @@ class Speed(TypedDict):
     gmacs_per_window_mean: NotRequired[float]
     speedup: NotRequired[float]
     merge_efficiency: NotRequired[float]
+    merge_efficiency_by_round: NotRequired[Spread]
+    by_picture: NotRequired[dict[str, list[float]]]  # latencies, and token counts by merge
+    pictures_timed: NotRequired[int]
+    rounds: NotRequired[int]
+    clock: NotRequired[str]
+    representative: NotRequired[bool]
+    drift_percent: NotRequired[float]
+    stages: NotRequired[dict[str, float]]
+    execution: NotRequired[dict[str, str]]
+    nodes_by_provider: NotRequired[dict[str, int]]
+    host_device_copies: NotRequired[int]
 
 
 class EngineFacts(TypedDict):

@@ -33,6 +33,7 @@ from algm_deploy.report.records import (
     plan_r,
 )
 from algm_deploy.report.tables import (
+    CONDITIONS,
     UNKNOWN,
     class_table,
     cost_table,
@@ -392,10 +393,16 @@ def _latency_series(bundle: Bundle, speeds: Sequence[Measured]) -> Iterator[Seri
         if not record["stable"]:
             continue
         if by_picture := record.get("by_picture"):
-            *_, tokens = (name for name in by_picture if name.startswith("tokens_after_"))
-            points = zip(by_picture[tokens], by_picture["latency_ms_p50"], strict=True)
+            counts = [value for name, value in by_picture.items() if name.startswith("tokens_after_")][-1:]
+            latencies = by_picture.get("latency_ms_p50", [])
+            if [len(values) for values in counts] != [len(latencies)]:
+                raise BundleError(
+                    f"{bundle.path}: expected as many token counts as latencies in the speed record of {where}, "
+                    "it was edited: run bench again"
+                )
+            points = zip(counts[0], latencies, strict=True)
             yield Series(f"merged, {where}", tuple((x, y, "") for x, y in points))
-        elif record["variant"] == "dense" and record["protocol"] == "latency":
+        elif record["variant"] == "dense" and "latency_ms_p50" in record:
             yield Series(f"dense, {where}", ((patches, record["latency_ms_p50"], "dense"),), hollow=True)
 
 
@@ -403,8 +410,8 @@ def _runs(speeds: Sequence[Measured]) -> dict[str, list[Measured]]:
     """Speed records by the run that timed them, where they hold its conditions."""
     runs: dict[str, list[Measured]] = {}
     for row in speeds:
-        if "pictures_timed" in row.record:
-            record = row.record
+        record = row.record
+        if record.keys() >= CONDITIONS:
             title = f"{row.bundle}, {row.runtime}, {record['protocol']}, batch {record['batch']}"
             runs.setdefault(title, []).append(row)
     return runs

@@ -44,6 +44,9 @@ _SPEED = (
     ("merge_efficiency", "merge efficiency (middle half of rounds)", 2),
 )
 
+# What a run was timed under; records of a run hold all of it.
+CONDITIONS = {"pictures", "pictures_timed", "rounds", "clock", "representative", "drift_percent"}
+
 
 class Table(NamedTuple):
     """A header, units included, and rows of the same length."""
