@@ -348,6 +348,7 @@ def test_latency_stands_against_tokens_and_conditions_beside_it() -> None:
             "clock": "host",
             "pictures": "photos",
             "representative": True,
+            "drift_percent": 0.4,
             "execution": {"cuda_graph": "no"},
             "nodes_by_provider": {"CPUExecutionProvider": 190},
         }
