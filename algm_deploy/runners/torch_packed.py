@@ -241,10 +241,10 @@ class _Cut(_Outcome):
 
     def merge_by_slot(self, before: Tokens | _Cut, tokens: Tensor, thresholds: Tensor) -> None:
         """The same by the slot, which may wait for the device."""
-        size = before.size[:, : tokens.shape[1]]
         valid = torch.arange(tokens.shape[1], device=tokens.device) < before.length[:, None]
         # It moves rows by a product with zeros and ones, and zero times a NaN would be NaN.
         rows = torch.where(valid[:, :, None], tokens, 0)
+        size = torch.where(valid, before.size[:, : tokens.shape[1]], 0)
         entering = Tokens(rows, size, before.map, before.length, padded=True)
         left = self.slot(entering, MergeInputs(thresholds[0], thresholds[1]))
         self.keep(left.map, left.length)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -149,6 +149,15 @@ def test_attention_stays_within_images_on_cuda(dtype: torch.dtype, tolerance: fl
 # --- the network on a CPU --------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def unwritten_memory_is_nan() -> Iterator[None]:
+    """Otherwise it holds whatever was there before, which is a number nearly always."""
+    torch.use_deterministic_algorithms(True)  # fills it
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("unwritten_memory_is_nan")
 @pytest.mark.parametrize("rounded", [False, True])
 @pytest.mark.parametrize("decoder", ["mask_transformer", "linear"])
 @pytest.mark.parametrize("plan", PLANS)
