@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from algm_deploy.bundle import Bundle
 from algm_deploy.errors import BundleError, ExecutionError
+from algm_deploy.models.families import DTYPES
 from algm_deploy.parity.comparison import Decided, Decisions, Labels, Numbers, output_problem
 from algm_deploy.parity.links import Link, graph_link, network_link, operators_link
 from algm_deploy.parity.replay import Replayed, Replays
@@ -99,8 +100,8 @@ def verify(bundle: Bundle, runtime: str, images: Array, progress: bool = True) -
         raise BundleError("parity needs different images to tell them apart, got two equal ones: leave one out")
     trials = trials_of(len(images), bundle.recipe.max_batch, bundle.recipe.merging)
     with ExitStack() as stack:
-        run, torch_run = (stack.enter_context(runner(bundle, name)) for name in (runtime, "torch"))
-        exact = torch_run
+        run = stack.enter_context(runner(bundle, runtime))
+        torch_run = exact = stack.enter_context(TorchRunner(bundle, DTYPES[bundle.recipe.precision]))
         if bundle.recipe.precision != "fp32":
             exact = stack.enter_context(TorchRunner(bundle, torch.float32))
         chain = _Chain(bundle, run, (torch_run, exact), images)

@@ -30,7 +30,8 @@ _THRESHOLDS = (CLAP_THRESHOLD, GBM_THRESHOLD)
 class TorchRunner(Runner):
     """Runs on the first CUDA device, or on the CPU, in the bundle's precision.
 
-    Given a `dtype` it is a reference for other runs: in that precision, and the modules as they are.
+    Given a `dtype` it is the reference that runs are held to: the modules as they are, in that precision, on the CPU,
+    where no kernel of this project is on both sides of a comparison.
     """
 
     runtime = "torch"
@@ -38,7 +39,7 @@ class TorchRunner(Runner):
     def __init__(self, bundle: Bundle, dtype: torch.dtype | None = None) -> None:
         super().__init__(bundle)
         self._dtype = dtype
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.device = torch.device("cuda" if torch.cuda.is_available() and dtype is None else "cpu")
         self._model: Deployed | None = None
         self._packed: PackedSegmenter | None = None
 
@@ -57,7 +58,7 @@ class TorchRunner(Runner):
         self._model = self._network().to(self.device)
         if self.device.type == "cuda":
             use_kernels()
-            if self._dtype is None and supports(self._model):
+            if supports(self._model):
                 self._packed = PackedSegmenter(self._model, getattr(torch, self.signature.image.dtype))
 
     def _network(self) -> Deployed:

@@ -203,6 +203,14 @@ def test_threshold_built_in(own_bundle: Bundle, windows: Array) -> None:
     assert report.links[4].facts["share_otherwise_than_fp64"] == 0
 
 
+def test_the_reference_shares_no_kernel_with_what_is_proven(
+    own_bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert TorchRunner(own_bundle).device.type == "cuda"
+    assert TorchRunner(own_bundle, torch.float32).device.type == "cpu"
+
+
 @pytest.mark.parametrize(("name", "value"), [("clap_threshold", 0.5), ("gbm_threshold", 0.0)])
 def test_threshold_default_of_the_manifest(own_bundle: Bundle, windows: Array, name: str, value: float) -> None:
     signature = own_bundle.fact("signature")
