@@ -14,7 +14,7 @@ from math import ceil, floor, log10
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 INK, GRID = "#33363d", "#dfe2e7"
 _WIDTH = 480
-_LEFT, _RIGHT, _TOP, _BOTTOM = 54, 14, 12, 46
+_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 24, 12, 46
 
 
 @dataclass(frozen=True)

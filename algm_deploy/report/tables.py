@@ -31,17 +31,17 @@ _SPEED = (
     ("variant", "variant", None),
     ("protocol", "protocol", None),
     ("batch", "batch", 0),
-    ("device", "device", None),
-    ("pictures", "pictures", None),
     ("throughput_img_per_s", "img/s", 1),
     ("latency_ms_p50", "p50 ms", 2),
+    ("speedup", "speed-up", 2),
+    ("merge_efficiency", "merge efficiency (middle half of rounds)", 2),
     ("latency_ms_p90", "p90 ms", 2),
     ("latency_ms_p99", "p99 ms", 2),
     ("tokens_after_clap_mean", "tokens after CLAP", 0),
     ("tokens_after_gbm_mean", "tokens after GBM", 0),
     ("gmacs_per_window_mean", "GMACs per window", 2),
-    ("speedup", "speed-up", 2),
-    ("merge_efficiency", "merge efficiency (middle half of rounds)", 2),
+    ("device", "device", None),
+    ("pictures", "pictures", None),
 )
 
 # What a run was timed under; records of a run hold all of it.

@@ -99,10 +99,11 @@ def test_bars_are_as_high_as_their_counts_and_as_wide_as_their_bins() -> None:
     assert heights[0] / heights[1] == pytest.approx(2 / 8, abs=0.01)
     assert heights[2] / heights[1] == pytest.approx(4 / 8, abs=0.01)
     assert heights[3] == heights[1] == 96
-    assert all(width == pytest.approx((480 - 14 - 54) / 4 - 1, abs=0.2) for _, _, width, _ in bars)
+    start, end = numbers(next(root.iter("line")), "x1", "x2")
+    assert all(width == pytest.approx((end - start) / 4 - 1, abs=0.2) for _, _, width, _ in bars)
     assert {"8", "1", "mean 640", "mean 100", "after CLAP", "after GBM", "tokens of a window"} <= set(texts(root))
     means = [numbers(line, "x1")[0] for line in root.iter("line") if "stroke-dasharray" in line.attrib]
-    assert means == pytest.approx([54 + 640 / 1024 * 412, 54 + 100 / 1024 * 412], abs=0.1)
+    assert means == pytest.approx([start + share * (end - start) for share in (640 / 1024, 100 / 1024)], abs=0.1)
 
 
 def test_a_histogram_without_windows_is_empty_but_drawn() -> None:
