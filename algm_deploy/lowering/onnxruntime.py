@@ -72,7 +72,7 @@ def write_onnxruntime_onnx(bundle: Bundle, provider: Provider, custom_operators:
     """Adds the provider's graph to the bundle; returns how often each rewrite fired.
 
     On CUDA, with custom operators and images that decide alone, the graph is added once more in stretches for CUDA
-    graphs; their number is among the counts.
+    graphs; their number is among the counts. ToMe has no custom operator, and its body asks the host for a size.
 
     Raises:
         BundleError: the portable graph cannot be read, or was not written by this package.
@@ -80,7 +80,8 @@ def write_onnxruntime_onnx(bundle: Bundle, provider: Provider, custom_operators:
     model = _portable(bundle.file(ONNX))
     counts = rewrite(model, provider, custom_operators, single_image(bundle.recipe, provider))
     files = [(graph_file(provider), model)]
-    if provider == "cuda" and custom_operators and bundle.recipe.merging.batch == "per_image":
+    plan = bundle.recipe.merging
+    if provider == "cuda" and custom_operators and plan.batch == "per_image" and not plan.tome_r:
         parts = stretches(model)
         files += [(stretch_file(index), part) for index, part in enumerate(parts)]
         counts["stretches"] = len(parts)

@@ -13,12 +13,14 @@ holds the weights of its own blocks alone.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import get_args
 
 import onnx_ir as ir
 
 from algm_deploy.errors import ExportError
 from algm_deploy.lowering.portable import operator_of
 from algm_deploy.ops.schema import DOMAIN
+from algm_deploy.recipes import Merge
 
 ROWS = "rows_of_"  # what the output that counts a merge's rows is called, before the name of their axis
 
@@ -30,11 +32,11 @@ def stretches(model: ir.Model) -> list[ir.Model]:
     scalar, the rows of the longest image. Axes that are called so are the ones the caller may cut.
 
     Raises:
-        ExportError: a merge that is no custom operator, or one that lets images decide together.
+        ExportError: a merge that is no custom operator (ToMe never is), or one that lets images decide together.
     """
     graph = model.clone().graph
     bodies = {name for _, name, _ in model.functions}
-    for node in [n for n in graph if n.domain == DOMAIN and operator_of(n.op_type) in ("clap", "gbm")]:
+    for node in [n for n in graph if n.domain == DOMAIN and operator_of(n.op_type) in get_args(Merge)]:
         if node.op_type in bodies or node.attributes["batch"].as_string() != "per_image":
             raise ExportError(
                 f"node {node.name}: expected a merge of the custom operator library whose images decide alone: build "

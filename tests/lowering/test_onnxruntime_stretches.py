@@ -168,3 +168,12 @@ def test_function_bodies_are_not_cut(tiny_bundle: Bundle) -> None:
     rewrite(model, "cuda", False, False)
     with pytest.raises(ExportError, match="custom operator library"):
         stretches(model)
+
+
+def test_tome_is_not_cut(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """Its body reads a size from the device, which a CUDA graph cannot hold."""
+    tome = {"merging.method": "tome", "merging.tome_r": [8, 8], "merging.clap_layers": [], "merging.gbm_layers": []}
+    bundle = export(tiny_checkpoint, tmp_path / "tome", None, tome).bundle
+    assert "stretches" not in write_onnxruntime_onnx(bundle, "cuda", custom_operators=True)
+    with pytest.raises(ExportError, match="custom operator library"):
+        stretches(rewritten(bundle))
