@@ -28,6 +28,7 @@ from algm_deploy.runners.contract import Array, Runner
 from algm_deploy.runners.onnxruntime_graphs import GraphUse, StretchedSession
 from algm_deploy.runners.onnxruntime_sessions import (
     CUDA_OPTIONS,
+    CUDA_PROVIDER,
     DEVICE,
     ORT_ERRORS,
     CudaSession,
@@ -142,7 +143,7 @@ class OnnxRuntimeCudaRunner(OnnxRuntimeRunner):
     runtime = "onnxruntime-cuda"
     failures = (*OnnxRuntimeRunner.failures, RuntimeError)  # what a run with bound memory raises
     provider = "cuda"
-    provider_name = "CUDAExecutionProvider"
+    provider_name = CUDA_PROVIDER
 
     def __init__(self, bundle: Bundle) -> None:
         check_cuda()

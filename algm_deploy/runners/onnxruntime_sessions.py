@@ -35,7 +35,15 @@ class Placement(NamedTuple):
 def checked_session(
     path: Path, options: ort.SessionOptions, provider: str, provider_options: dict[str, str]
 ) -> ort.InferenceSession:
-    """A session on this provider; RuntimeUnavailableError where ONNX Runtime fell back to another."""
+    """A session on this provider.
+
+    Raises:
+        BundleError: ONNX Runtime cannot load the graph.
+        RuntimeUnavailableError: it fell back to another provider.
+    """
+    if provider == CUDA_PROVIDER and hasattr(ort, "preload_dlls"):  # since 1.21
+        # Finds the CUDA libraries that came with PyTorch.
+        ort.preload_dlls()
     try:
         session = ort.InferenceSession(path, options, providers=[(provider, provider_options)])
     except ORT_ERRORS as error:
@@ -75,6 +83,7 @@ DEVICE = threading.RLock()
 
 # --- CUDA ------------------------------------------------------------------------------------------------------------
 
+CUDA_PROVIDER = "CUDAExecutionProvider"
 CUDA_OPTIONS = {
     "use_tf32": "0",
     # The other mode keeps sums over a row in 16 bits.
@@ -89,7 +98,7 @@ CUDA_OPTIONS = {
 
 def check_cuda() -> None:
     """Raises RuntimeUnavailableError unless ONNX Runtime has the CUDA provider and a device is there."""
-    if "CUDAExecutionProvider" not in ort.get_available_providers():
+    if CUDA_PROVIDER not in ort.get_available_providers():
         raise RuntimeUnavailableError(
             f"the installed package onnxruntime {ort.__version__} has no CUDA provider: uninstall it, then "
             "`pip install onnxruntime-gpu`"
@@ -124,12 +133,8 @@ class CudaSession:
         self._outputs = {t.name: t for t in signature.outputs}
         self._stream: torch.cuda.Stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._scalars: dict[float, torch.Tensor] = {}
-        if hasattr(ort, "preload_dlls"):  # since 1.21: finds the CUDA libraries that came with PyTorch
-            ort.preload_dlls()
         chosen = {"device_id": str(self.device.index), "user_compute_stream": str(self._stream.cuda_stream)}
-        self._session = checked_session(
-            path, options, "CUDAExecutionProvider", {**CUDA_OPTIONS, **provider_options, **chosen}
-        )
+        self._session = checked_session(path, options, CUDA_PROVIDER, {**CUDA_OPTIONS, **provider_options, **chosen})
         self._inputs = {i.name for i in self._session.get_inputs()}
         self._run_options = ort.RunOptions()
         self._run_options.only_execute_path_to_fetches = True

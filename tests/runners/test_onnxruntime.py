@@ -101,6 +101,20 @@ def test_without_the_library_the_report_says_so(labelling: Bundle, monkeypatch: 
     assert runner(labelling, CPU).custom_operators == ()
 
 
+@pytest.mark.skipif("CUDAExecutionProvider" in ort.get_available_providers(), reason="a provider that is there is used")
+def test_every_session_on_cuda_looks_for_the_libraries_of_pytorch(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads: list[str] = []
+    monkeypatch.setattr(module.ort, "preload_dlls", lambda: loads.append("loaded"), raising=False)
+    path, options = bundle.file(module.ONNX), ort.SessionOptions()
+    module.checked_session(path, options, "CPUExecutionProvider", {})
+    assert loads == []
+    with pytest.raises(RuntimeUnavailableError, match="asked ONNX Runtime for CUDAExecutionProvider"):
+        module.checked_session(path, options, "CUDAExecutionProvider", {})
+    assert loads == ["loaded"]
+
+
 @pytest.mark.skipif("CUDAExecutionProvider" in ort.get_available_providers(), reason="this is the CUDA package")
 def test_the_cpu_package_never_stands_in_for_cuda(bundle: Bundle) -> None:
     assert "attention" in runner_type("onnxruntime-cuda").build(bundle)[0], "building needs no device"
