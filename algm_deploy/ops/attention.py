@@ -29,7 +29,7 @@ _SWITCH = threading.Lock()  # PyTorch's choice of backends is one for the whole 
 
 
 @contextmanager
-def without_cudnn(device: torch.device) -> Iterator[None]:
+def _without_cudnn(device: torch.device) -> Iterator[None]:
     """PyTorch's attention does not take cuDNN's kernels."""
     if device.type != "cuda":
         yield
@@ -38,17 +38,26 @@ def without_cudnn(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _attend(qkv: Tensor, length: Tensor | None, heads: int, scale: float) -> Tensor:
+def masked_attention(qkv: Tensor, mask: Tensor | None, heads: int, scale: float) -> Tensor:
+    """Attention (B, S, D) from packed queries, keys and values (B, S, 3D), in their dtype.
+
+    `mask`, broadcast to (B, H, S, S): bool, true for keys that count, or of the dtype of qkv, added to the scores.
+    """
     images, rows, width = qkv.shape
+    query, key, value = qkv.view(images, rows, 3, heads, width // (3 * heads)).permute(2, 0, 3, 1, 4)
+    with _without_cudnn(qkv.device):
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    return out.transpose(1, 2).reshape(images, rows, width // 3)
+
+
+def _attend(qkv: Tensor, length: Tensor | None, heads: int, scale: float) -> Tensor:
+    images, rows, _ = qkv.shape
     mask = None
     if length is not None and images > 1:  # a single image is never padded
         valid = torch.arange(rows, device=qkv.device) < length[:, None]
         mask = valid[:, None, None, :]
         qkv = torch.where(valid[:, :, None], qkv, 0)  # zero times a NaN behind the mask would be NaN
-    query, key, value = qkv.view(images, rows, 3, heads, width // (3 * heads)).permute(2, 0, 3, 1, 4)
-    with without_cudnn(qkv.device):
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
-    return out.transpose(1, 2).reshape(images, rows, width // 3)
+    return masked_attention(qkv, mask, heads, scale)
 
 
 @torch.library.custom_op("algm::attention", mutates_args=())

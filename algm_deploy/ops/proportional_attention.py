@@ -13,22 +13,18 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from algm_deploy.ops._onnx import Body, Value
 from algm_deploy.ops._rows import wide
-from algm_deploy.ops.attention import onnx_attention, without_cudnn
+from algm_deploy.ops.attention import masked_attention, onnx_attention
 
 
 def _attend(qkv: Tensor, size: Tensor, heads: int, scale: float) -> Tensor:
     """16-bit rows are attended to in fp32: rounded to 16 bits, the logarithms alone would err by 0.4 %."""
-    images, rows, width = qkv.shape
-    query, key, value = wide(qkv).view(images, rows, 3, heads, width // (3 * heads)).permute(2, 0, 3, 1, 4)
-    bias = size.to(query.dtype).log()[:, None, None, :]
-    with without_cudnn(qkv.device):
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale)
-    return out.transpose(1, 2).reshape(images, rows, width // 3).to(qkv.dtype)
+    packed = wide(qkv)
+    bias = size.to(packed.dtype).log()[:, None, None, :]
+    return masked_attention(packed, bias, heads, scale).to(qkv.dtype)
 
 
 @torch.library.custom_op("algm::proportional_attention", mutates_args=())
