@@ -21,6 +21,8 @@ from kernel_library import (
     Kernels,
 )
 
+from algm_deploy.ops import native_kernels
+
 DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
 FEW = settings(max_examples=40, deadline=None)
 CLAP = {"semantics": "code", "batch": "per_image", "order": "published"}
@@ -248,6 +250,14 @@ def test_uint8_labels_hold_256_classes_and_no_more(kernels: Kernels) -> None:
     params = LabelMapParams(1, 1, 257, 1, 1, 2, 2, 0, 0, 0)
     with pytest.raises(KernelError, match="status 1"):
         kernels.call("label_map", params, buffer, buffer, buffer)
+
+
+@pytest.mark.parametrize("name", ["ClapParams", "GbmParams", "LabelMapParams"])
+def test_pytorch_calls_with_the_structs_that_these_tests_call_with(name: str) -> None:
+    """The package's own call the CUDA kernels only, so nothing else here would notice that they have gone astray."""
+    import kernel_library
+
+    assert getattr(native_kernels, f"_{name}")._fields_ == getattr(kernel_library, name)._fields_
 
 
 def test_status_texts_say_what_to_do(kernels: Kernels) -> None:
