@@ -15,7 +15,6 @@ import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,49 +23,38 @@ import onnxruntime as ort
 import torch
 
 import runtimes
-from algm_deploy.bundle import write_atomically
-from algm_deploy.environment import environment
 from algm_deploy.errors import GateError
 from algm_deploy.lowering.onnxruntime_stretches import stretches
 from algm_deploy.models.deployed import Deployed
-from algm_deploy.runners import onnxruntime_graphs
-from algm_deploy.runners.onnxruntime import CUDA_OPTIONS, checked_session
-from algm_deploy.runners.onnxruntime_graphs import StretchedSession
-from algm_deploy.timing.variants import variant_network
-from runtimes import SIZES, TOKENS, calibrated, host, kernels, pictures, random_network, recipe_of, settings_of
-
-VARIANTS = ("dense", "merged", "truncated")
+from algm_deploy.runners.onnxruntime_graphs import STEP, StretchedSession
+from algm_deploy.runners.onnxruntime_sessions import CUDA_OPTIONS, CUDA_PROVIDER, checked_session
+from algm_deploy.timing.variants import VARIANTS, variant_network
+from runtimes import (
+    TOKENS,
+    calibrated,
+    host,
+    kernels,
+    parser_of,
+    pictures,
+    random_network,
+    recipe_of,
+    settings_of,
+    write_record,
+)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, "ort_graphs.json", repeats=200)
     parser.add_argument("step", choices=("export", "time"))
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--networks", nargs="+", choices=SIZES, default=["S", "L"])
     parser.add_argument("--small-batches", nargs="*", type=int, default=[], help="host times of these batches as well")
-    parser.add_argument("--repeats", type=int, default=200)
-    parser.add_argument("--precision", choices=("fp16", "fp32"), default="fp16")
-    parser.add_argument("-o", "--output", type=Path, default=Path("ort_graphs.json"))
     options = parser.parse_args()
     options.without_library, options.batches = False, [1, 8]
     if options.step == "export":
         for name in options.networks:
             export(name, options)
         return
-    record: dict[str, Any] = {
-        "schema_version": 1,
-        "environment": asdict(environment(devices=True)),
-        "onnxruntime": ort.__version__,
-        "precision": options.precision,
-        "output": "labels",
-        "rows_step": onnxruntime_graphs.STEP,
-        "repeats": options.repeats,
-        "networks": {},
-    }
-    for name in options.networks:
-        record["networks"][name] = timed(name, options)
-        with write_atomically(options.output) as path:
-            path.write_text(json.dumps(record, indent=1) + "\n")
+    write_record(options, timed, onnxruntime=ort.__version__, rows_step=STEP)
 
 
 def export(name: str, options: argparse.Namespace) -> None:
@@ -86,7 +74,7 @@ def stretched(name: str, variant: str, options: argparse.Namespace, device: torc
         if device.type == "cpu":
             return ort.InferenceSession(files[index], settings_of(options), providers=["CPUExecutionProvider"])
         wanted = CUDA_OPTIONS | {"device_id": "0"} | chosen
-        return checked_session(files[index], settings_of(options), "CUDAExecutionProvider", wanted)
+        return checked_session(files[index], settings_of(options), CUDA_PROVIDER, wanted)
 
     return StretchedSession(open_session, len(files), device)
 

@@ -44,7 +44,8 @@ from algm_deploy.ops.gbm import gbm_similarity
 from algm_deploy.recipes import MergePlan, Network, Protocol, Recipe
 from algm_deploy.runners.onnxruntime import CUDA_OPTIONS, LIBRARY, CudaSession, placement
 from algm_deploy.signature import CLAP_THRESHOLD, GBM_THRESHOLD, signature_of
-from algm_deploy.timing.variants import Variant, variant_graph, variant_network
+from algm_deploy.timing.timers import merge_efficiency
+from algm_deploy.timing.variants import VARIANTS, Variant, variant_graph, variant_network
 
 # width, depth, heads, 1-based block of GBM
 SIZES = {
@@ -61,32 +62,44 @@ SEED = 0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, "runtimes.json")
     parser.add_argument("step", choices=("export", "time"))
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--networks", nargs="+", choices=SIZES, default=["S", "L"])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 32])
-    parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--precision", choices=("fp16", "fp32"), default="fp16")
     parser.add_argument("--without-library", action="store_true", help="merges by their function bodies")
-    parser.add_argument("-o", "--output", type=Path, default=Path("runtimes.json"))
     options = parser.parse_args()
     if options.step == "export":
         for name in options.networks:
             export(name, options)
         return
-    record = {
+    write_record(options, timed, onnxruntime=ort.__version__, custom_operators=not options.without_library)
+
+
+def parser_of(description: str | None, output: str, repeats: int = 30) -> argparse.ArgumentParser:
+    """What the benchmarks of these networks are all asked for."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--networks", nargs="+", choices=SIZES, default=["S", "L"])
+    parser.add_argument("--repeats", type=int, default=repeats)
+    parser.add_argument("--precision", choices=("fp16", "fp32"), default="fp16")
+    parser.add_argument("-o", "--output", type=Path, default=Path(output))
+    return parser
+
+
+def write_record(
+    options: argparse.Namespace, of_network: Callable[[str, argparse.Namespace], dict[str, Any]], **facts: object
+) -> None:
+    """The record of all networks and the conditions they share, written anew after each."""
+    record: dict[str, Any] = {
         "schema_version": 1,
         "environment": asdict(environment(devices=True)),
-        "onnxruntime": ort.__version__,
+        **facts,
         "precision": options.precision,
         "output": "labels",
-        "custom_operators": not options.without_library,
         "repeats": options.repeats,
         "networks": {},
     }
     for name in options.networks:
-        record["networks"][name] = timed(name, options)
+        record["networks"][name] = of_network(name, options)
         with write_atomically(options.output) as path:
             path.write_text(json.dumps(record, indent=1) + "\n")
 
@@ -210,12 +223,7 @@ def timed(name: str, options: argparse.Namespace) -> dict[str, Any]:
         row: dict[str, Any] = {"ms": {key: statistics.median(values) for key, values in times.items()}}
         row["spread_ms"] = {key: [min(values), max(values)] for key, values in times.items()}
         for runtime in ("onnxruntime", "torch"):
-            dense, merged, truncated = (row["ms"][f"{runtime} {v}"] for v in ("dense", "merged", "truncated"))
-            row[runtime] = {
-                "speedup": dense / merged,
-                "merge_efficiency": (dense - merged) / (dense - truncated),
-                "images_per_s": 1e3 * batch / merged,
-            }
+            row[runtime] = gained(*(row["ms"][f"{runtime} {v}"] for v in VARIANTS), batch)
         tokens = sessions["mixed"].run(different, thresholds, ["token_counts"])["token_counts"]
         row["mixed_tokens"] = {"mean": tokens.double().mean(0).tolist(), "max": tokens.amax(0).tolist()}
         if batch == 1:
@@ -233,6 +241,15 @@ def timed(name: str, options: argparse.Namespace) -> dict[str, Any]:
     free, total = torch.cuda.mem_get_info()
     result["device_memory_used_bytes"] = total - free
     return result
+
+
+def gained(dense: float, merged: float, truncated: float, batch: int) -> dict[str, float | None]:
+    """What milliseconds a batch say of merging."""
+    return {
+        "speedup": dense / merged,
+        "merge_efficiency": merge_efficiency(dense, merged, truncated),
+        "images_per_s": 1e3 * batch / merged,
+    }
 
 
 def nodes(name: str, options: argparse.Namespace, image: torch.Tensor, thresholds: dict[str, float]) -> dict[str, Any]:

@@ -21,8 +21,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,8 +29,6 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from algm_deploy.bundle import write_atomically
-from algm_deploy.environment import environment
 from algm_deploy.errors import BuildError, GateError
 from algm_deploy.merging import merge_inputs, replay_merging
 from algm_deploy.models.deployed import Deployed
@@ -45,8 +42,20 @@ from algm_deploy.recipes import Recipe
 from algm_deploy.runners import torch_packed
 from algm_deploy.runners.torch_packed import PackedSegmenter
 from algm_deploy.signature import CLAP_THRESHOLD, GBM_THRESHOLD
-from algm_deploy.timing.variants import Variant, variant_network
-from runtimes import SIZES, TOKENS, calibrated, kernels, measured, pictures, random_network, recipe_of
+from algm_deploy.timing.variants import VARIANTS, Variant, variant_network
+from runtimes import (
+    TOKENS,
+    calibrated,
+    gained,
+    host,
+    kernels,
+    measured,
+    parser_of,
+    pictures,
+    random_network,
+    recipe_of,
+    write_record,
+)
 
 Call = Callable[[], Tensor]
 COMPARED = 4  # images of a batch
@@ -63,28 +72,13 @@ class Configuration:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--networks", nargs="+", choices=SIZES, default=["S", "L"])
+    parser = parser_of(__doc__, "torch_runtime.json")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 32])
-    parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--precision", choices=("fp16", "fp32"), default="fp16")
     parser.add_argument("--compiled", nargs="*", type=int, default=[], help="batches with PyTorch's compiler beside")
-    parser.add_argument("-o", "--output", type=Path, default=Path("torch_runtime.json"))
     options = parser.parse_args()
     if use_kernels() is None:
         raise BuildError(f"expected a CUDA device and the kernel library: run `{REBUILD} {LIBRARY}` first")
-    record: dict[str, Any] = {
-        "schema_version": 1,
-        "environment": asdict(environment(devices=True)),
-        "precision": options.precision,
-        "output": "labels",
-        "repeats": options.repeats,
-        "networks": {},
-    }
-    for name in options.networks:
-        record["networks"][name] = network_record(name, options)
-        with write_atomically(options.output) as path:
-            path.write_text(json.dumps(record, indent=1) + "\n")
+    write_record(options, network_record)
 
 
 @torch.inference_mode()
@@ -114,7 +108,7 @@ class Bench:
         memory: dict[str, int] = {}
         found: dict[str, Configuration] = {}
         thresholds = self.thresholds[CLAP_THRESHOLD], self.thresholds[GBM_THRESHOLD]
-        for variant in ("dense", "merged", "truncated"):
+        for variant in VARIANTS:
             found[variant] = self.packed(self.recipe, variant, same, thresholds, memory, variant)
         row: dict[str, Any] = {}
         if batch > 1:
@@ -139,7 +133,11 @@ class Bench:
         row["merged_tokens"] = counts(found["merged"])
         row |= derived(row["ms"], batch)
         if batch == 1:
-            row["host_ms"] = {label: host_ms(each.call) for label, each in found.items() if "eager" not in label}
+            row["host_ms"] = {
+                label: host(lambda call=each.call: (call(),), 300)
+                for label, each in found.items()
+                if "eager" not in label
+            }
             row["kernels_merged"] = kernels(found["merged"].call)
             row["kernels_dense"] = kernels(found["dense"].call)
             row["photos_ms"] = self.photos()
@@ -303,13 +301,8 @@ def counts(each: Configuration) -> dict[str, Any]:
 
 
 def derived(ms: dict[str, float], batch: int) -> dict[str, Any]:
-    dense, merged, truncated = (ms[v] for v in ("dense", "merged", "truncated"))
-    found = {
-        "speedup": dense / merged,
-        "merge_efficiency": (dense - merged) / (dense - truncated),
-        "merged_over_truncated": merged / truncated,
-        "images_per_s": 1e3 * batch / merged,
-    }
+    dense, merged, truncated = (ms[v] for v in VARIANTS)
+    found = gained(dense, merged, truncated, batch) | {"merged_over_truncated": merged / truncated}
     return found | ({"mixed_over_duplicate_throughput": merged / ms["mixed"]} if "mixed" in ms else {})
 
 
@@ -319,16 +312,6 @@ def bisected(value: Callable[[float], float], target: float, low: float, high: f
         middle = (low + high) / 2
         low, high = (middle, high) if value(middle) < target else (low, middle)
     return high
-
-
-def host_ms(call: Call, repeats: int = 300) -> dict[str, float]:
-    """Milliseconds of the host's clock until the label map is in the host's memory: percentiles."""
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        call().cpu()
-        times.append(1e3 * (time.perf_counter() - start))
-    return {f"p{p}": float(np.percentile(times, p)) for p in (50, 90, 99)}
 
 
 if __name__ == "__main__":
