@@ -413,7 +413,7 @@ template <class T>
 int launch_pairs(const Grid &grid, int64_t total, const void *tokens, float *similarity, const RowCount &count,
                  void *stream) {
     int multiprocessors = 0;
-    if (const int status = count_multiprocessors(&multiprocessors)) return status;
+    if (const int status = device_attribute(cudaDevAttrMultiProcessorCount, &multiprocessors)) return status;
     const int64_t pairs = ceil_div(total, 2);
     const bool shared = pairs < int64_t{kPairsPerSm} * multiprocessors;
     const auto kernel = shared ? pair_similarity_kernel<T, true> : pair_similarity_kernel<T, false>;

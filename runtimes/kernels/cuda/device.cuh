@@ -22,10 +22,11 @@ inline int status_of(cudaError_t error) { return error == cudaSuccess ? ALGM_OK 
 // Every launch is followed by this: a kernel that never started reports here and nowhere else.
 inline int launched() { return status_of(cudaGetLastError()); }
 
-inline int count_multiprocessors(int *count) {
+// An attribute of the current device.
+inline int device_attribute(cudaDeviceAttr attribute, int *value) {
     int device = 0;
     cudaError_t error = cudaGetDevice(&device);
-    if (error == cudaSuccess) error = cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(value, attribute, device);
     return status_of(error);
 }
 

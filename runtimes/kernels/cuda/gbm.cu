@@ -49,6 +49,7 @@ Sets sets_of(const algm_gbm_params &p, const int64_t *length) {
 // Tiles side by side, for the launch of a kernel that fills `partial`.
 template <class Tile>
 dim3 tile_grid(const algm_gbm_params &p) {
+    static_assert(Tile::B >= kSmallestTile, "the workspace has room for the results of tiles of that side");
     return dim3(static_cast<unsigned>(ceil_div(max_b(p), Tile::B)), static_cast<unsigned>(ceil_div(max_a(p), Tile::A)),
                 static_cast<unsigned>(p.batch));
 }
@@ -133,13 +134,10 @@ int launch_matches(const algm_gbm_params &p, Sets *sets, const void *tokens, Mat
                 has_tensor_cores(tensor_match_kernel<__nv_bfloat16, WarpTile<64, 2, 2, 3, 2>>, is_bf16, &tensor))
             return status;
     cudaFuncAttributes probe;
-    cudaError_t error = cudaFuncGetAttributes(&probe, warpgroup_probe);
-    int device = 0, multiprocessors = 0, shared_bytes = 0;
-    if (error == cudaSuccess) error = cudaGetDevice(&device);
-    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-    if (error == cudaSuccess)
-        error = cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    if (error != cudaSuccess) return status_of(error);
+    if (const int status = status_of(cudaFuncGetAttributes(&probe, warpgroup_probe))) return status;
+    int multiprocessors = 0, shared_bytes = 0;
+    if (const int status = device_attribute(cudaDevAttrMultiProcessorCount, &multiprocessors)) return status;
+    if (const int status = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, &shared_bytes)) return status;
     const MatchLaunch matches = {p, sets, tokens, partial, count, stream, multiprocessors, shared_bytes};
     if (!tensor) return matches.plain();
     const bool warpgroups = probe.maxThreadsPerBlock == kWarpgroup;
