@@ -166,6 +166,12 @@ class OnnxRuntimeCudaRunner(OnnxRuntimeRunner):
         """What CUDA graphs have done since the runner was opened; None while they have done nothing."""
         return self._stretched.use if self._stretched is not None else None
 
+    @property
+    def execution(self) -> dict[str, str]:
+        """How many CUDA graphs were captured, where batches were small enough for them."""
+        use = self.cuda_graphs
+        return {} if use is None else {"cuda_graphs": str(use.captured)}
+
     def warm_up(self, images: int = 1) -> None:
         """Captures the CUDA graphs of every token count beforehand, for batches of this many images.
 

@@ -183,6 +183,18 @@ def test_older_versions_capture_nothing(labels_bundle: Bundle, tmp_path: Path, m
     assert OnnxRuntimeCudaRunner(bundle).stretches == 0, "merging in standard operators copies to the host"
 
 
+def test_a_runner_tells_of_its_graphs(
+    labels_bundle: Bundle, session: StretchedSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Records of speed hold it: the nodes they count beside it are those of the whole graph."""
+    monkeypatch.setattr(runner_module, "check_cuda", lambda: None)
+    cuda = OnnxRuntimeCudaRunner(labels_bundle)
+    assert cuda.execution == {}
+    session._use = GraphUse(7, 30, 0)
+    cuda._stretched = session
+    assert cuda.execution == {"cuda_graphs": "7"}
+
+
 # --- CUDA ------------------------------------------------------------------------------------------------------------
 
 
