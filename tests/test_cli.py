@@ -92,7 +92,7 @@ def test_verify_fails_with_the_reason(run: Run, bundle: Path, photo: Path) -> No
     opened.update({"signature": {**signature, "defaults": {**signature["defaults"], "clap_threshold": 0.1}}})
     code, out, err = run("verify", bundle, "--runtime", "torch", "--images", photo)
     assert (code, err) == (1, "")
-    assert "1 photos; batches of 1; FAILED" in out
+    assert "1 photo; batches of 1; FAILED" in out
     assert "CLAP: merged a window" in out
     assert not Bundle.open(bundle).fact("parity")["torch"]["passed"]
 

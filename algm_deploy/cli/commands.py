@@ -130,7 +130,7 @@ def verify(options: argparse.Namespace) -> int:
 
 def _verified(bundle: Bundle, options: argparse.Namespace) -> ParityReport:
     from algm_deploy.deployment import find_images, verify_bundle
-    from algm_deploy.report.tables import text_table
+    from algm_deploy.report.tables import counted, text_table
 
     paths = find_images(options.images) if options.images else []
     report = verify_bundle(bundle, options.runtime, paths, options.count)
@@ -140,8 +140,9 @@ def _verified(bundle: Bundle, options: argparse.Namespace) -> ParityReport:
     ]
     print(text_table(("", "link", "result", f"measured, {report.runtime}", "would pass at"), rows))
     batches = ", ".join(map(str, report.batches))
-    pictures = "photos" if paths else "synthetic scenes (give --images for your own)"
-    print(f"{report.images} {pictures}; batches of {batches}; {'passed' if report.passed else 'FAILED'}")
+    pictures = counted(report.images, "photos" if paths else "synthetic scenes")
+    hint = "" if paths else " (give --images for your own)"
+    print(f"{pictures}{hint}; batches of {batches}; {'passed' if report.passed else 'FAILED'}")
     return report
 
 

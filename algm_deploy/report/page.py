@@ -37,6 +37,8 @@ from algm_deploy.report.tables import (
     UNKNOWN,
     class_table,
     cost_table,
+    counted,
+    dataset_name,
     engine_table,
     environment_table,
     html_table,
@@ -159,7 +161,7 @@ def _headline(bundle: Bundle, evaluations: Sequence[Measured]) -> str:
     cards = [("Parity", state, ", ".join(failed or parity) or "no runtime was verified")]
     if evaluations:
         record = evaluations[0].record
-        where = f"{record['dataset']} {record['split']}, {record['images']} images, {evaluations[0].runtime}"
+        where = f"{dataset_name(record)}, {counted(record['images'], 'images')}, {evaluations[0].runtime}"
         cards.append(("mIoU", f"{shown(record['miou_percent'], 2)} %", where + _beside_dense(evaluations)))
         tokens = [shown(record[f"tokens_after_{merge}_mean"], 0) for merge in merges_of(record)]
         rows, columns = bundle.recipe.network.grid
@@ -287,7 +289,8 @@ def _parity(bundle: Bundle) -> Iterator[str]:
         pictures = record.get("pictures", "pictures")
         yield f"<h3>{escape(runtime)}: {'passed' if record['passed'] else 'FAILED'}</h3>"
         yield html_table(
-            *parity_table(record), f"{record['images']} {pictures}, in batches of {batches}; device: {_device(record)}"
+            *parity_table(record),
+            f"{counted(record['images'], pictures)}, in batches of {batches}; device: {_device(record)}",
         )
 
 
@@ -362,7 +365,7 @@ def _cost(bundle: Bundle, evaluations: Sequence[Measured]) -> Iterator[str]:
 
 def _group_title(group: Sequence[Measured]) -> str:
     record, bundles = group[0].record, " and ".join(dict.fromkeys(row.bundle for row in group))
-    where = f"{record['dataset']} {record['split']}, {record['images']} images"
+    where = f"{dataset_name(record)}, {counted(record['images'], 'images')}"
     return f"{bundles}: {where}, {group[0].runtime}, {group[0].artifact.precision}"
 
 
@@ -588,7 +591,7 @@ def _not_run(reason: str) -> str:
 
 def _about(row: Measured, bundle: Bundle) -> str:
     record = row.record
-    where = f"{record['dataset']} {record['split']}, {record['images']} images"
+    where = f"{dataset_name(record)}, {counted(record['images'], 'images')}"
     return escape(f"{where}, {row.runtime}, {_plan(row, bundle)}")
 
 

@@ -48,6 +48,17 @@ _SPEED = (
 CONDITIONS = {"pictures", "pictures_timed", "rounds", "clock", "representative", "drift_percent"}
 
 
+def counted(count: int, things: str) -> str:
+    """`2 photos`, but `1 photo`."""
+    return f"{count} {things.removesuffix('s') if count == 1 else things}"
+
+
+def dataset_name(record: Record) -> str:
+    """Data set and split of an evaluation, for people."""
+    name = f"{record['dataset']} {record['split']}"
+    return "a folder of pictures" if name == "folder all" else name
+
+
 class Table(NamedTuple):
     """A header, units included, and rows of the same length."""
 
@@ -104,7 +115,7 @@ def runs_table(rows: Sequence[Measured]) -> Table:
                 plan_name(row.artifact.plan, merged_plan(rows)),
                 row.artifact.precision,
                 row.artifact.output,
-                f"{row.record['dataset']} {row.record['split']}",
+                dataset_name(row.record),
                 str(row.record["images"]),
                 shown(row.record["miou_percent"], 2),
                 shown(row.record["gmacs_per_window_mean"], 2),
@@ -168,7 +179,7 @@ def speed_notes(rows: Sequence[Measured]) -> list[str]:
     """What a reader of speed records of one run must know beside the figures, one line each."""
     first = rows[0].record
     pictures, kind = first["pictures_timed"], first["pictures"]
-    notes = [f"{pictures} {kind}, {first['rounds']} rounds, clock: {first['clock']}"]
+    notes = [f"{counted(pictures, kind)}, {first['rounds']} rounds, clock: {first['clock']}"]
     if not first["representative"]:
         notes.append("not representative: how much merges depends on the picture, give --images with photos of yours")
     if not first["stable"]:

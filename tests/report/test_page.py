@@ -30,6 +30,7 @@ from algm_deploy.report.figures import Panel
 from algm_deploy.report.gallery import Example, Gallery, Photo, data_url, draw_gallery
 from algm_deploy.report.page import report_page, write_report
 from algm_deploy.report.published import read_published
+from algm_deploy.report.tables import dataset_name
 
 SECTIONS = [
     "summary", "parity", "accuracy", "cost", "speed", "tokens", "trade-off", "gallery", "published", "environment",
@@ -256,6 +257,11 @@ def test_every_number_comes_from_a_record(full: str) -> None:
             assert any(x == value or round(abs(x), digits) == abs(value) for x in known), (kind, text)
 
 
+def test_a_data_set_without_a_name_is_a_folder() -> None:
+    assert dataset_name({"dataset": "folder", "split": "all"}) == "a folder of pictures"
+    assert dataset_name({"dataset": "camvid", "split": "test"}) == "camvid test"
+
+
 @pytest.mark.parametrize(
     ("path", "value", "printed"),
     [
@@ -264,6 +270,7 @@ def test_every_number_comes_from_a_record(full: str) -> None:
         (("evaluation", TORCH, "gmacs_per_window_mean"), 23.456, "23.46"),
         (("speed", "onnxruntime-cpu latency", "latency_ms_p50"), 313.377, "313.38"),
         (("parity", "onnxruntime-cpu", "images"), 4711, "4711 photos"),
+        (("parity", "onnxruntime-cpu", "images"), 1, "1 photo, in batches"),
     ],
 )
 def test_a_changed_record_changes_the_page(full: str, path: tuple[str, ...], value: float, printed: str) -> None:
