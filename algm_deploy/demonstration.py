@@ -11,7 +11,15 @@ from PIL import Image
 from algm_deploy.bundle import Bundle, write_atomically
 from algm_deploy.demo import ASSETS
 from algm_deploy.demo.scenes import scene, slice_name
-from algm_deploy.deployment import bench_bundle, build_bundle, evaluate_bundle, export, find_images, verify_bundle
+from algm_deploy.deployment import (
+    bench_bundle,
+    build_bundle,
+    evaluate_bundle,
+    export,
+    find_images,
+    require_runtime,
+    verify_bundle,
+)
 from algm_deploy.errors import GateError
 from algm_deploy.evaluation.datasets import Dataset, open_dataset
 from algm_deploy.evaluation.predictor import Predictor
@@ -36,6 +44,7 @@ def demonstrate(folder: Path, runtime: str, generated: int, say: Say, progress: 
     Raises:
         GateError: the parity chain failed.
     """
+    require_runtime(runtime)
     say(f"1. export: checkpoint and recipe of the package to a bundle, built for {runtime}")
     bundle = export(ASSETS, folder / "bundle", "demo", {}).bundle
     build_bundle(bundle, runtime)

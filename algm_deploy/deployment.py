@@ -86,6 +86,11 @@ def _threshold_note(recipe: Recipe, layers: Sequence[tuple[str, Mapping[str, Any
     )
 
 
+def require_runtime(runtime: str) -> None:
+    """RuntimeUnavailableError or BuildError where it is clear before the export that a runtime cannot be built for."""
+    runner_type(runtime).require_builder()
+
+
 def build_bundle(bundle: Bundle, runtime: str, **options: Any) -> list[str]:
     """Makes a runtime's executable and adds it to the bundle; returns what was done, one printable line each."""
     return runner_type(runtime).build(bundle, **options)

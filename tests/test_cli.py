@@ -142,6 +142,16 @@ def test_deploy_from_checkpoint_to_miou(run: Run, tiny_checkpoint: Path, data: P
     deployed.verify()
 
 
+def test_deploy_refuses_what_is_not_installed_before_the_export(
+    run: Run, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)
+    code, out, err = run("deploy", tiny_checkpoint, "-o", tmp_path / "bundle", "--runtime", "tensorrt-rtx")
+    assert (code, out) == (2, "")
+    assert "pip install 'algm-deploy[tensorrt-rtx]'" in err
+    assert not (tmp_path / "bundle").exists()
+
+
 def test_the_next_command_can_be_pasted(run: Run, tiny_checkpoint: Path, tmp_path: Path) -> None:
     code, out, _ = run("export", tiny_checkpoint, "-o", tmp_path / "für später")
     assert code == 0

@@ -232,6 +232,9 @@ def report(options: argparse.Namespace) -> int:
 
 def deploy(options: argparse.Namespace) -> int:
     """Checkpoint to a verified bundle: export, build, verify, evaluate, time."""
+    from algm_deploy.deployment import require_runtime
+
+    require_runtime(options.runtime)
     bundle = _exported(options)
     _built(bundle, options)
     print()

@@ -53,6 +53,10 @@ class Runner(ABC):
         self.signature = Signature.from_table(bundle.fact("signature"))
         self._opened = False
 
+    @classmethod  # noqa: B027 - most need no more than their package
+    def require_builder(cls) -> None:
+        """RuntimeUnavailableError or BuildError where it is clear before any work that this machine lacks something."""
+
     @classmethod
     def build(cls, bundle: Bundle, **options: Any) -> list[str]:
         """Makes the runtime's executable and adds it to the bundle; nothing for runtimes that need no other file.

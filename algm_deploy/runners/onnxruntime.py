@@ -145,6 +145,11 @@ class OnnxRuntimeCudaRunner(OnnxRuntimeRunner):
     provider = "cuda"
     provider_name = CUDA_PROVIDER
 
+    @classmethod
+    def require_builder(cls) -> None:
+        """What runs the graph; building it needs less, but `deploy` verifies it at once."""
+        check_cuda()
+
     def __init__(self, bundle: Bundle) -> None:
         check_cuda()
         super().__init__(bundle)

@@ -18,7 +18,14 @@ from torch.utils.dlpack import from_dlpack
 from algm_deploy.bundle import Bundle, sha256_of
 from algm_deploy.errors import BundleError, NotExecutedError, RuntimeUnavailableError
 from algm_deploy.runners.contract import Array, Runner
-from algm_deploy.runners.tensorrt_build import EngineFacts, build_command, build_engine, engine_name, engine_record
+from algm_deploy.runners.tensorrt_build import (
+    EngineFacts,
+    build_command,
+    build_engine,
+    engine_name,
+    engine_record,
+    require_tools,
+)
 from algm_deploy.runners.tensorrt_library import Log, listening, load_bindings, load_plugins
 
 _DTYPES = {
@@ -125,6 +132,11 @@ class TensorRTRunner(Runner):
         self._device = device or Cuda()
         self._session: _Session | None = None
         self._stack = ExitStack()
+
+    @classmethod
+    def require_builder(cls) -> None:
+        """Bindings, plugin library and, but for RTX, a GPU."""
+        require_tools(cls.runtime)
 
     @classmethod
     def build(cls, bundle: Bundle, **options: Any) -> list[str]:

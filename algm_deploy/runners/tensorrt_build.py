@@ -161,9 +161,7 @@ def build_engine(
     options = options or EngineOptions(batches=(1, largest, largest))
     precision = precision or bundle.recipe.precision
     check_options(options, runtime)
-    load_bindings(runtime)  # what is missing should show before the export, which takes longer
-    require_builder(runtime)
-    require_library("trt_plugin")
+    require_tools(runtime)  # what is missing should show before the export, which takes longer
     model, rewrites = write_tensorrt_onnx(bundle, precision)
     built = engine_from_onnx(model, runtime, precision, options, progress)
     name = engine_name(runtime)
@@ -224,6 +222,13 @@ def engine_from_onnx(
     )
     lines = tuple(line.replace(f"{model.parent}/", "") for line in log.lines)
     return BuiltEngine(engine, facts, parsed, layers, reason, tuple(log.engine_layers), lines, seconds, timing_cache)
+
+
+def require_tools(runtime: str) -> None:
+    """RuntimeUnavailableError or BuildError where bindings, GPU or plugin library for a build are missing."""
+    load_bindings(runtime)
+    require_builder(runtime)
+    require_library("trt_plugin")
 
 
 def require_builder(runtime: str) -> None:
