@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any, Literal, NotRequired, TypedDict
 
+from algm_deploy.environment import Environment
 from algm_deploy.errors import RecipeError
 from algm_deploy.recipes import converted
 
@@ -139,14 +140,6 @@ class Engine(TypedDict):
     build_seconds: float
 
 
-class Gpu(TypedDict):
-    """A CUDA device."""
-
-    name: str
-    compute_capability: str
-    memory_bytes: int
-
-
 class Rebuilds(TypedDict):
     """How far several builds of one executable differ; None where nothing here can execute it."""
 
@@ -155,18 +148,6 @@ class Rebuilds(TypedDict):
     pictures: int
     labels_equal_percent_min: float | None
     network_ms_by_build: list[float] | None
-
-
-class Machine(TypedDict):
-    """Where a bundle was exported."""
-
-    python: str
-    platform: str
-    cpu: str
-    cpu_count: int
-    packages: dict[str, str]
-    driver: str | None
-    devices: list[Gpu]
 
 
 class Variant(TypedDict):
@@ -212,7 +193,7 @@ SECTIONS: dict[str, Any] = {
 """Records by section. Their keys start with the runtime's name, `tuning` aside."""
 
 FACTS: dict[str, Any] = {
-    "environment": Machine,
+    "environment": Environment,  # of the export
     NOT_RUN: dict[str, str],  # by step and runtime, such as `parity tensorrt-rtx`: why there is no record
     "preprocessing_sha256": str,
     "unused_checkpoint_keys": list[str],

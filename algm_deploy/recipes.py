@@ -454,10 +454,11 @@ def _nearest(name: str, known: Sequence[str]) -> str:
 def converted(kind: Any, value: object, key: str) -> Any:
     """`value` as JSON or TOML gives it, in the type of its field; RecipeError, with `key`, where it does not fit.
 
-    Lists become tuples where the field is one, whole numbers become floats. Tables may hold more than a TypedDict says.
+    Lists become tuples where the field is one, whole numbers become floats. Tables may hold more than a TypedDict or
+    dataclass says.
     """
     origin, args = get_origin(kind), get_args(kind)
-    if is_typeddict(kind) and isinstance(value, Mapping):
+    if (is_typeddict(kind) or is_dataclass(kind)) and isinstance(value, Mapping):
         return {**value, **_converted_table(kind, value, key)}
     if origin in (Union, UnionType):
         for one in args:
@@ -484,10 +485,11 @@ def converted(kind: Any, value: object, key: str) -> Any:
 
 def _converted_table(kind: Any, table: Mapping[str, Any], key: str) -> dict[str, Any]:
     found = {}
+    required = _required(kind) if is_dataclass(kind) else kind.__required_keys__
     for name, part_kind in get_type_hints(kind).items():
         if name in table:
             found[name] = converted(part_kind, table[name], f"{key}.{name}")
-        elif name in kind.__required_keys__:
+        elif name in required:
             raise RecipeError(f"expected {_described(part_kind)} as {key}.{name}, found none")
     return found
 
