@@ -29,7 +29,7 @@ from algm_deploy.runners.contract import Runner, runner, runner_type
 from algm_deploy.signature import signature_of
 from algm_deploy.timing.protocols import Request, benchmark, check_verified, natural, reading_ms
 from algm_deploy.timing.timers import host_ms
-from algm_deploy.timing.variant_bundles import executables
+from algm_deploy.timing.variant_bundles import executable, executables
 
 REBUILD_PICTURES = 4
 IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff"}
@@ -109,7 +109,7 @@ def repeat_build(bundle: Bundle, runtime: str, builds: int, **options: Any) -> d
     files, labels, times = set(), [], []
     for _ in range(builds):
         build_bundle(bundle, runtime, **options)
-        files.add(list(executables(bundle, runtime).values())[-1])
+        files.add(bundle.files[executable(bundle, runtime)].sha256)
         try:
             with runner(bundle, runtime) as run:
                 labels.append([_labels(run, window[None]) for window in windows])

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count, takewhile
 from typing import Any
 
 from algm_deploy.bundle import MANIFEST, Bundle, BundleWriter
 from algm_deploy.errors import BundleError
 from algm_deploy.lowering.bundling import ONNX, WEIGHTS, load_network, write_network
+from algm_deploy.lowering.onnxruntime import stretch_file
 from algm_deploy.models.deployed import Deployed
 from algm_deploy.runners.contract import Runner, runner, runner_type
 from algm_deploy.runners.torch import TorchRunner
 from algm_deploy.timing.variants import Variant, truncate, variant_network, variant_recipe
 
+CUDA = "onnxruntime-cuda"
 FACT = "variant"  # in the manifest of a variant: which one, of which files, rows kept behind each layer
 
 
@@ -53,8 +56,14 @@ def _rows(bundle: Bundle, variant: Variant, tokens: Sequence[int]) -> list[list[
 
 def executables(bundle: Bundle, runtime: str) -> dict[str, str]:
     """SHA-256 of each file that a runtime may execute, by name; its own executable is the last where it has one."""
-    names = (WEIGHTS, ONNX, f"model.{runtime}.onnx", f"engines/{runtime}.engine")
+    stretches = takewhile(bundle.files.__contains__, map(stretch_file, count())) if runtime == CUDA else ()
+    names = (WEIGHTS, ONNX, *stretches, f"model.{runtime}.onnx", f"engines/{runtime}.engine")
     return {name: bundle.files[name].sha256 for name in names if name in bundle.files}
+
+
+def executable(bundle: Bundle, runtime: str) -> str:
+    """Name of the file that a runtime opens."""
+    return list(executables(bundle, runtime))[-1]
 
 
 def variant_runner(bundle: Bundle, runtime: str, like: Bundle) -> Runner:
@@ -65,8 +74,7 @@ def variant_runner(bundle: Bundle, runtime: str, like: Bundle) -> Runner:
     """
     if runtime == "torch":
         return VariantTorchRunner(bundle)
-    missing = set(executables(like, runtime)) - set(executables(bundle, runtime))
-    if missing or _tail(bundle, runtime) != _tail(like, runtime):
+    if executable(bundle, runtime) != executable(like, runtime) or _tail(bundle, runtime) != _tail(like, runtime):
         runner_type(runtime).build(bundle)
     if _tail(bundle, runtime) != _tail(like, runtime):
         raise BundleError(

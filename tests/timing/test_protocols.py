@@ -19,6 +19,7 @@ from algm_deploy.demo.scenes import scene
 from algm_deploy.deployment import bench_bundle, build_bundle, parity_windows, verify_bundle
 from algm_deploy.errors import BundleError, GateError, RuntimeUnavailableError
 from algm_deploy.evaluation.flops import multiply_adds
+from algm_deploy.lowering.onnxruntime import write_onnxruntime_onnx
 from algm_deploy.recipes import DENSE
 from algm_deploy.report.records import Measured, measured
 from algm_deploy.report.tables import markdown_table, speed_notes, speed_table
@@ -26,7 +27,13 @@ from algm_deploy.runners.contract import Runner, runner
 from algm_deploy.timing import protocols
 from algm_deploy.timing.protocols import Request, batches_of, benchmark, natural, reading_ms, usual_request
 from algm_deploy.timing.timers import Effort
-from algm_deploy.timing.variant_bundles import VariantTorchRunner, variant_bundle, variant_runner
+from algm_deploy.timing.variant_bundles import (
+    VariantTorchRunner,
+    executable,
+    executables,
+    variant_bundle,
+    variant_runner,
+)
 
 QUICK = Effort(warmup=1, rounds=2, most_rounds=2)
 CPU = "onnxruntime-cpu"
@@ -159,6 +166,16 @@ def test_truncated_keeps_its_tokens_on_every_runtime(verified: Bundle, windows: 
         outputs = run.infer({"image": windows})
     assert outputs["token_counts"].tolist() == [[40, 25]] * 2
     assert outputs["scores"].shape == (2, 11, 128, 128)
+
+
+def test_stretches_are_executed_and_the_whole_graph_is_opened(tiny_bundle: Bundle, tmp_path: Path) -> None:
+    bundle = Bundle.open(shutil.copytree(tiny_bundle.path, tmp_path / "tiny"))
+    counts = write_onnxruntime_onnx(bundle, "cuda", custom_operators=True)
+    stretches = [name for name in executables(bundle, "onnxruntime-cuda") if "stretch" in name]
+    assert len(stretches) == counts["stretches"] > 1
+    assert executable(bundle, "onnxruntime-cuda") == "model.onnxruntime-cuda.onnx"
+    assert executable(bundle, CPU) == "model.onnx"
+    assert not set(stretches) & set(executables(bundle, CPU))
 
 
 def test_truncated_is_the_same_network_everywhere(verified: Bundle, windows: np.ndarray) -> None:
