@@ -75,9 +75,10 @@ def scores_of_masks(masks: Tensor, classes: Tensor, size: Size) -> Tensor:
 
 def upsample_scores(output: Scores, grid: Size, size: Size) -> Tensor:
     """Unmerged scores, bilinear to `size`: (B, K, H, W). 16-bit scores are interpolated and returned in fp32."""
-    if isinstance(output, GridScores):
-        return resize(wide(output.scores), size)
-    return resize(to_grid(wide(output.scores), output.map, output.prefix, grid), size)
+    maps = wide(output.scores)
+    if isinstance(output, TokenScores):
+        maps = to_grid(maps, output.map, output.prefix, grid)
+    return resize(maps.contiguous(), size)  # a CPU takes four times as long where the classes of a patch are adjacent
 
 
 def labels_of(output: Scores, grid: Size, size: Size) -> Tensor:
