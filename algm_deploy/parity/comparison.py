@@ -13,7 +13,7 @@ import numpy as np
 
 from algm_deploy.parity.decisions import Ints, clap_problems, differing, gbm_problems, map_problem, tome_problems
 from algm_deploy.parity.links import Link
-from algm_deploy.parity.replay import Doubles, Replayed, clap_facts, gbm_facts, largest, rms, tome_facts, torch_maps
+from algm_deploy.parity.replay import Doubles, Error, Replayed, clap_facts, error_of, gbm_facts, tome_facts, torch_maps
 from algm_deploy.recipes import MergePlan, Recipe
 from algm_deploy.runners.contract import Array
 from algm_deploy.signature import Signature
@@ -21,13 +21,6 @@ from algm_deploy.signature import Signature
 ERROR_FACTOR = 2.0  # a runtime may err twice as much as PyTorch in the same precision
 LARGEST_FACTOR = 4.0  # the largest of a million errors scatters more than their mean
 FP32_EPS = 2.0**-23
-
-
-class Error(NamedTuple):
-    """Of an image's scores, as shares of the same of the true scores: root mean square, and largest magnitude."""
-
-    rms: float
-    largest: float
 
 
 class Numbers:
@@ -43,7 +36,7 @@ class Numbers:
         self._problems: list[str] = []
         self._pytorch: list[Error] = []
         self._errors: list[Error] = []
-        self._maps: list[tuple[Array, Replayed]] = []
+        self._maps: dict[Replayed, list[tuple[int, Array]]] = {}  # with the place in `_pytorch`
         self._abs_error = 0.0
 
     def broken(self, problem: str) -> None:
@@ -52,20 +45,18 @@ class Numbers:
 
     def compare(self, image: str, output: Array, replayed: Replayed) -> None:
         """Takes in scores (K, H, W) or labels (H, W) of one image."""
-        if not np.isfinite(replayed.largest_error):
+        if not np.isfinite(replayed.error.largest):
             self.broken(f"{image}: PyTorch's own scores are not finite in this precision: export with fp32")
         elif not np.isfinite(output).all():
             self.broken(f"{image}: the scores hold NaN or infinity")
         else:
-            truth = replayed.scores()
-            scale = Error(rms(truth), largest(truth))
-            self._pytorch.append(_share(Error(replayed.rms_error, replayed.largest_error), scale))
             if self._labels:
-                self._maps.append((output, replayed))
+                self._maps.setdefault(replayed, []).append((len(self._pytorch), output))
             else:
-                error = output - truth
-                self._errors.append(_share(Error(rms(error), largest(error)), scale))
-                self._abs_error = max(self._abs_error, largest(error))
+                error = error_of(output - replayed.scores())
+                self._errors.append(_share(error, replayed.scale))
+                self._abs_error = max(self._abs_error, error.largest)
+            self._pytorch.append(_share(replayed.error, replayed.scale))
 
     def link(self, expected: int) -> Link:
         """The outcome; `expected` images had to be compared."""
@@ -102,11 +93,12 @@ class Numbers:
 
     def _of_labels(self) -> tuple[bool, str, str, dict[str, Any]]:
         """The same of label maps."""
-        wrong = 0
-        for (labels, replayed), allowed in zip(self._maps, self._allowed(), strict=True):
+        wrong, allowed = 0, self._allowed()
+        for replayed, maps in self._maps.items():
             truth = replayed.scores()
-            noise = (2 * ERROR_FACTOR * allowed.largest + FP32_EPS) * largest(truth)
-            wrong += unexplained_labels(labels, truth, noise)
+            for place, labels in maps:
+                noise = (2 * ERROR_FACTOR * allowed[place].largest + FP32_EPS) * replayed.scale.largest
+                wrong += unexplained_labels(labels, truth, noise)
         return wrong == 0, f"{wrong} labels beyond noise", "0", {"labels_beyond_noise_max": wrong}
 
 

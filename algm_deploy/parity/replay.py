@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,19 +36,26 @@ NOISE_FLOOR = 2.0**-22  # two units in the last place of a cosine near one
 Doubles = NDArray[np.float64]
 
 
-@dataclass(frozen=True)
+class Error(NamedTuple):
+    """Root mean square and largest magnitude, of errors or of what errs."""
+
+    rms: float
+    largest: float
+
+
+@dataclass(frozen=True, eq=False)
 class Replayed:
     """One image under forced token maps.
 
-    `truth` and `baseline` are the tokens that entered each merge; `rms_error` and `largest_error` are those of the
-    baseline's scores. Scores are kept as the network gives them and made full-size on demand: for 150 classes of
-    512x512 pixels that is 0.3 GB.
+    `truth` and `baseline` are the tokens that entered each merge; `error` is that of the baseline's scores, and `scale`
+    the size of the true ones. Scores are kept as the network gives them and made full-size on demand: for 150 classes
+    of 512x512 pixels that is 0.3 GB.
     """
 
     truth: tuple[Tokens, ...]
     baseline: tuple[Tokens, ...]
-    rms_error: float
-    largest_error: float
+    error: Error
+    scale: Error
     full_size: Callable[[], Doubles]
 
     def scores(self) -> Doubles:
@@ -76,10 +83,9 @@ class Replays:
         truth, entering_truth = self._truth(image, maps)
         baseline, entering_baseline = self._baseline(image, maps)
         network = self._truth.network
-        error = full_size(baseline, network) - full_size(truth, network)
-        return Replayed(
-            entering_truth, entering_baseline, rms(error), largest(error), partial(full_size, truth, network)
-        )
+        scores = full_size(truth, network)
+        error = error_of(full_size(baseline, network) - scores)
+        return Replayed(entering_truth, entering_baseline, error, error_of(scores), partial(full_size, truth, network))
 
 
 class _ReplayNetwork:
@@ -110,14 +116,14 @@ def full_size(scores: Scores, network: Network) -> Doubles:
     return full
 
 
-def rms(x: NDArray[np.floating[Any]]) -> float:
+def error_of(x: Doubles) -> Error:
+    """Of fp64 numbers; NaN where one is. Without arrays in between, each as large as the scores."""
+    return Error(rms(x), float(max(x.max(), -x.min())))
+
+
+def rms(x: Doubles) -> float:
     """Root mean square; NaN where a value is."""
-    return float(np.sqrt(np.mean(np.square(x, dtype=np.float64))))
-
-
-def largest(x: NDArray[np.floating[Any]]) -> float:
-    """Largest magnitude; NaN where a value is."""
-    return float(np.abs(x).max())
+    return float(np.sqrt(np.vdot(x, x) / x.size))
 
 
 # --- what the merges decided on ---------------------------------------------------------------------------------------

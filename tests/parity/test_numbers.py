@@ -9,7 +9,7 @@ import pytest
 
 from algm_deploy.parity.comparison import Numbers
 from algm_deploy.parity.links import Link
-from algm_deploy.parity.replay import Replayed
+from algm_deploy.parity.replay import Error, Replayed, error_of
 from algm_deploy.recipes import Output, recipe
 
 TRUTH = np.linspace(-1.0, 1.0, 24).reshape(2, 3, 4)
@@ -23,7 +23,8 @@ def link(own: list[float], runtime: list[float], output: Output = "scores", scal
         truth = scale * TRUTH
         scores = truth + scale * error * SIGNS
         result = scores.argmax(0).astype(np.uint8) if output == "labels" else scores
-        numbers.compare(f"image {index}", result, Replayed((), (), scale * pytorch, scale * pytorch, lambda t=truth: t))
+        own_error = Error(scale * pytorch, scale * pytorch)
+        numbers.compare(f"image {index}", result, Replayed((), (), own_error, error_of(truth), lambda t=truth: t))
     return numbers.link(len(own))
 
 
