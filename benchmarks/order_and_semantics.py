@@ -19,21 +19,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from real_checkpoints import MODELS, RECIPE
 from tqdm import tqdm
 
 from algm_deploy.bundle import MANIFEST, Bundle
 from algm_deploy.deployment import evaluate_bundle, export, spread
 from algm_deploy.environment import environment
 from algm_deploy.evaluation.datasets import open_dataset
-from algm_deploy.evaluation.predictor import network_anchors, network_canvas
-from algm_deploy.evaluation.preprocessing import read_photo
-from algm_deploy.recipes import Recipe
 from algm_deploy.report.tables import markdown_table
 from algm_deploy.runners.contract import runner
+from algm_deploy.tuning.similarity import Picture, windows_of
 
-MODELS = ("segmenter_vit_s16_camvid", "segmenter_vit_s16_camvid_algm")
-RECIPE = "segmenter_vit_s16_camvid"
 TAU = 0.9319
 PHOTOS = 20
 
@@ -76,20 +72,13 @@ def exported(data: Path, work: Path, checkpoint: str, semantics: str, order: str
     return Bundle.open(target)
 
 
-def windows_of(photo: NDArray[np.uint8], recipe: Recipe) -> NDArray[np.uint8]:
-    """All windows (n, 3, 512, 512) of a photo."""
-    canvas, side = network_canvas(photo, recipe), recipe.protocol.window
-    cut = [canvas[top : top + side, left : left + side] for top, left in network_anchors(canvas, recipe)]
-    return np.ascontiguousarray(np.stack(cut).transpose(0, 3, 1, 2)).astype(np.uint8)
-
-
 def compared(bundle: Bundle, photos: list[Path]) -> dict[str, Any]:
     """PyTorch and ONNX Runtime on every window of some photos, alone, each with its own decisions."""
     outputs = ("scores", "token_counts", "token_map_gbm_5")
     clap, gbm, maps, labels = [], [], [], []
     with runner(bundle, "torch") as first, runner(bundle, "onnxruntime-cpu") as second:
         for photo in tqdm(photos, "compare", unit="photo", disable=None):
-            for window in windows_of(read_photo(photo), bundle.recipe):
+            for window, _ in windows_of(Picture(photo), bundle.recipe):
                 ours, theirs = (run.infer({"image": window[None]}, outputs) for run in (first, second))
                 differences = np.abs(ours["token_counts"][0] - theirs["token_counts"][0])
                 clap.append(differences[0])
