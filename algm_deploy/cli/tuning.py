@@ -101,10 +101,10 @@ class _Evaluator:
 
     def __init__(self, bundle: Bundle, plan: MergePlan, options: argparse.Namespace, tuning: Dataset) -> None:
         self._bundle, self._plan, self._options, self._tuning = bundle, plan, options, tuning
-        self._known: dict[tuple[str, frozenset[tuple[str, float]] | None], dict[str, Any]] = {}
+        self._known: dict[tuple[Dataset, frozenset[tuple[str, float]] | None], dict[str, Any]] = {}
 
     def __call__(self, dataset: Dataset, thresholds: Mapping[str, float] | None) -> Record:
-        key = dataset.split, None if thresholds is None else frozenset(thresholds.items())
+        key = dataset, None if thresholds is None else frozenset(thresholds.items())
         if key not in self._known:
             self._known[key] = self._measured(dataset, thresholds)
             given = ", ".join(f"{name} {value:g}" for name, value in (thresholds or {}).items())

@@ -121,6 +121,18 @@ def test_a_curve_measures_every_candidate_on_both_parts(
     assert "img-src data:" in page
 
 
+def test_photos_held_out_of_the_same_split_are_evaluated_too(bundle: Path, photos: Path, tmp_path: Path) -> None:
+    for kind in ("images", "labels"):
+        shutil.copytree(photos / kind, tmp_path / "split" / kind / "val")
+    shutil.copy(photos / "classes.json", tmp_path / "split")
+    flags = ("--objective", "reference", "--drop", "100", "--values", "0.8", "1")
+    parts = ("--split", "val", "--limit", "1", "--held-out", "val", "--held-out-limit", "3")
+    assert tune(bundle, tmp_path / "star.toml", *flags, *parts, data=tmp_path / "split") == 0
+    record = Bundle.open(bundle).manifest["tuning"]["CLAP threshold, aim: reference"]
+    assert record["tuned_on"]["images"] == 1
+    assert [one["images"] for one in record["held_out"].values()] == [3, 3, 3]
+
+
 def test_a_bundle_as_reference_is_reported_held_out_too(
     bundle: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
