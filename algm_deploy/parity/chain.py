@@ -101,6 +101,8 @@ def verify(bundle: Bundle, runtime: str, images: Array, progress: bool = True) -
     trials = trials_of(len(images), bundle.recipe.max_batch, bundle.recipe.merging)
     with ExitStack() as stack:
         run = stack.enter_context(runner(bundle, runtime))
+        run.check_image(images[:1])
+        network = network_link(bundle, images[:1])  # before other copies of the weights are held
         torch_run = exact = stack.enter_context(TorchRunner(bundle, DTYPES[bundle.recipe.precision]))
         if bundle.recipe.precision != "fp32":
             exact = stack.enter_context(TorchRunner(bundle, torch.float32))
@@ -110,7 +112,7 @@ def verify(bundle: Bundle, runtime: str, images: Array, progress: bool = True) -
             for trial in trials:
                 for _ in chain.run(trial):
                     bar.update()
-        links = chain.links(trials)
+        links = [network, *chain.links(trials)]
     batches = sorted({len(trial.images) for trial in trials})
     return ParityReport(runtime, len(images), tuple(batches), tuple(links))
 
@@ -159,12 +161,11 @@ class _Chain:
             return {}, f"the runtime failed: {error}"
 
     def links(self, trials: list[Trial]) -> list[Link]:
-        """All links, when the trials have run."""
+        """Links 2 to 6, when the trials have run."""
         plan, network = self._recipe.merging, self._recipe.network
         runs = sum(len(trial.images) for trial in trials)
         decisions = [self._decisions.link(runs, self._labels.count_difference)] if plan.layers else []
         return [
-            network_link(self._bundle, self._images[:1]),
             operators_link(plan, network, self._first),
             graph_link(self._bundle),
             self._numbers.link(runs),

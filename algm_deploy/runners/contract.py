@@ -117,6 +117,24 @@ class Runner(ABC):
         except self.failures as error:
             raise self._failure(error, len(complete["image"])) from error
 
+    def check_image(self, image: Array) -> None:
+        """Refuses an image input that `infer` would refuse.
+
+        Raises:
+            BundleError: a dtype, shape or batch that differs from the signature.
+        """
+        expected = self.signature.image
+        if image.dtype != expected.dtype or image.ndim != 4 or image.shape[1:] != expected.shape[1:]:
+            raise BundleError(
+                f"expected image {expected.dtype} (batch, {', '.join(map(str, expected.shape[1:]))}), got "
+                f"{image.dtype} {image.shape}: resize or cut the photo first, or export for another --image-size"
+            )
+        if not 1 <= len(image) <= self.signature.max_batch:
+            raise BundleError(
+                f"got a batch of {len(image)}, this bundle takes 1 to {self.signature.max_batch}: send smaller batches "
+                "or export with a larger --max-batch"
+            )
+
     def _failure(self, error: Exception, images: int) -> AlgmDeployError:
         said = next(iter(str(error).splitlines()), type(error).__name__)[:300]
         if out_of_memory(error):
@@ -153,22 +171,9 @@ class Runner(ABC):
         if "image" not in feeds:
             raise BundleError("the input 'image' is missing")
         image = np.asarray(feeds["image"])
-        self._check_image(image)
+        self.check_image(image)
         thresholds = {n: self._threshold(n, feeds.get(n, d)) for n, d in self.signature.defaults.items()}
         return {"image": np.ascontiguousarray(image), **thresholds}
-
-    def _check_image(self, image: Array) -> None:
-        expected = self.signature.image
-        if image.dtype != expected.dtype or image.ndim != 4 or image.shape[1:] != expected.shape[1:]:
-            raise BundleError(
-                f"expected image {expected.dtype} (batch, {', '.join(map(str, expected.shape[1:]))}), got "
-                f"{image.dtype} {image.shape}: resize or cut the photo first, or export for another --image-size"
-            )
-        if not 1 <= len(image) <= self.signature.max_batch:
-            raise BundleError(
-                f"got a batch of {len(image)}, this bundle takes 1 to {self.signature.max_batch}: send smaller batches "
-                "or export with a larger --max-batch"
-            )
 
     def _threshold(self, name: str, value: Any) -> Array:
         number = np.asarray(value, dtype=np.float32)

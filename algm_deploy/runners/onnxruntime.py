@@ -242,7 +242,7 @@ class OnnxRuntimeCudaRunner(OnnxRuntimeRunner):
         if image.is_floating_point() and self.signature.image.dtype == "float32":
             image = image.float()
         # Shape and dtype are checked on a host array without memory behind its elements.
-        self._check_image(np.broadcast_to(np.zeros((), numpy_dtype(image)), tuple(image.shape)))
+        self.check_image(np.broadcast_to(np.zeros((), numpy_dtype(image)), tuple(image.shape)))
         wanted = tuple(outputs) if outputs is not None else tuple(t.name for t in self.signature.outputs[:2])
         self._check_outputs(wanted)
         numbers = {n: float(self._threshold(n, feeds.get(n, d))) for n, d in self.signature.defaults.items()}

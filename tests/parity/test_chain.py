@@ -476,6 +476,11 @@ def test_images_have_to_be_there_and_to_differ(tiny_bundle: Bundle, windows: Arr
         verified(tiny_bundle, "torch", windows[[0, 1, 0]])
 
 
+def test_images_have_to_fit_the_bundle(tiny_bundle: Bundle, windows: Array) -> None:
+    with pytest.raises(BundleError, match="expected image uint8"):
+        verified(tiny_bundle, "torch", windows[..., :64])
+
+
 def test_replays_hold_no_full_size_scores(tiny_bundle: Bundle, windows: Array) -> None:
     replays = replay.Replays(tiny_bundle, windows)
     maps = [np.arange(1, 65), np.arange(1, 65)]
