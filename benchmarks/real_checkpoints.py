@@ -1,4 +1,4 @@
-"""Trained checkpoints in the authors' format against the published code: window counts, token maps and labels.
+"""Trained checkpoints in the authors' format: against the published code, and the parity chain on photos.
 
     python benchmarks/real_checkpoints.py DATA [--record benchmarks/records/real_checkpoints.json]
 
@@ -16,24 +16,26 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
 from algm_deploy.bundle import Bundle
-from algm_deploy.deployment import export
+from algm_deploy.deployment import export, verify_bundle
 from algm_deploy.environment import environment
 from algm_deploy.evaluation.predictor import network_canvas
 from algm_deploy.evaluation.preprocessing import read_photo
 from algm_deploy.parity.replay import Replays, clap_facts, gbm_facts
 from algm_deploy.recipes import Recipe
-from algm_deploy.report.tables import text_table
+from algm_deploy.report.tables import parity_table, text_table
 from algm_deploy.runners.contract import runner
 
 MODELS = ("segmenter_vit_s16_camvid", "segmenter_vit_s16_camvid_algm")
 RECIPE = "segmenter_vit_s16_camvid"
 RUNTIMES = ("torch", "onnxruntime-cpu")
+CHAIN_PHOTOS = 20
 OUTPUTS = ("scores", "token_counts", "token_map_clap_1", "token_map_gbm_5")
 
 
@@ -144,6 +146,16 @@ def measure(data: Path, checkpoint: str, runtimes: tuple[str, ...] = RUNTIMES) -
             yield agreement(checkpoint, bundle, runtime, golden, windows)
 
 
+def chain(data: Path, checkpoint: str) -> dict[str, Any]:
+    """Record of what `algm-deploy verify` finds for ONNX Runtime on photos spread over the test split."""
+    photos = sorted((data / "data" / "camvid" / "images" / "test").glob("*.jpg"))
+    with tempfile.TemporaryDirectory() as temporary:
+        bundle = export(data / "models" / checkpoint, Path(temporary) / checkpoint, RECIPE, {}).bundle
+        report = verify_bundle(bundle, "onnxruntime-cpu", photos, CHAIN_PHOTOS)
+    print(text_table(*parity_table(report.record())))
+    return {"checkpoint": checkpoint, **report.record()}
+
+
 def table(rows: list[Agreement]) -> str:
     """For terminals."""
     header = ("checkpoint", "runtime", "N' equal", "N'' equal", "maps equal", "labels %", "worst %", "worst window")
@@ -172,6 +184,7 @@ def main() -> None:
     options = parser.parse_args()
     rows = [row for name in MODELS for row in measure(options.data, name)]
     print(table(rows))
+    chains = [chain(options.data, name) for name in MODELS]
     if options.record:
         content = {
             "schema_version": 1,
@@ -179,6 +192,7 @@ def main() -> None:
             "precision": "fp32",
             "recipe": RECIPE,
             "agreements": [asdict(row) for row in rows],
+            "parity_chains": chains,
         }
         options.record.write_text(json.dumps(content, indent=1) + "\n")
 

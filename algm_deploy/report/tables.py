@@ -23,7 +23,7 @@ LINKS = {
     "graph": "the exported graph is the one the recipe asks for",
     "numbers": "the runtime equals PyTorch when PyTorch uses the runtime's merge decisions",
     "decisions": "the runtime decides as PyTorch does, or rounding noise explains the difference",
-    "labels": "label maps equal those of PyTorch deciding for itself",
+    "labels": "label maps equal those of PyTorch deciding for itself, or alike where noise decided",
 }
 
 # Columns of a speed table, in order; a column appears where a record holds its key.

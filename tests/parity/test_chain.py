@@ -391,7 +391,7 @@ def _shifted(
     """Verifies a runtime whose CLAP threshold is off by `shift`, under a noise that does or does not cover that."""
     path = bundle.path / "manifest.json"
     manifest = json.loads(path.read_text())
-    manifest["recipe"]["gates"] |= {"excused_decisions": gate, "label_agreement": 0.0}
+    manifest["recipe"]["gates"] |= {"excused_decisions": gate}
     path.write_text(json.dumps(manifest))
 
     class Shifted(TorchRunner):
@@ -414,6 +414,29 @@ def test_excused_differences_are_counted_and_gated(
     assert 0 < facts["share_otherwise_than_fp64"] < 1
     assert facts["token_count_difference_max"] > 0
     assert bool(facts["unexcused"]) == (noise == 0.0)
+
+
+def test_labels_behind_excused_decisions_are_those_of_pytorch_deciding_alike(
+    own_bundle: Bundle, windows: Array, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    labels = _shifted(own_bundle, windows, monkeypatch, 1.0, 0.06).links[5]
+    assert labels.facts["images_decided_otherwise"] > 0
+    assert labels.facts["label_agreement_free_mean"] < labels.facts["label_agreement_required"]
+    assert labels.facts["label_agreement_mean"] == labels.facts["label_agreement_min"] == 1
+    assert labels.passed
+    # Deciding otherwise than it told excuses nothing.
+    monkeypatch.setattr(TorchRunner, "_infer", _deciding_otherwise_without_maps(TorchRunner._infer))
+    assert "labels" in broken(_shifted(own_bundle, windows, monkeypatch, 1.0, 0.06))
+
+
+def _deciding_otherwise_without_maps(infer: Any) -> Any:
+    def changed(run: TorchRunner, feeds: dict[str, Array], outputs: Sequence[str]) -> dict[str, Array]:
+        if run.runtime == "torch" and type(run) is not TorchRunner and len(outputs) == 2:
+            feeds = {**feeds, "clap_threshold": feeds["clap_threshold"] - np.float32(0.3)}
+        found: dict[str, Array] = infer(run, feeds, outputs)
+        return found
+
+    return changed
 
 
 def test_precision_that_changes_decisions_allows_a_runtime_as_many(

@@ -1,0 +1,130 @@
+"""Networks at full size on one machine: export, parity chain and engine, with time and peak memory of each.
+
+    python benchmarks/full_size.py segvit_vit_l16_ade20k eomt_vit_l16_ade20k=0.6 -o benchmarks/records/full_size.json
+
+The tests run every family at toy size; this runs a recipe as it is, on random weights under its authors' names. Random
+weights make patches less alike than training does, so a recipe may be given another threshold of CLAP. Every step is
+the command that a user types, in a process of its own; the parity chain takes one synthetic scene. A step that fails
+ends its recipe and stands in the record; rows of other recipes stay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from algm_deploy.bundle import Bundle, write_atomically
+from algm_deploy.environment import environment
+from algm_deploy.models.checkpoints import expected_shapes
+from algm_deploy.models.families import NAMINGS, parameter_shapes
+from algm_deploy.recipes import Network, recipe
+
+MAIN = "import sys; from algm_deploy.cli import main; sys.exit(main())"
+SEED = 0
+KIB_PER_GIB = 2**20
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipes", nargs="+", metavar="RECIPE[=CLAP_THRESHOLD]")
+    parser.add_argument("--precision", choices=("fp32", "fp16"), default="fp32")
+    parser.add_argument("-o", "--output", type=Path, default=Path("full_size.json"))
+    options = parser.parse_args()
+    rows = json.loads(options.output.read_text(encoding="utf-8"))["rows"] if options.output.exists() else {}
+    for argument in tqdm(options.recipes, unit="network"):
+        name, _, threshold = argument.partition("=")
+        with tempfile.TemporaryDirectory() as folder:
+            rows[f"{name} {options.precision}"] = row(name, threshold, options.precision, Path(folder))
+        record = {"schema_version": 1, "environment": asdict(environment(devices=True)), "rows": rows}
+        with write_atomically(options.output) as path:
+            path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def row(name: str, threshold: str, precision: str, folder: Path) -> dict[str, Any]:
+    """Record of one recipe: what each command took, and what the bundle's manifest then says."""
+    checkpoint, parameters = random_checkpoint(recipe(name).network, folder / "checkpoint")
+    bundle = str(folder / "bundle")
+    settings = ["--set", f"merging.clap_threshold={threshold}"] if threshold else []
+    steps = {}
+    for command in (
+        ["export", str(checkpoint), "--recipe", name, "--precision", precision, "-o", bundle, *settings],
+        ["verify", bundle, "--runtime", "onnxruntime-cpu", "--count", "1"],
+        ["build", bundle, "--runtime", "tensorrt-rtx"],
+    ):
+        steps[command[0]] = step(command)
+        if steps[command[0]]["exit_code"]:
+            break
+    result: dict[str, Any] = {"parameters": parameters, "clap_threshold": threshold or "recipe's", "steps": steps}
+    if (folder / "bundle").exists():
+        manifest = Bundle.open(folder / "bundle").manifest
+        chain = manifest.get("parity", {}).get("onnxruntime-cpu", {})
+        result["links"] = {
+            link["name"]: {"passed": link["passed"], "measured": link["measured"], "gate": link["gate"]}
+            for link in chain.get("links", [])
+        }
+        result["bundle_bytes"] = sum(file["size_bytes"] for file in manifest["files"].values())
+    return result
+
+
+def random_checkpoint(network: Network, target: Path) -> tuple[Path, int]:
+    """Random weights under the names of the network's authors, and how many there are."""
+    if network.family in NAMINGS:
+        naming = next(n for n in NAMINGS[network.family](network) if network.decoder in n.decoders)
+        shapes = naming.expected(parameter_shapes(network))
+    else:
+        shapes = expected_shapes(network)
+    generator = torch.Generator().manual_seed(SEED)
+    state = {key: random_weight(key, shape, generator) for key, shape in shapes.items()}
+    target.mkdir()
+    parts: dict[str, dict[str, Any]] = {"latest.pth": {"state_dict": state}}
+    if network.family == "segmenter":
+        parts = {"checkpoint.pth": {"model": state}}
+    elif network.family in ("dinov2", "deit"):
+        head = {key: state.pop(key) for key in list(state) if key.startswith("decode_head.")}
+        parts = {"backbone.pth": state, "head.pth": {"state_dict": head}}
+    for file, content in parts.items():
+        torch.save(content, target / file)
+    path = target if len(parts) > 1 else target / next(iter(parts))
+    return path, sum(math.prod(shape) for shape in shapes.values())
+
+
+def random_weight(key: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """A weight of a size that keeps activations of order one through the network."""
+    noise = torch.randn(shape, generator=generator)
+    if key.endswith(("pos_embed", "token")):
+        return noise / 10
+    if key.endswith(("running_var", "gamma")):
+        return 0.5 + noise.abs()
+    if len(shape) > 1:
+        return noise / math.sqrt(math.prod(shape[1:]))
+    return noise / 10 + float(key.endswith("weight"))
+
+
+def step(command: list[str]) -> dict[str, Any]:
+    """Runs one command of the product; its output is shown."""
+    start = time.perf_counter()
+    process = subprocess.Popen([sys.executable, "-c", MAIN, *command])  # noqa: S603  a list, no shell
+    _, status, usage = os.wait4(process.pid, 0)
+    return {
+        "exit_code": os.waitstatus_to_exitcode(status),
+        "seconds": round(time.perf_counter() - start, 1),
+        "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 1),
+        "peak_memory_gib": round(usage.ru_maxrss / KIB_PER_GIB, 2),
+    }
+
+
+if __name__ == "__main__":
+    main()
