@@ -49,6 +49,8 @@ class Numbers:
             self.broken(f"{image}: PyTorch's own scores are not finite in this precision: export with fp32")
         elif not np.isfinite(output).all():
             self.broken(f"{image}: the scores hold NaN or infinity")
+        elif not replayed.scale.largest:
+            self.broken(f"{image}: the true scores are all zero, which no error can be measured against")
         else:
             if self._labels:
                 self._maps.setdefault(replayed, []).append((len(self._pytorch), output))
@@ -103,9 +105,8 @@ class Numbers:
 
 
 def _share(error: Error, scale: Error) -> Error:
-    """An error relative to the size of what errs; scores that are all zero have no share but zero or infinity."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return Error(*np.nan_to_num(np.divide(error, scale), nan=0.0, posinf=np.inf))
+    """An error relative to the size of what errs."""
+    return Error(error.rms / scale.rms, error.largest / scale.largest)
 
 
 class Decided(NamedTuple):

@@ -50,8 +50,11 @@ def test_one_wrong_image_of_many_fails() -> None:
     assert not link([0.0] * 8, [0.0] * 7 + [1e-5]).passed
 
 
-def test_scores_that_are_all_zero() -> None:
-    assert link([0.0], [0.0], scale=0.0).passed
+@pytest.mark.parametrize("output", ["scores", "labels"])
+def test_scores_that_are_all_zero_prove_nothing(output: Output) -> None:
+    found = link([0.0], [0.0], output, scale=0.0)
+    assert not found.passed
+    assert "all zero" in found.measured
 
 
 def test_labels_are_held_to_the_same_noise() -> None:
