@@ -73,8 +73,7 @@ def stretched(name: str, variant: str, options: argparse.Namespace, device: torc
     def open_session(index: int, chosen: dict[str, str]) -> ort.InferenceSession:
         if device.type == "cpu":
             return ort.InferenceSession(files[index], settings_of(options), providers=["CPUExecutionProvider"])
-        wanted = CUDA_OPTIONS | {"device_id": "0"} | chosen
-        return checked_session(files[index], settings_of(options), CUDA_PROVIDER, wanted)
+        return checked_session(files[index], settings_of(options), CUDA_PROVIDER, CUDA_OPTIONS | chosen)
 
     return StretchedSession(open_session, len(files), device)
 

@@ -173,7 +173,7 @@ class Runner(ABC):
         image = np.asarray(feeds["image"])
         self.check_image(image)
         thresholds = {n: self._threshold(n, feeds.get(n, d)) for n, d in self.signature.defaults.items()}
-        return {"image": np.ascontiguousarray(image), **thresholds}
+        return {"image": np.require(image, requirements=["C", "W"]), **thresholds}  # PyTorch warns of read-only memory
 
     def _threshold(self, name: str, value: Any) -> Array:
         number = np.asarray(value, dtype=np.float32)

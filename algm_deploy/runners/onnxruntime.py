@@ -35,6 +35,7 @@ from algm_deploy.runners.onnxruntime_sessions import (
     Placement,
     check_cuda,
     checked_session,
+    device_options,
     numpy_dtype,
     placement,
 )
@@ -190,7 +191,7 @@ class OnnxRuntimeCudaRunner(OnnxRuntimeRunner):
             session.warm_up(images)
 
     def _provider_options(self) -> dict[str, str]:
-        return CUDA_OPTIONS | {"device_id": str(torch.cuda.current_device())}
+        return CUDA_OPTIONS | device_options(torch.cuda.current_device())
 
     def _open(self) -> None:
         self._session_for(1)
@@ -249,8 +250,7 @@ class OnnxRuntimeCudaRunner(OnnxRuntimeRunner):
         return session.run(image, numbers, wanted)
 
     def _infer(self, feeds: dict[str, Array], outputs: Sequence[str]) -> dict[str, Array]:
-        array = feeds["image"]
-        image = torch.from_numpy(array if array.flags.writeable else array.copy())  # PyTorch warns of read-only memory
+        image = torch.from_numpy(feeds["image"])
         numbers = {name: float(value) for name, value in feeds.items() if name != "image"}
         session = self._session_for(len(image))
         results = session.run(image, numbers, outputs, torch.device("cpu"))

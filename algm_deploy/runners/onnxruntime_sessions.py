@@ -96,6 +96,12 @@ CUDA_OPTIONS = {
 }
 
 
+def device_options(index: int) -> dict[str, str]:
+    """Provider options for a CUDA device. None for the first, as ONNX Runtime 1.26 and later warn of any `device_id`:
+    they look for a plugin of that device before they take the provider they have."""
+    return {"device_id": str(index)} if index else {}
+
+
 def check_cuda() -> None:
     """Raises RuntimeUnavailableError unless ONNX Runtime has the CUDA provider and a device is there."""
     if CUDA_PROVIDER not in ort.get_available_providers():
@@ -133,7 +139,7 @@ class CudaSession:
         self._outputs = {t.name: t for t in signature.outputs}
         self._stream: torch.cuda.Stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._scalars: dict[float, torch.Tensor] = {}
-        chosen = {"device_id": str(self.device.index), "user_compute_stream": str(self._stream.cuda_stream)}
+        chosen = device_options(self.device.index) | {"user_compute_stream": str(self._stream.cuda_stream)}
         self._session = checked_session(path, options, CUDA_PROVIDER, {**CUDA_OPTIONS, **provider_options, **chosen})
         self._inputs = {i.name for i in self._session.get_inputs()}
         self._run_options = ort.RunOptions()

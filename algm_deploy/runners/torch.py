@@ -66,7 +66,8 @@ class TorchRunner(Runner):
 
     def _infer(self, feeds: dict[str, Array], outputs: Sequence[str]) -> dict[str, Array]:
         given: dict[str, torch.Tensor | float] = {n: float(feeds[n]) for n in feeds if n != "image"}
-        given["image"] = torch.tensor(feeds["image"], device=None if self._packed else self.device)
+        image = torch.from_numpy(feeds["image"])
+        given["image"] = image if self._packed else image.to(self.device)
         results = {name: tensor.cpu().numpy() for name, tensor in self.infer_device(given, outputs).items()}
         if self.device.type == "cpu":
             _return_memory()

@@ -1,0 +1,105 @@
+"""A trained checkpoint on photos on a GPU: parity chain, then dense, merged and truncated network by every protocol.
+
+    python benchmarks/trained.py CHECKPOINT PHOTOS --recipe segmenter_vit_s16_camvid -o trained.json
+
+For each precision and runtime: export with labels as output, build, `verify`, and `bench` under all protocols, as the
+commands of these names do. A runtime whose parity chain fails is not timed, and the record says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from algm_deploy.bundle import Bundle, write_atomically
+from algm_deploy.deployment import bench_bundle, build_bundle, export, find_images, verify_bundle
+from algm_deploy.environment import environment
+from algm_deploy.timing.protocols import Request, usual_request
+
+KEPT = (
+    "batch_ms_mean_of_medians", "latency_ms_p50", "latency_ms_p90", "latency_ms_p99", "throughput_img_per_s",
+    "speedup", "merge_efficiency", "merge_efficiency_by_round", "gmacs_per_window_mean", "tokens_after_clap_1_mean",
+    "tokens_after_gbm_5_mean", "stages", "stable", "drift_percent", "rounds", "samples", "execution",
+    "host_device_copies", "nodes_by_provider", "custom_operators", "gpu",
+)  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("photos", type=Path)
+    parser.add_argument("--recipe")
+    parser.add_argument("--tau", type=float, help="CLAP threshold instead of the recipe's")
+    parser.add_argument("--runtimes", nargs="+", default=["torch", "onnxruntime-cuda"])
+    parser.add_argument("--precisions", nargs="+", choices=("fp16", "fp32"), default=["fp16", "fp32"])
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32])
+    parser.add_argument("--chain-photos", type=int, default=2, help="photos of the parity chain")
+    parser.add_argument("-o", "--output", type=Path, default=Path("trained.json"))
+    options = parser.parse_args()
+    record: dict[str, Any] = {
+        "schema_version": 1,
+        "environment": asdict(environment(devices=True)),
+        "checkpoint": options.checkpoint.parent.name,
+        "output": "labels",
+        "runs": {},
+    }
+    for precision in options.precisions:
+        with tempfile.TemporaryDirectory() as folder:
+            bundle = exported(options, precision, Path(folder))
+            for runtime in options.runtimes:
+                record["runs"][f"{runtime} {precision}"] = run(bundle, runtime, options)
+                with write_atomically(options.output) as path:
+                    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def exported(options: argparse.Namespace, precision: str, folder: Path) -> Bundle:
+    settings = {"output": "labels", "precision": precision, "max_batch": max(options.batches)}
+    if options.tau is not None:
+        settings["merging.clap_threshold"] = options.tau
+    return export(options.checkpoint, folder / "bundle", options.recipe, settings).bundle
+
+
+def run(bundle: Bundle, runtime: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Parity links and, if they passed, times by protocol and variant."""
+    photos = find_images([options.photos])
+    build_bundle(bundle, runtime)
+    report = verify_bundle(bundle, runtime, photos, options.chain_photos)
+    links = {link.name: {"passed": link.passed, "measured": link.measured} for link in report.links}
+    result: dict[str, Any] = {"parity": {"photos": options.chain_photos, "passed": report.passed, "links": links}}
+    if not report.passed:
+        return result | {"not_timed": "the parity chain failed"}
+    result["thresholds"] = {"tau": bundle.recipe.merging.clap_threshold, "gbm": bundle.recipe.merging.gbm_threshold}
+    result["speed"] = {}
+    for request in requests(bundle, options, len(photos)):
+        rows = bench_bundle(bundle, runtime, photos, request)
+        name = f"{request.protocol} batch {request.batch}"
+        result["speed"][name] = {
+            row.record["variant"]: {key: row.record[key] for key in KEPT if key in row.record} for row in rows
+        }
+        print(runtime, bundle.recipe.precision, name, summary(result["speed"][name]), flush=True)
+    return result
+
+
+def requests(bundle: Bundle, options: argparse.Namespace, photos: int) -> Iterator[Request]:
+    """Every protocol at every batch it is meant for; all photos are met before the clock counts."""
+    for batch in options.batches:
+        yield usual_request(bundle.recipe, "duplicate", photos, batch, warmup=photos)
+    for batch in options.batches:
+        if 1 < batch <= photos:
+            yield usual_request(bundle.recipe, "mixed", photos, batch, warmup=photos)
+    yield usual_request(bundle.recipe, "latency", photos, warmup=photos)
+
+
+def summary(rows: dict[str, dict[str, Any]]) -> str:
+    merged = rows["merged"]
+    times = " / ".join(f"{row['batch_ms_mean_of_medians']:.2f}" for row in rows.values())
+    return f"{times} ms, x {merged['speedup']:.2f}, efficiency {merged.get('merge_efficiency', float('nan')):.2f}"
+
+
+if __name__ == "__main__":
+    main()
