@@ -23,9 +23,8 @@ from algm_deploy.timing.protocols import Request, usual_request
 
 KEPT = (
     "batch_ms_mean_of_medians", "latency_ms_p50", "latency_ms_p90", "latency_ms_p99", "throughput_img_per_s",
-    "speedup", "merge_efficiency", "merge_efficiency_by_round", "gmacs_per_window_mean", "tokens_after_clap_1_mean",
-    "tokens_after_gbm_5_mean", "stages", "stable", "drift_percent", "rounds", "samples", "execution",
-    "host_device_copies", "nodes_by_provider", "custom_operators", "gpu",
+    "speedup", "merge_efficiency", "gmacs_per_window_mean", "tokens_after_clap_mean", "tokens_after_gbm_mean",
+    "stages", "stable", "rounds", "execution", "host_device_copies",
 )  # fmt: skip
 
 
