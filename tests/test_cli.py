@@ -297,7 +297,7 @@ def test_large_photo_for_a_bundle_with_labels(run: Run, labels_bundle: Bundle, p
 
 
 def test_data_set_in_another_layout(run: Run, bundle: Path, data: Path, tmp_path: Path) -> None:
-    sentence(run("evaluate", bundle, "--data", tmp_path / "nowhere"), "evaluate", "camvid test is not in")
+    sentence(run("evaluate", bundle, "--data", tmp_path / "nowhere"), "evaluate", "expected camvid test in")
     sentence(run("evaluate", bundle, "--data", data, "--split", "dev"), "evaluate", "has the splits test, val, train")
     sentence(run("evaluate", bundle, "--data", data, "--dataset", "camvit"), "evaluate", "did you mean camvid?")
     (data / "annotations" / "test" / "a_0.png").unlink()

@@ -60,7 +60,7 @@ def _rule(bundle: Bundle, options: argparse.Namespace) -> Finding:
         pictures = [Picture(path) for path in find_images(options.images)]
         return find_by_rule(bundle, pictures, layers, "photos without labels")
     dataset = _tuning_data(bundle, options, options.split, options.limit)
-    return find_by_rule(bundle, pictures_of(dataset), layers, f"{dataset.name} {dataset.split}")
+    return find_by_rule(bundle, pictures_of(dataset), layers, dataset.title)
 
 
 def _attention(bundle: Bundle, options: argparse.Namespace) -> Finding:
@@ -137,7 +137,7 @@ def _tell(dataset: Dataset, point: str, record: Record) -> None:
 
     gmacs = record["gmacs_per_window_mean"]
     cost = "" if gmacs is None or point == "dense" else f", {gmacs:.2f} GMACs per window"
-    print(f"{dataset.name} {dataset.split}, {point}: mIoU {miou_of(record):.2f} %{cost}", file=sys.stderr, flush=True)
+    print(f"{dataset.title}, {point}: mIoU {miou_of(record):.2f} %{cost}", file=sys.stderr, flush=True)
 
 
 def _throughput(
@@ -266,12 +266,14 @@ def _pictures(bundle: Bundle, options: argparse.Namespace, finding: Finding) -> 
 
 def _tuning_splits(bundle: Bundle, options: argparse.Namespace) -> tuple[Dataset, Dataset]:
     """Photos to choose on and photos to report on: two splits, or without --held-out the halves of one."""
-    from algm_deploy.tuning.objective import halves
+    from algm_deploy.tuning.objective import check_apart, halves
 
+    tuning = _tuning_data(bundle, options, options.split, options.limit)
     if options.held_out is None:
-        return halves(_tuning_data(bundle, options, options.split, options.limit))
+        return halves(tuning)
     held_out = _tuning_data(bundle, options, options.held_out, options.held_out_limit or options.limit)
-    return _tuning_data(bundle, options, options.split, options.limit), held_out
+    check_apart(tuning, held_out)
+    return tuning, held_out
 
 
 def _tuning_data(bundle: Bundle, options: argparse.Namespace, split: str | None, limit: int | None) -> Dataset:

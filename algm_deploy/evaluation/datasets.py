@@ -28,6 +28,7 @@ IGNORE = 255
 
 PHOTO_ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff")
 _NOT_A_LABEL = -1
+_HALF = re.compile(r"(.+)-(first|second)-half")
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,11 @@ class Dataset:
     palette: tuple[Color, ...]
     samples: tuple[Sample, ...]
     lookup: NDArray[np.int16] = field(repr=False, compare=False)
+
+    @property
+    def title(self) -> str:
+        """Data set and split, for people."""
+        return dataset_name({"dataset": self.name, "split": self.split})
 
     def labels_of(self, sample: Sample) -> NDArray[np.uint8]:
         """Class index of every pixel (H, W), `IGNORE` where a pixel does not count.
@@ -115,6 +121,15 @@ class Spec:
     layouts: tuple[Layout, ...]
     folders: tuple[str, ...] = (".",)
     slice_of: Callable[[str], str] = lambda name: "all"
+
+
+def dataset_name(record: Mapping[str, Any]) -> str:
+    """Data set and split of an evaluation, for people; a folder without splits is called what it is."""
+    half = _HALF.fullmatch(record["split"])
+    if half:
+        return f"{half[2]} half of {dataset_name({**record, 'split': half[1]})}"
+    name = f"{record['dataset']} {record['split']}"
+    return "a folder of pictures" if name == "folder all" else name
 
 
 def open_dataset(name: str, root: Path, split: str | None = None, slice_by: str | None = None) -> Dataset:
@@ -213,7 +228,8 @@ def _matching_layout(name: str, root: Path, split: str, spec: Spec) -> tuple[Lay
                 return layout, base, images
             attempts.append(problem)
     found = _listing(root) if root.is_dir() else "no such folder"
-    raise DatasetError(f"{name} {split} is not in {root}: looked for {'; or '.join(attempts)}; {root} holds: {found}")
+    title = dataset_name({"dataset": name, "split": split})
+    raise DatasetError(f"expected {title} in {root}, looked for {'; or '.join(attempts)}; {root} holds: {found}")
 
 
 def _photos(base: Path, layout: Layout, split: str) -> dict[str, Path]:

@@ -135,9 +135,7 @@ def evaluate(
     fingerprint = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     state = StateFile(state_folder / f"evaluation-{fingerprint[:16]}.jsonl", facts)
     results, failures = dict(state.results), {}
-    with tqdm(
-        dataset.samples, f"{dataset.name} {dataset.split}", unit="image", disable=None if progress else True
-    ) as bar:
+    with tqdm(dataset.samples, dataset.title, unit="image", disable=None if progress else True) as bar:
         for sample in bar:
             try:
                 files = _files_sha256(sample)

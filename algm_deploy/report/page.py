@@ -14,6 +14,7 @@ from typing import Any
 from algm_deploy import __version__
 from algm_deploy.bundle import Bundle, write_atomically
 from algm_deploy.errors import BundleError
+from algm_deploy.evaluation.datasets import dataset_name
 from algm_deploy.facts import NOT_RUN
 from algm_deploy.recipes import Network
 from algm_deploy.report.gallery import Example, Gallery, data_url
@@ -38,7 +39,6 @@ from algm_deploy.report.tables import (
     class_table,
     cost_table,
     counted,
-    dataset_name,
     engine_table,
     environment_table,
     html_table,

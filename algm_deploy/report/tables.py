@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any, NamedTuple
 
+from algm_deploy.evaluation.datasets import dataset_name
 from algm_deploy.report.published import NO_REDUCTION, Published
 from algm_deploy.report.records import Measured, baseline, may_share_row, plan_name
 
@@ -51,12 +52,6 @@ CONDITIONS = {"pictures", "pictures_timed", "rounds", "clock", "representative",
 def counted(count: int, things: str) -> str:
     """`2 photos`, but `1 photo`."""
     return f"{count} {things.removesuffix('s') if count == 1 else things}"
-
-
-def dataset_name(record: Record) -> str:
-    """Data set and split of an evaluation, for people."""
-    name = f"{record['dataset']} {record['split']}"
-    return "a folder of pictures" if name == "folder all" else name
 
 
 class Table(NamedTuple):

@@ -84,7 +84,7 @@ def measure_attention(bundle: Bundle, plan: MergePlan, dataset: Dataset, progres
     for picture in tqdm(pictures_of(dataset), "attention", unit="image", disable=None if progress else True):
         found += _of_picture(picture, probes, bundle.recipe, device)
     if not found:
-        raise DatasetError(f"{dataset.name} {dataset.split}: expected labelled pixels, got none")
+        raise DatasetError(f"{dataset.title}: expected labelled pixels, got none")
     parts = [np.mean(part, axis=0) for part in zip(*found, strict=True)]
     return AttentionMass(dataset.class_names, len(found), *parts)
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from algm_deploy.bundle import Bundle
 from algm_deploy.errors import PlanError
-from algm_deploy.evaluation.datasets import Dataset
+from algm_deploy.evaluation.datasets import Dataset, dataset_name
 from algm_deploy.evaluation.evaluate import merge_names
 from algm_deploy.recipes import MergePlan, Recipe
 from algm_deploy.tuning.attention import AttentionMass, measure_attention
@@ -211,7 +211,7 @@ def find_attention(bundle: Bundle, plan: MergePlan, dataset: Dataset, progress: 
         f"behind the last merge attention is spread over {spread[0]:.2f} classes without merging and {spread[1]:.2f} "
         f"with it (the exponential of its entropy, mean of {found.windows} windows and of blocks {blocks.start + 1} to "
         f"{len(found.dense)}); CLAP threshold {plan.clap_threshold:g}",
-        f"{dataset.name} {dataset.split}, {len(dataset.samples)} images, PyTorch in fp32",
+        f"{dataset.title}, {len(dataset.samples)} images, PyTorch in fp32",
     )
     numbers = [float(block) for block in range(1, len(found.dense) + 1)]
     series = {
@@ -429,7 +429,7 @@ def _point_table(outcome: _Outcome, points: Sequence[Point], dense: Record, what
         for name, record, mark in (*named, (DENSE, without_tokens, ""))
     ]
     caption = (
-        f"{dense['dataset']} {dense['split']}, {dense['images']} images: {what}every measured candidate, with tokens "
+        f"{dataset_name(dense)}, {dense['images']} images: {what}every measured candidate, with tokens "
         "and multiply-adds in 10^9 of a window"
     )
     return Table(caption, (outcome.knob, "", "mIoU %", "to dense", *slices, *columns), rows)
@@ -455,7 +455,7 @@ def _held_out_table(held: Mapping[str, Record]) -> Table:
         )
         for name, part in parts.items()
     ]
-    caption = f"{dense['dataset']} {dense['split']}, held out: mIoU % and the difference to dense in points"
+    caption = f"{dataset_name(dense)}, held out: mIoU % and the difference to dense in points"
     return Table(caption, ("slice", "images", *held), rows)
 
 
@@ -495,7 +495,7 @@ def _cost_point(record: Record, label: str = "") -> tuple[float, float, str]:
 
 
 def _part(verb: str, record: Record) -> str:
-    return f"{verb} {record['dataset']} {record['split']}, {record['images']} images"
+    return f"{verb} {dataset_name(record)}, {record['images']} images"
 
 
 def _plot(caption: str, x_label: str, series: Mapping[str, Sequence[tuple[float, float, str]]]) -> Plot:
@@ -517,7 +517,7 @@ def _slice_plots(outcome: _Outcome) -> Iterator[Plot]:
         if figures["miou_percent"] is not None
     }
     whole = {"all": [(p.value, p.miou_percent - miou_of(dense), "") for p in outcome.held_points]}
-    caption = f"what merging costs by slice, held out: {dense['dataset']} {dense['split']}, {dense['images']} images"
+    caption = f"what merging costs by slice, held out: {dataset_name(dense)}, {dense['images']} images"
     yield Plot(caption, outcome.knob, "mIoU, points to dense", whole | lost)
 
 

@@ -6,6 +6,7 @@ threshold whose mIoU stays at or above that of a reference, usually the same net
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -167,12 +168,39 @@ def halves(dataset: Dataset) -> tuple[Dataset, Dataset]:
     first = {sample.name for group in slices.values() for sample in group[: (len(group) + 1) // 2]}
     parts = [tuple(s for s in dataset.samples if (s.name in first) == early) for early in (True, False)]
     if not all(parts):
-        raise DatasetError(f"{dataset.name} {dataset.split}: expected photos to tune on and others to report on")
+        raise DatasetError(f"{dataset.title}: expected photos to tune on and others to report on")
     tuning, held_out = (
         replace(dataset, split=f"{dataset.split}-{which}-half", samples=samples)
         for which, samples in zip(("first", "second"), parts, strict=True)
     )
     return tuning, held_out
+
+
+def check_apart(tuning: Dataset, held_out: Dataset) -> None:
+    """Nothing is held out that was tuned on: no photo is in both, under the same name or as a copy.
+
+    Raises:
+        DatasetError: one is, or a photo cannot be read.
+    """
+    tuned = _photos_by_content(tuning)
+    both = [sample.name for content, sample in _photos_by_content(held_out).items() if content in tuned]
+    if both:
+        raise DatasetError(
+            f"expected photos in {held_out.title} that are not in {tuning.title}, which is tuned on, got {len(both)} "
+            f"in both, first {both[0]}: name another split as --held-out, or leave it out to keep half of each slice "
+            "back"
+        )
+
+
+def _photos_by_content(dataset: Dataset) -> dict[bytes, Sample]:
+    photos = {}
+    for sample in dataset.samples:
+        try:
+            with sample.image_path.open("rb") as stream:
+                photos[hashlib.file_digest(stream, "sha256").digest()] = sample
+        except OSError as error:
+            raise DatasetError(f"{sample.image_path}: expected a photo that can be read, {error.strerror}") from error
+    return photos
 
 
 def worst_slice(dense: Record, merged: Record) -> tuple[str, float]:

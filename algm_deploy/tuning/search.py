@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from algm_deploy.errors import GateError, RecipeError
+from algm_deploy.evaluation.datasets import dataset_name
 
 PROBES = 5
 
@@ -139,5 +140,5 @@ def miou_of(record: Mapping[str, Any]) -> float:
         GateError: no pixel was labelled.
     """
     if record["miou_percent"] is None:
-        raise GateError(f"{record['dataset']} {record['split']}: no labelled pixel, so there is no mIoU to tune for")
+        raise GateError(f"{dataset_name(record)}: no labelled pixel, so there is no mIoU to tune for")
     return float(record["miou_percent"])

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from algm_deploy.errors import DatasetError, ImageError
-from algm_deploy.evaluation.datasets import IGNORE, SPECS, Dataset, open_dataset, read_classes
+from algm_deploy.evaluation.datasets import IGNORE, SPECS, Dataset, dataset_name, open_dataset, read_classes
 
 
 def photo(path: Path) -> None:
@@ -247,6 +247,14 @@ def test_two_photos_with_one_label_file_are_refused(folder: Path) -> None:
         open_dataset("folder", folder)
 
 
+def test_a_folder_without_splits_is_called_what_it_is(folder: Path) -> None:
+    assert open_dataset("folder", folder).title == "a folder of pictures"
+    assert open_dataset("folder", folder, "night").title == "folder night"
+    halves = {split: dataset_name({"dataset": "folder", "split": split}) for split in ("all-first-half", "-first-half")}
+    assert halves == {"all-first-half": "first half of a folder of pictures", "-first-half": "folder -first-half"}
+    assert dataset_name({"dataset": "camvid", "split": "val-second-half"}) == "second half of camvid val"
+
+
 # -------------------------------------------------------------------------------------------------- wrong layouts
 
 
@@ -262,9 +270,12 @@ def test_a_wrong_layout_says_what_was_looked_for_and_found(tmp_path: Path) -> No
     assert f"{tmp_path}/images/validation/*.jpg with {tmp_path}/annotations/validation/*.png (no photo found)" in text
     assert "ADEChallengeData2016/images/validation" in text
     assert text.endswith(f"{tmp_path} holds: annotations/, images/")
+    assert text.startswith(f"expected ade20k val in {tmp_path}, looked for")
     assert "no such folder" in message("ade20k", tmp_path / "gone")
     (tmp_path / "empty").mkdir()
     assert message("ade20k", tmp_path / "empty").endswith("holds: nothing")
+    (tmp_path / "empty" / "classes.json").write_text('{"names": ["sky"]}')
+    assert message("folder", tmp_path / "empty").startswith("expected a folder of pictures in /")
 
 
 def test_missing_labels_are_counted_and_named(tmp_path: Path) -> None:

@@ -30,7 +30,6 @@ from algm_deploy.report.figures import Panel
 from algm_deploy.report.gallery import Example, Gallery, Photo, data_url, draw_gallery
 from algm_deploy.report.page import report_page, write_report
 from algm_deploy.report.published import read_published
-from algm_deploy.report.tables import dataset_name
 
 SECTIONS = [
     "summary", "parity", "accuracy", "cost", "speed", "tokens", "trade-off", "gallery", "published", "environment",
@@ -255,11 +254,6 @@ def test_every_number_comes_from_a_record(full: str) -> None:
             digits = len(found.split("e")[0].partition(".")[2])
             value = float(found)
             assert any(x == value or round(abs(x), digits) == abs(value) for x in known), (kind, text)
-
-
-def test_a_data_set_without_a_name_is_a_folder() -> None:
-    assert dataset_name({"dataset": "folder", "split": "all"}) == "a folder of pictures"
-    assert dataset_name({"dataset": "camvid", "split": "test"}) == "camvid test"
 
 
 @pytest.mark.parametrize(

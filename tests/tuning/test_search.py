@@ -129,5 +129,5 @@ def test_ranges_of_no_number(broken: float) -> None:
 
 
 def test_an_evaluation_without_labels_has_no_miou() -> None:
-    with pytest.raises(GateError, match="folder all: no labelled pixel"):
+    with pytest.raises(GateError, match="a folder of pictures: no labelled pixel"):
         miou_of({"miou_percent": None, "dataset": "folder", "split": "all"})

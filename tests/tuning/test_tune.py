@@ -72,7 +72,8 @@ def test_an_aim_is_met_and_the_recipe_says_so(
     text = capsys.readouterr().out
     tau = read_recipe(output).merging.clap_threshold
     assert f"clap_threshold {tau:g} to merge least at no more than 0.016 GMACs" in text
-    assert "second-half, held out" in text
+    assert "tuned on first half of a folder of pictures, 2 images" in text
+    assert "second half of a folder of pictures, held out" in text
     assert "tokens of a window" in output.with_suffix(".html").read_text()
     keys = Bundle.open(bundle).manifest["evaluation"]
     assert any("all-first-half" in key for key in keys)
@@ -121,16 +122,27 @@ def test_a_curve_measures_every_candidate_on_both_parts(
     assert "img-src data:" in page
 
 
-def test_photos_held_out_of_the_same_split_are_evaluated_too(bundle: Path, photos: Path, tmp_path: Path) -> None:
+def test_photos_that_are_tuned_on_are_not_held_out(
+    bundle: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "split"
     for kind in ("images", "labels"):
-        shutil.copytree(photos / kind, tmp_path / "split" / kind / "val")
-    shutil.copy(photos / "classes.json", tmp_path / "split")
-    flags = ("--objective", "reference", "--drop", "100", "--values", "0.8", "1")
-    parts = ("--split", "val", "--limit", "1", "--held-out", "val", "--held-out-limit", "3")
-    assert tune(bundle, tmp_path / "star.toml", *flags, *parts, data=tmp_path / "split") == 0
+        for index in range(4):
+            place = root / kind / ("val" if index < 2 else "test") / f"{index}.png"
+            place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(photos / kind / f"{index}.png", place)
+    shutil.copy(photos / "classes.json", root)
+    flags = ("--objective", "reference", "--drop", "100", "--values", "0.8", "1", "--split", "val")
+    output = tmp_path / "star.toml"
+    for parts in (("--held-out", "val"), ("--limit", "1", "--held-out", "val", "--held-out-limit", "2")):
+        assert tune(bundle, output, *flags, *parts, data=root) == 2
+        assert "in both, first 0: name another split as --held-out" in capsys.readouterr().err
+    assert tune(bundle, output, *flags, "--held-out", "test", data=root) == 0
     record = Bundle.open(bundle).manifest["tuning"]["CLAP threshold, aim: reference"]
-    assert record["tuned_on"]["images"] == 1
-    assert [one["images"] for one in record["held_out"].values()] == [3, 3, 3]
+    assert (record["tuned_on"]["split"], record["held_out"]["dense"]["split"]) == ("val", "test")
+    shutil.copy(root / "images" / "val" / "1.png", root / "images" / "test" / "3.png")  # a copy by another name
+    assert tune(bundle, output, *flags, "--held-out", "test", data=root) == 2
+    assert "got 1 in both, first 3: name another split" in capsys.readouterr().err
 
 
 def test_a_bundle_as_reference_is_reported_held_out_too(
