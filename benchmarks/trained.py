@@ -2,8 +2,8 @@
 
     python benchmarks/trained.py CHECKPOINT PHOTOS --recipe segmenter_vit_s16_camvid -o trained.json
 
-For each precision and runtime: export with labels as output, build, `verify`, and `bench` under all protocols, as the
-commands of these names do. A runtime whose parity chain fails is not timed, and the record says so.
+For each output, precision and runtime: export, build, `verify`, and `bench` under all protocols, as the commands of
+these names do. A runtime whose parity chain fails is not timed, and the record says so.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ def main() -> None:
     parser.add_argument("--tau", type=float, help="CLAP threshold instead of the recipe's")
     parser.add_argument("--runtimes", nargs="+", default=["torch", "onnxruntime-cuda"])
     parser.add_argument("--precisions", nargs="+", choices=("fp16", "fp32"), default=["fp16", "fp32"])
+    parser.add_argument("--outputs", nargs="+", choices=("labels", "scores"), default=["labels"])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--chain-photos", type=int, default=2, help="photos of the parity chain")
     parser.add_argument("-o", "--output", type=Path, default=Path("trained.json"))
@@ -44,20 +46,19 @@ def main() -> None:
         "schema_version": 1,
         "environment": asdict(environment(devices=True)),
         "checkpoint": options.checkpoint.parent.name,
-        "output": "labels",
         "runs": {},
     }
-    for precision in options.precisions:
+    for output, precision in product(options.outputs, options.precisions):
         with tempfile.TemporaryDirectory() as folder:
-            bundle = exported(options, precision, Path(folder))
+            bundle = exported(options, output, precision, Path(folder))
             for runtime in options.runtimes:
-                record["runs"][f"{runtime} {precision}"] = run(bundle, runtime, options)
+                record["runs"][f"{runtime} {precision} {output}"] = run(bundle, runtime, options)
                 with write_atomically(options.output) as path:
                     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
-def exported(options: argparse.Namespace, precision: str, folder: Path) -> Bundle:
-    settings = {"output": "labels", "precision": precision, "max_batch": max(options.batches)}
+def exported(options: argparse.Namespace, output: str, precision: str, folder: Path) -> Bundle:
+    settings = {"output": output, "precision": precision, "max_batch": max(options.batches)}
     if options.tau is not None:
         settings["merging.clap_threshold"] = options.tau
     return export(options.checkpoint, folder / "bundle", options.recipe, settings).bundle
@@ -80,7 +81,7 @@ def run(bundle: Bundle, runtime: str, options: argparse.Namespace) -> dict[str, 
         result["speed"][name] = {
             row.record["variant"]: {key: row.record[key] for key in KEPT if key in row.record} for row in rows
         }
-        print(runtime, bundle.recipe.precision, name, summary(result["speed"][name]), flush=True)
+        print(runtime, bundle.recipe.precision, bundle.recipe.output, name, summary(result["speed"][name]), flush=True)
     return result
 
 
