@@ -47,6 +47,14 @@ _ENTRIES = ("model", "state_dict")
 _SUFFIXES = (".pth", ".pt", ".bin")
 # The one entry of a published state dict that is no floating-point tensor; nothing reads it at inference.
 _COUNTER = ".num_batches_tracked"
+_PICKLE = 0x80  # first byte of a checkpoint from before torch.save wrote zip archives
+# What a file that is no checkpoint begins with, what it is, and what to do.
+_MISTAKEN = (
+    (b"version https://git-lfs", "a Git LFS pointer in its place", "fetch the file itself with `git lfs pull`"),
+    (b"<", "a web page", "download the file that the page is about"),
+    (b"\x1f\x8b", "a gzip archive", "unpack it and name the checkpoint in it"),
+    (b"PK", "a damaged file, or one whose end is missing", "copy or download it again"),
+)
 # The encoder's ImageNet classifiers: present in every official file, never part of the segmenter.
 _UNUSED_PREFIXES = ("encoder.head.", "encoder.head_dist.")
 
@@ -182,7 +190,7 @@ def _load(path: Path) -> object:
     try:
         is_zip = zipfile.is_zipfile(path)
         if is_zip:
-            _check_sizes(path)
+            _check_zip(path)
         return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except CheckpointError:
         raise
@@ -190,9 +198,15 @@ def _load(path: Path) -> object:
         raise CheckpointError(_load_failure(path, error)) from error
 
 
-def _check_sizes(path: Path) -> None:
-    """torch.save stores its records uncompressed, so together they are smaller than the file."""
-    claimed = sum(record.file_size for record in zipfile.ZipFile(path).infolist())
+def _check_zip(path: Path) -> None:
+    """torch.save writes `data.pkl`, and stores its records uncompressed: together they are smaller than the file."""
+    records = zipfile.ZipFile(path).infolist()
+    if not any(record.filename.endswith("/data.pkl") for record in records):
+        raise CheckpointError(
+            f"{path}: expected a checkpoint written by torch.save, got a zip archive of "
+            f"{_names(record.filename for record in records)}: unpack it and name the checkpoint in it"
+        )
+    claimed = sum(record.file_size for record in records)
     if claimed > path.stat().st_size:
         raise CheckpointError(
             f"{path}: its records claim {claimed} bytes in a file of {path.stat().st_size}: not written by torch.save"
@@ -200,14 +214,34 @@ def _check_sizes(path: Path) -> None:
 
 
 def _load_failure(path: Path, error: Exception) -> str:
+    opaque = not isinstance(error, OSError) and not zipfile.is_zipfile(path)
+    came = _mistaken(path) if opaque else ""
     refused = re.search(r"GLOBAL (\S+)", str(error))
-    if refused:
+    if refused and not came:
         return (
             f"{path}: expected tensors and plain values, found {refused[1][:80]}, which could execute code: where you "
             "trust the file, save its entry 'model' alone, as torch.save({'model': state_dict}, path)"
         )
     reason = _one_line(str(error).rpartition("WeightsUnpickler error:")[2]) or type(error).__name__
-    return f"{path}: expected a checkpoint written by torch.save, could not read it ({reason}): copy it again"
+    came = came or f"one that cannot be read ({reason}): copy it again"
+    return f"{path}: expected a checkpoint written by torch.save, got {came}"
+
+
+def _mistaken(path: Path) -> str:
+    """What a file that could not be read is instead, and what to do; empty where it begins like a checkpoint."""
+    with path.open("rb") as stream:
+        start = stream.read(64)
+    if not start:
+        return "an empty file: copy or download it again"
+    for beginning, kind, cure in _MISTAKEN:
+        if start.lstrip().startswith(beginning):
+            return f"{kind}: {cure}"
+    if start[8:10] == b'{"':
+        return "safetensors: save what they hold as torch.save({'model': safetensors.torch.load_file(path)}, other)"
+    text = start.decode("utf-8", errors="ignore")  # the last character may be cut
+    if len(text.encode()) > len(start) - 4 and all(char.isprintable() or char.isspace() for char in text):
+        return f"a text file that begins {shown(text.strip()[:40])}: name the file of the weights"
+    return "" if start[0] == _PICKLE else f"a file that begins with the bytes {start[:4].hex(' ')}: name another one"
 
 
 def _check_tensor(path: Path, key: object, value: object) -> None:

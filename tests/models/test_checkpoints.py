@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 import yaml
 from hypothesis import given, settings
@@ -313,7 +314,7 @@ def legacy_claim(path: Path) -> None:
         (whole_numbers, "expected plain floating-point weights, got encoder.cls_token as torch.int64"),
         (sparse, "expected plain floating-point weights, got encoder.cls_token .* torch.sparse_coo"),
         (expanded_claim, "claims shape"),
-        (storage_claim, "expected a checkpoint written by torch.save"),
+        (storage_claim, "expected a checkpoint written by torch.save, got one that cannot be read"),
         (compressed_claim, "its records claim"),
         (legacy_claim, "expected a checkpoint written by torch.save"),
     ],
@@ -339,6 +340,40 @@ def test_the_hostile_file_would_have_run(tmp_path: Path) -> None:
 def test_no_file(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"expected a checkpoint at .*/checkpoint.pth, found no file"):
         checkpoints.read_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "got an empty file: copy or download it again"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "got a Git LFS pointer .*git lfs pull"),
+        (b"\n<!DOCTYPE html><html>", "got a web page: download"),
+        (b'{"weights": 1}', "got a text file that begins .*weights.* name the file of the weights"),
+        (b"classes:\n- sky\n", "got a text file that begins 'classes"),  # to a pickle, c names something to import
+        ("größe: 3\n".encode() * 9, "got a text file that begins 'größe: 3"),
+        (("x" * 63 + "ö").encode(), "got a text file that begins 'xxx"),  # the reader sees half of the last character
+        (b"\x1f\x8b\x08\x00", "got a gzip archive: unpack it"),
+        (b"PK\x03\x04\x00\x00", "got a damaged file, or one whose end is missing: copy"),
+        (safetensors.torch.save({"a": torch.zeros(3)}), "got safetensors: save what they hold as torch.save"),
+        (b"\x89PNG\r\n\x1a\n", "got a file that begins with the bytes 89 50 4e 47: name another one"),
+        (pickle.dumps({"a": 1}, protocol=2)[:-3], "got one that cannot be read .*: copy it again"),
+    ],
+)
+def test_what_is_no_checkpoint_is_called_what_it_is(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "checkpoint.pth"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"expected a checkpoint written by torch.save, {message}") as caught:
+        checkpoints.read_checkpoint(path)
+    assert "\n" not in str(caught.value)
+    assert "operand" not in str(caught.value)
+
+
+def test_an_archive_of_something_else(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.pth"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("release/checkpoint.pth", b"x")
+    with pytest.raises(CheckpointError, match=r"a zip archive of release/checkpoint\.pth: unpack it"):
+        checkpoints.read_checkpoint(path)
 
 
 @settings(max_examples=150, deadline=2000)
