@@ -187,6 +187,7 @@ _VariantLoader.add_constructor(
 
 
 def _load(path: Path) -> object:
+    is_zip = False
     try:
         is_zip = zipfile.is_zipfile(path)
         if is_zip:
@@ -195,7 +196,7 @@ def _load(path: Path) -> object:
     except CheckpointError:
         raise
     except Exception as error:  # a hostile or cut file can fail anywhere inside the reader
-        raise CheckpointError(_load_failure(path, error)) from error
+        raise CheckpointError(_load_failure(path, is_zip, error)) from error
 
 
 def _check_zip(path: Path) -> None:
@@ -213,9 +214,8 @@ def _check_zip(path: Path) -> None:
         )
 
 
-def _load_failure(path: Path, error: Exception) -> str:
-    opaque = not isinstance(error, OSError) and not zipfile.is_zipfile(path)
-    came = _mistaken(path) if opaque else ""
+def _load_failure(path: Path, is_zip: bool, error: Exception) -> str:
+    came = "" if is_zip or isinstance(error, OSError) else _mistaken(path)
     refused = re.search(r"GLOBAL (\S+)", str(error))
     if refused and not came:
         return (
