@@ -15,6 +15,7 @@ from algm_deploy import __version__
 from algm_deploy.bundle import Bundle, write_atomically
 from algm_deploy.errors import BundleError
 from algm_deploy.evaluation.datasets import dataset_name
+from algm_deploy.evaluation.evaluate import merge_title, shown_merges
 from algm_deploy.facts import NOT_RUN
 from algm_deploy.recipes import Network
 from algm_deploy.report.gallery import Example, Gallery, data_url
@@ -43,7 +44,6 @@ from algm_deploy.report.tables import (
     environment_table,
     html_table,
     joined_table,
-    merge_title,
     merged_plan,
     merges_of,
     parity_table,
@@ -433,7 +433,9 @@ def _tokens(bundle: Bundle, evaluations: Sequence[Measured]) -> Iterator[str]:
     for row in evaluations:
         histograms = row.record["token_histograms"]
         means = {merge: row.record[f"tokens_after_{merge}_mean"] for merge in merges_of(row.record)}
-        plot = histogram(histograms["token_edges"], histograms["windows_by_merge"], means)
+        windows = histograms["windows_by_merge"]
+        counts = {merge: windows[merge] for merge in shown_merges([*windows])}
+        plot = histogram(histograms["token_edges"], counts, means)
         figure = _figure(plot, f"{_about(row, bundle)}: {row.record['windows']} windows")
         if row.artifact.plan.layers:
             drawn.setdefault((row.artifact.plan, row.record["dataset"]), figure)

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from html import escape
 from math import ceil, floor, log10
 
+from algm_deploy.evaluation.evaluate import merge_title
+
 # Okabe and Ito's colours, which people with the common kinds of colour blindness can tell apart.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 INK, GRID = "#33363d", "#dfe2e7"
@@ -78,7 +80,7 @@ def _bars(
     top, bottom = place
     highest = max(*values, 1)
     y = _Axis(0, highest, bottom, top, ())
-    yield _text(_LEFT, top - 8, f"after {name.replace('_', ' ').upper()}", "start", weight=600)
+    yield _text(_LEFT, top - 8, f"after {merge_title(name)}", "start", weight=600)
     yield _line(_LEFT, top, _WIDTH - _RIGHT, top, GRID)
     yield _line(_LEFT, bottom, _WIDTH - _RIGHT, bottom, INK)
     yield _text(_LEFT - 6, top + 5, _plain(highest), "end")

@@ -8,6 +8,7 @@ from html import escape
 from typing import Any, NamedTuple
 
 from algm_deploy.evaluation.datasets import dataset_name
+from algm_deploy.evaluation.evaluate import merge_title, shown_merges
 from algm_deploy.report.published import NO_REDUCTION, Published
 from algm_deploy.report.records import Measured, baseline, may_share_row, plan_name
 
@@ -302,19 +303,14 @@ def with_difference(value: float | None, base: float | None, is_base: bool) -> s
 
 
 def merges_of(record: Record) -> list[str]:
-    """Names of the merges that an evaluation or speed record has token counts of, in the order they run."""
-    return [key[len("tokens_after_") : -len("_mean")] for key in record if re.fullmatch(r"tokens_after_.+_mean", key)]
+    """The merges to show of an evaluation or speed record, by name, in the order they run."""
+    counted_after = (re.fullmatch(r"tokens_after_(.+)_mean", key) for key in record)
+    return shown_merges([found[1] for found in counted_after if found])
 
 
 def patches_of(record: Record) -> float:
     """Patches of a window: the tokens that a network without merging keeps."""
     return float(record["token_histograms"]["token_edges"][-1])
-
-
-def merge_title(merge: str) -> str:
-    """How a table calls a merge: CLAP, GBM, or GBM 11 among several."""
-    kind, _, layer = merge.partition("_")
-    return f"{kind.upper()} {layer}".strip()
 
 
 def merged_plan(group: Sequence[Measured]) -> Any:

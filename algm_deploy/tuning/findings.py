@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from algm_deploy.bundle import Bundle
 from algm_deploy.errors import PlanError
 from algm_deploy.evaluation.datasets import Dataset, dataset_name
-from algm_deploy.evaluation.evaluate import merge_names
+from algm_deploy.evaluation.evaluate import merge_names, merge_title, shown_merges
 from algm_deploy.recipes import MergePlan, Recipe
 from algm_deploy.tuning.attention import AttentionMass, measure_attention
 from algm_deploy.tuning.objective import (
@@ -206,11 +206,12 @@ def find_attention(bundle: Bundle, plan: MergePlan, dataset: Dataset, progress: 
     if blocks.start == bundle.recipe.network.encoder_depth:
         raise PlanError(f"expected a block behind the last merge in {blocks.start}, there is none to look at")
     found = measure_attention(bundle, plan, dataset, progress)
+    clap = f"; CLAP threshold {plan.clap_threshold:g}" if plan.clap_layers else ""
     spread = found.classes_dense[blocks].mean(), found.classes_merged[blocks].mean()
     lines = (
         f"behind the last merge attention is spread over {spread[0]:.2f} classes without merging and {spread[1]:.2f} "
         f"with it (the exponential of its entropy, mean of {found.windows} windows and of blocks {blocks.start + 1} to "
-        f"{len(found.dense)}); CLAP threshold {plan.clap_threshold:g}",
+        f"{len(found.dense)}){clap}",
         f"{dataset.title}, {len(dataset.samples)} images, PyTorch in fp32",
     )
     numbers = [float(block) for block in range(1, len(found.dense) + 1)]
@@ -408,8 +409,8 @@ def _layers(layers: Sequence[int]) -> str:
 
 def _point_table(outcome: _Outcome, points: Sequence[Point], dense: Record, what: str = "") -> Table:
     """A row for each point: mIoU as a whole and in each of several slices, its cost, and which one is marked."""
-    tuned, names = outcome.tuned, merge_names(outcome.plan)
-    tokens = {f"tokens after {name.replace('_', ' ').upper()}": f"tokens_after_{name}_mean" for name in names}
+    tuned, names = outcome.tuned, shown_merges(merge_names(outcome.plan))
+    tokens = {f"tokens after {merge_title(name)}": f"tokens_after_{name}_mean" for name in names}
     columns = {"GMACs": ("gmacs_per_window_mean", 2), **{name: (key, 0) for name, key in tokens.items()}}
     if any(THROUGHPUT in point.record for point in points):
         columns |= {"img/s": (THROUGHPUT, 1), "times as fast": (SPEEDUP, 2)}
@@ -522,10 +523,11 @@ def _slice_plots(outcome: _Outcome) -> Iterator[Plot]:
 
 
 def _counts(record: Record) -> Counts:
-    found, names = record["token_histograms"], record["token_histograms"]["windows_by_merge"]
+    windows = record["token_histograms"]["windows_by_merge"]
+    names = shown_merges([*windows])
     means = {name: record[f"tokens_after_{name}_mean"] for name in names}
     caption = "tokens of the windows it was tuned on, at the point that is marked"
-    return Counts(caption, found["token_edges"], names, means)
+    return Counts(caption, record["token_histograms"]["token_edges"], {name: windows[name] for name in names}, means)
 
 
 def _labelled(points: Sequence[Point], marked: Point) -> list[tuple[float, float, str]]:

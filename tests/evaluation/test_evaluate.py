@@ -14,7 +14,14 @@ from PIL import Image
 
 from algm_deploy.errors import BundleError, DatasetError, GateError
 from algm_deploy.evaluation.datasets import Dataset, open_dataset
-from algm_deploy.evaluation.evaluate import Evaluation, evaluate, measure_agreement, merge_names
+from algm_deploy.evaluation.evaluate import (
+    Evaluation,
+    evaluate,
+    measure_agreement,
+    merge_names,
+    merge_title,
+    shown_merges,
+)
 from algm_deploy.evaluation.flops import multiply_adds
 from algm_deploy.evaluation.preprocessing import Pixels
 from algm_deploy.recipes import DENSE, MergePlan, Network, Protocol, Recipe
@@ -121,6 +128,14 @@ def test_several_merges_of_a_kind_are_told_apart(dataset: Dataset) -> None:
     assert merge_names(plan) == ("clap", "gbm_3", "gbm_5")
     record = run(dataset, Reader(merges=3), recipe=replace(RECIPE, merging=plan)).record()
     assert record["tokens_after_gbm_5_max"] == 2
+
+
+def test_tables_show_the_first_and_the_last_merge_of_a_kind_and_records_all() -> None:
+    tome = merge_names(MergePlan(clap_layers=(), gbm_layers=(), method="tome", tome_r=(4,) * 12))
+    assert shown_merges(tome) == ["tome_1", "tome_12"]
+    assert shown_merges(["clap", "gbm_3", "gbm_5", "gbm_9"]) == ["clap", "gbm_3", "gbm_9"]
+    assert shown_merges(["clap", "gbm"]) == ["clap", "gbm"]
+    assert [merge_title(name) for name in ("clap", "gbm_9", "tome_12")] == ["CLAP", "GBM 9", "ToMe 12"]
 
 
 # -------------------------------------------------------------------------------------------------------- resuming

@@ -9,7 +9,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
@@ -25,11 +25,12 @@ from algm_deploy.cli import main
 from algm_deploy.demo.scenes import scene
 from algm_deploy.environment import environment
 from algm_deploy.errors import BundleError
-from algm_deploy.recipes import Recipe, recipe, to_table
+from algm_deploy.recipes import MergePlan, Recipe, recipe, to_table
 from algm_deploy.report.figures import Panel
 from algm_deploy.report.gallery import Example, Gallery, Photo, data_url, draw_gallery
 from algm_deploy.report.page import report_page, write_report
 from algm_deploy.report.published import read_published
+from algm_deploy.report.tables import quality_table
 
 SECTIONS = [
     "summary", "parity", "accuracy", "cost", "speed", "tokens", "trade-off", "gallery", "published", "environment",
@@ -415,6 +416,22 @@ def test_a_second_bundle_of_the_same_weights_gives_the_dense_row() -> None:
     assert "plain" in section(html, "cost")
     assert "66.63 (-4.24)" in section(html, "cost")
     assert "70.87" not in section(html, "accuracy")
+
+
+def test_tome_takes_two_columns_however_many_blocks_merge() -> None:
+    plan = MergePlan(clap_layers=(), gbm_layers=(), method="tome", tome_r=(7,) * 6)
+    record = evaluation(71.0, (0.0, 0.0), 30.0)
+    for part in (record, *record["slices"].values()):
+        del part["tokens_after_clap_mean"], part["tokens_after_gbm_mean"]
+        part |= {f"tokens_after_tome_{block}_mean": 1024.0 - 7 * block for block in range(1, 7)}
+    record["token_histograms"]["windows_by_merge"] = {f"tome_{block}": [0, 0, 0, 14] for block in range(1, 7)}
+    table = quality_table(record)
+    assert table.header[4:] == ("tokens after ToMe 1", "tokens after ToMe 6")
+    assert table.rows[0][4:] == ("1017", "982")
+    kind = replace(recipe("segmenter_vit_s16_camvid"), merging=plan)
+    html = report_page(bundle_of({"evaluation": {"torch camvid test": record}}, kind=kind))
+    assert "1024 → 1017 → 982" in html
+    assert ("after ToMe 6" in html, "ToMe 5" in html) == (True, False)
 
 
 def test_figures_without_a_pixel_or_a_count_are_left_open() -> None:
