@@ -324,8 +324,12 @@ def _general_problems(machine: Machine) -> Iterable[tuple[str, Problem]]:
                 "install a CUDA build of torch (https://pytorch.org/get-started)",
             ),
         )
+    if machine.gpus and torch.facts.get("cuda") and (problem := _plugins("kernels")(machine)):
+        yield "torch", Problem(f"{problem.found}: merging runs in PyTorch's operators, slower", problem.cure)
     if machine.modules["onnxruntime"].packages and (problem := _plugins("ort_custom_op")(machine)):
-        yield "onnxruntime", Problem(f"{problem.found}: merging runs in standard operators, slower", problem.cure)
+        # On a CPU the library serves label maps alone: merging is as fast without it.
+        steps = "merging and label maps run" if machine.gpus else "label maps run"
+        yield "onnxruntime", Problem(f"{problem.found}: {steps} in standard operators, slower", problem.cure)
 
 
 def _two_onnxruntimes(machine: Machine) -> Problem | None:

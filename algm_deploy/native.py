@@ -73,6 +73,8 @@ LIBRARIES = {
     # Built along with trt_plugin; see runtimes/trt_plugin/CMakeLists.txt for what it cures.
     "rtx_alias": Library("algm_rtx_alias"),
 }
+BUILT = ("kernels", "trt_plugin", "ort_custom_op")
+"""What is built where nothing is named: all of them."""
 _SOURCE_SUFFIXES = frozenset({".cpp", ".cu", ".cuh", ".h", ".hpp", ".txt"})
 
 
@@ -153,7 +155,7 @@ def supported_architectures(nvcc: Path) -> tuple[int, ...]:
 
 
 def build(
-    names: Sequence[str] = ("trt_plugin", "ort_custom_op"),
+    names: Sequence[str] = BUILT,
     architectures: Sequence[int] | None = None,
     progress: bool = True,
 ) -> dict[str, Path]:
@@ -175,7 +177,9 @@ def build(
     nvcc = find_nvcc()
     lacks = {lack: None for name in names for lack in missing_for(name)}
     if lacks:
-        raise BuildError(f"building {', '.join(names)} needs {'; and '.join(lacks)}")
+        ready = " ".join(name for name in names if not missing_for(name))
+        rest = f"; `{REBUILD} {ready}` lacks nothing here" if ready else ""
+        raise BuildError(f"building {', '.join(names)} needs {'; and '.join(lacks)}{rest}")
     folder = cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "build.log"

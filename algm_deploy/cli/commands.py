@@ -298,9 +298,9 @@ def doctor(options: argparse.Namespace) -> int:
 
 def build_native(options: argparse.Namespace) -> int:
     """Compile the native libraries for this machine."""
-    from algm_deploy.native import build
+    from algm_deploy.native import BUILT, build
 
-    built = build(options.libraries or ("trt_plugin", "ort_custom_op"), options.architectures)
+    built = build(options.libraries or BUILT, options.architectures)
     for name, path in built.items():
         print(f"{name}: {path}")
     return 0

@@ -51,7 +51,9 @@ def _doctor_options(command: argparse.ArgumentParser) -> None:
 
 
 def _native_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("libraries", nargs="*", metavar="LIBRARY", help="trt_plugin, ort_custom_op; default: all")
+    command.add_argument(
+        "libraries", nargs="*", metavar="LIBRARY", help="kernels (for PyTorch), trt_plugin, ort_custom_op; default: all"
+    )
     command.add_argument(
         "--architectures", type=positive, nargs="+", metavar="CC", help="compute capabilities such as 89; default: all"
     )

@@ -78,6 +78,10 @@ def test_missing_parts_are_named_with_a_way_to_get_them(
     assert str(error.value).count("CUDA's compiler") == 1
 
 
+def test_by_default_everything_is_built() -> None:
+    assert {*native.BUILT, "rtx_alias"} == set(native.LIBRARIES)  # the alias comes with the plugins
+
+
 def test_unknown_libraries(sources: Path) -> None:
     with pytest.raises(BuildError, match="kernels, trt_plugin, ort_custom_op, rtx_alias, got plugin"):
         native.build(["plugin"])
@@ -132,8 +136,11 @@ def test_the_onnxruntime_operators_are_built_without_a_cuda_compiler(
     monkeypatch.setattr(native, "find_nvcc", lambda: None)
     assert native.build(["ort_custom_op"], progress=False)["ort_custom_op"].is_file()
     assert "-DALGM_CUDA=OFF" in (tmp_path / "calls").read_text()
-    with pytest.raises(BuildError, match="CUDA's compiler"):
+    with pytest.raises(BuildError, match="CUDA's compiler") as error:
         native.build(["trt_plugin"], progress=False)
+    assert "lacks nothing" not in str(error.value)
+    with pytest.raises(BuildError, match=r"; `algm-deploy build-native ort_custom_op` lacks nothing here$"):
+        native.build(progress=False)
 
 
 def test_a_failed_build_shows_the_compiler_s_last_words(sources: Path, tools: Callable[[str, str], None]) -> None:
