@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from algm_deploy.errors import DatasetError
 from algm_deploy.evaluation.preprocessing import read_indices
+from algm_deploy.facts import dataset_name
 from algm_deploy.recipes import Color
 
 IGNORE = 255
@@ -28,7 +29,6 @@ IGNORE = 255
 
 PHOTO_ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff")
 _NOT_A_LABEL = -1
-_HALF = re.compile(r"(.+)-(first|second)-half")
 
 
 @dataclass(frozen=True)
@@ -121,15 +121,6 @@ class Spec:
     layouts: tuple[Layout, ...]
     folders: tuple[str, ...] = (".",)
     slice_of: Callable[[str], str] = lambda name: "all"
-
-
-def dataset_name(record: Mapping[str, Any]) -> str:
-    """Data set and split of an evaluation, for people; a folder without splits is called what it is."""
-    half = _HALF.fullmatch(record["split"])
-    if half:
-        return f"{half[2]} half of {dataset_name({**record, 'split': half[1]})}"
-    name = f"{record['dataset']} {record['split']}"
-    return "a folder of pictures" if name == "folder all" else name
 
 
 def open_dataset(name: str, root: Path, split: str | None = None, slice_by: str | None = None) -> Dataset:

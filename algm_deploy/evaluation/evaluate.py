@@ -292,22 +292,6 @@ def merge_names(plan: MergePlan) -> tuple[str, ...]:
     return tuple(kind if kinds.count(kind) == 1 else f"{kind}_{layer}" for kind, layer in pairs)
 
 
-def shown_merges(names: Sequence[str]) -> list[str]:
-    """Of the merges of a kind the first and the last, so that ToMe's, one a block, leave a table readable."""
-    kinds = [name.partition("_")[0] for name in names]
-    return [
-        name
-        for i, (name, kind) in enumerate(zip(names, kinds, strict=True))
-        if kind not in kinds[:i] or kind not in kinds[i + 1 :]
-    ]
-
-
-def merge_title(name: str) -> str:
-    """How people call a merge: CLAP, GBM, or GBM 11 among several."""
-    kind, _, layer = name.partition("_")
-    return f"{'ToMe' if kind == 'tome' else kind.upper()} {layer}".strip()
-
-
 def _summed(results: Iterable[ImageResult], classes: int) -> Confusion:
     total = np.zeros(classes * classes, np.int64)
     for result in results:

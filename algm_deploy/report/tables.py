@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any, NamedTuple
 
-from algm_deploy.evaluation.datasets import dataset_name
-from algm_deploy.evaluation.evaluate import merge_title, shown_merges
+from algm_deploy.facts import dataset_name, merge_title, shown_merges
 from algm_deploy.report.published import NO_REDUCTION, Published
 from algm_deploy.report.records import Measured, baseline, may_share_row, plan_name
 

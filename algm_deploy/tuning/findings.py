@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 from algm_deploy.bundle import Bundle
 from algm_deploy.errors import PlanError
-from algm_deploy.evaluation.datasets import Dataset, dataset_name
-from algm_deploy.evaluation.evaluate import merge_names, merge_title, shown_merges
+from algm_deploy.evaluation.datasets import Dataset
+from algm_deploy.evaluation.evaluate import merge_names
+from algm_deploy.facts import dataset_name, merge_title, shown_merges
 from algm_deploy.recipes import MergePlan, Recipe
 from algm_deploy.tuning.attention import AttentionMass, measure_attention
 from algm_deploy.tuning.objective import (

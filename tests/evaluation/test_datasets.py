@@ -12,7 +12,8 @@ import pytest
 from PIL import Image
 
 from algm_deploy.errors import DatasetError, ImageError
-from algm_deploy.evaluation.datasets import IGNORE, SPECS, Dataset, dataset_name, open_dataset, read_classes
+from algm_deploy.evaluation.datasets import IGNORE, SPECS, Dataset, open_dataset, read_classes
+from algm_deploy.facts import dataset_name
 
 
 def photo(path: Path) -> None:
