@@ -331,8 +331,9 @@ def recipe_settings(name: str) -> Settings:
         return _read_settings(Path(name), row)
     names = recipe_names()
     if name not in names:
+        hint = _nearest(name, names) or ":"
         raise RecipeError(
-            f"expected a .toml file or one of {', '.join(names)}; got {name!r:.100}{_nearest(name, names)}"
+            f"expected a .toml file or a recipe of the package, got {name!r:.100}{hint} `algm-deploy list` names them"
         )
     return _read_settings(content("export/recipes") / f"{name}.toml", row)
 
@@ -382,7 +383,8 @@ def settings_of(table: Mapping[str, Any], source: str) -> Settings:
 def checked(key: str, value: object) -> Any:
     """The value of one setting in its field's type; RecipeError when the key is unknown or the value does not fit."""
     if key not in _FIELDS:
-        raise RecipeError(f"expected a setting, got {key!r:.100}{_nearest(key, tuple(_FIELDS))}")
+        hint = _nearest(key, tuple(_FIELDS))
+        raise RecipeError(f"expected a setting such as merging.clap_threshold, got {key!r:.100}{hint}")
     return converted(_FIELDS[key], value, key)
 
 

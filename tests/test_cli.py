@@ -300,6 +300,9 @@ def test_data_set_in_another_layout(run: Run, bundle: Path, data: Path, tmp_path
     sentence(run("evaluate", bundle, "--data", tmp_path / "nowhere"), "evaluate", "expected camvid test in")
     sentence(run("evaluate", bundle, "--data", data, "--split", "dev"), "evaluate", "has the splits test, val, train")
     sentence(run("evaluate", bundle, "--data", data, "--dataset", "camvit"), "evaluate", "did you mean camvid?")
+    code, out, err = run("evaluate", bundle, "--data", data, "--dense", "--tau", "0.9")
+    assert (code, out) == (2, "")
+    assert "--tau: not allowed with argument --dense" in err
     (data / "annotations" / "test" / "a_0.png").unlink()
     sentence(run("evaluate", bundle, "--data", data), "evaluate", "1 of 3 labels missing")
 

@@ -285,7 +285,7 @@ def test_other_types_are_refused(tmp_path: Path, key: str, value: str) -> None:
             "got 'merging.clap_treshold': did you mean merging.clap_threshold?",
         ),
         ("schema = 1\nclap_threshold = 0.9", "got 'clap_threshold': did you mean merging.clap_threshold?"),
-        ("schema = 1\n[mergin.x]", "expected a setting, got 'mergin'"),
+        ("schema = 1\n[mergin.x]", "expected a setting such as merging.clap_threshold, got 'mergin'"),
         ("schema = 1\nnetwork = 3", "expected a table as network, got 3"),
         ("schema = 1\n[network]\ndepth = 12", "expected network.family, network.embed_dim, .* found none: add"),
     ],
@@ -302,9 +302,11 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
             recipes.read_recipe(path)
 
 
-def test_an_unknown_name_lists_and_suggests() -> None:
-    with pytest.raises(RecipeError, match=r"segmenter_vit_s16_ade20k.* did you mean segmenter_vit_s16_ade20k\?"):
+def test_an_unknown_name_is_answered_with_the_nearest_one_and_the_command_that_lists_all() -> None:
+    with pytest.raises(RecipeError, match=r"ade20k': did you mean segmenter_vit_s16_ade20k\? `algm-deploy list` names"):
         recipes.recipe("segmenter_s16_ade20k")
+    with pytest.raises(RecipeError, match=r"got 'zzz': `algm-deploy list` names them$"):
+        recipes.recipe("zzz")
 
 
 @settings(max_examples=100, deadline=2000)

@@ -16,12 +16,19 @@ _SLICE = (
     "how to group images for figures by slice: folder; FILE.csv:COLUMN with the images' names in the first column; or "
     "a regular expression whose group, or match, in an image's name is its slice; default: the data set's own"
 )
+_DATASET = "its name, or folder for labelled photos of your own with a classes.json; default: the bundle's"
+_TERMS = (
+    "Start with demo: it needs no checkpoint, no data and no GPU. A bundle is the folder that export and deploy write. "
+    "CLAP merges the patches of a window in an early block where their similarity reaches tau, a threshold: the lower, "
+    "the more merges, and above 1 none do. GBM merges tokens from anywhere in a later block. Exit codes: 0 done, 1 a "
+    "gate failed, 2 bad input, 3 built but nothing here can execute it."
+)
 
 
 def parser() -> argparse.ArgumentParser:
     """The whole command line; a command's help is the docstring of its function."""
     root = argparse.ArgumentParser(
-        "algm-deploy", description="Deploys plain-ViT segmenters with adaptive token merging."
+        "algm-deploy", description="Deploys plain-ViT segmenters with adaptive token merging.", epilog=_TERMS
     )
     root.add_argument("--version", action="version", version=__version__)
     subcommands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -40,7 +47,9 @@ def _bundle(command: argparse.ArgumentParser) -> None:
 
 def _photos(command: argparse.ArgumentParser) -> None:
     command.add_argument("images", type=Path, nargs="+", metavar="IMAGE", help="photos, or folders of photos")
-    command.add_argument("-o", "--output", type=Path, default=Path("predictions"), help="folder for the pictures")
+    command.add_argument(
+        "-o", "--output", type=Path, default=Path("predictions"), help="folder for the pictures (predictions)"
+    )
     command.add_argument(
         "--tau", type=float, help="CLAP threshold instead of the bundle's; above 1 CLAP merges nothing"
     )
@@ -61,12 +70,14 @@ def _native_options(command: argparse.ArgumentParser) -> None:
 
 def _demo_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("-o", "--output", type=Path, default=Path("algm-demo"), help="folder to write (algm-demo)")
-    command.add_argument("--runtime", choices=RUNTIMES, default="onnxruntime-cpu")
+    _runtime(command)
     command.add_argument("--scenes", type=up_to(100_000), default=200, help="drawn scenes to evaluate on (default 200)")
 
 
 def _runtime(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--runtime", choices=RUNTIMES, default="onnxruntime-cpu")
+    command.add_argument(
+        "--runtime", choices=RUNTIMES, default="onnxruntime-cpu", help="what executes (default onnxruntime-cpu)"
+    )
 
 
 def _engine(command: argparse.ArgumentParser) -> None:
@@ -101,13 +112,14 @@ def _data_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--data", type=Path, required=required, help="root folder of a data set in its official layout"
     )
-    command.add_argument("--dataset", help="its name; default: the bundle's")
+    command.add_argument("--dataset", help=_DATASET)
     command.add_argument("--split", help="default: the split its results are published on")
     command.add_argument("--slice", help=_SLICE)
     command.add_argument("--limit", type=positive, help="evaluate that many images, spread evenly")
+    merging = command.add_mutually_exclusive_group()
     if required:
-        command.add_argument("--tau", type=float, help="CLAP threshold instead of the bundle's")
-    command.add_argument("--dense", action="store_true", help="merge nothing: what merging costs is the difference")
+        merging.add_argument("--tau", type=float, help="CLAP threshold instead of the bundle's")
+    merging.add_argument("--dense", action="store_true", help="merge nothing: what merging costs is the difference")
 
 
 def _deploy_options(command: argparse.ArgumentParser) -> None:
@@ -148,9 +160,15 @@ def _tune_options(command: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--attention", action="store_true", help="attention that each class receives, without and with merging"
     )
-    command.add_argument("-o", "--output", type=Path, default=Path("tuned.toml"), help="recipe to write; .html, .png")
+    command.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        default=Path("tuned.toml"),
+        help="recipe to write (tuned.toml), beside a page .html and pictures .png",
+    )
     command.add_argument("--data", type=Path, help="root folder of a data set in its official layout")
-    command.add_argument("--dataset", help="its name; default: the bundle's")
+    command.add_argument("--dataset", help=_DATASET)
     command.add_argument("--split", help="split to tune on; default: the one its results are published on")
     command.add_argument("--held-out", help="split to report on; default: the second half of each slice is kept back")
     command.add_argument("--slice", help=_SLICE)
@@ -179,7 +197,7 @@ def _tune_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--reference",
         default="dense",
-        help="dense, clap (the same without GBM), mIoU in percent, or a bundle whose dense mIoU counts",
+        help="dense (default), clap (the same without GBM), mIoU in percent, or a bundle whose dense mIoU counts",
     )
     command.add_argument(
         "--tau", type=float, help="CLAP threshold while something else is tuned; default: the bundle's"
@@ -193,10 +211,10 @@ def _report_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "beside", type=Path, nargs="*", metavar="OTHER", help="bundles to compare with, such as a dense one"
     )
-    command.add_argument("-o", "--output", type=Path, default=Path("report.html"), help="file to write")
+    command.add_argument("-o", "--output", type=Path, default=Path("report.html"), help="file to write (report.html)")
     command.add_argument("--images", type=Path, nargs="+", default=[], help="photos to show, or folders of photos")
     command.add_argument("--data", type=Path, help="root folder of a data set: photos to show with their labels")
-    command.add_argument("--dataset", help="its name; default: the bundle's")
+    command.add_argument("--dataset", help=_DATASET)
     command.add_argument("--split", help="default: the split its results are published on")
     command.add_argument("--slice", help=_SLICE)
     command.add_argument("--count", type=up_to(100), default=3, help="how many photos of the data set (default 3)")
@@ -214,15 +232,15 @@ def _export_options(command: argparse.ArgumentParser) -> None:
         metavar="HxW",
         help="input of the network in pixels; other than the protocol's window: photos are resized to it as a whole",
     )
-    command.add_argument("--tau", type=float, help="CLAP threshold")
+    command.add_argument("--tau", type=float, help="CLAP threshold; default: the recipe's")
     command.add_argument(
         "--scores", action="store_const", const="scores", dest="tail", help="output class scores (default)"
     )
     command.add_argument(
         "--labels", action="store_const", const="labels", dest="tail", help="output label maps only: fastest"
     )
-    command.add_argument("--precision", choices=("fp32", "fp16"))
-    command.add_argument("--max-batch", type=positive)
+    command.add_argument("--precision", choices=("fp32", "fp16"), help="of weights and tokens; default: the recipe's")
+    command.add_argument("--max-batch", type=positive, help="largest batch the bundle takes; default: the recipe's")
     command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any setting of the recipe")
 
 

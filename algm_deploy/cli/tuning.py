@@ -281,6 +281,7 @@ def _tuning_data(bundle: Bundle, options: argparse.Namespace, split: str | None,
     from algm_deploy.evaluation.datasets import open_dataset
 
     if options.data is None:
-        raise DatasetError("expected --data with the root folder of a labelled data set, got none")
+        unlabelled = ", or --images with photos" if options.rule else ""
+        raise DatasetError(f"expected --data with the root folder of a labelled data set{unlabelled}, got none")
     dataset = open_dataset(options.dataset or bundle.recipe.protocol.dataset, options.data, split, options.slice)
     return dataset.subset(limit) if limit else dataset

@@ -193,8 +193,11 @@ def _colour(index: int) -> Color:
 def _spec(name: str) -> Spec:
     if name not in SPECS:
         near = get_close_matches(name, SPECS, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise DatasetError(f"expected one of {', '.join((*SPECS, 'folder'))}, got {name!r}{hint}")
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        raise DatasetError(
+            f"expected {', '.join(SPECS)}, or folder for labelled photos of your own, got the data set {name!r}{hint}: "
+            "name one of these, in a command with --dataset"
+        )
     return SPECS[name]
 
 

@@ -168,7 +168,10 @@ def halves(dataset: Dataset) -> tuple[Dataset, Dataset]:
     first = {sample.name for group in slices.values() for sample in group[: (len(group) + 1) // 2]}
     parts = [tuple(s for s in dataset.samples if (s.name in first) == early) for early in (True, False)]
     if not all(parts):
-        raise DatasetError(f"{dataset.title}: expected photos to tune on and others to report on")
+        raise DatasetError(
+            f"{dataset.title}: expected photos to tune on and others to report on, got {len(dataset.samples)} in "
+            f"{len(slices)} slices: take more photos, coarser slices, or another split as --held-out"
+        )
     tuning, held_out = (
         replace(dataset, split=f"{dataset.split}-{which}-half", samples=samples)
         for which, samples in zip(("first", "second"), parts, strict=True)

@@ -296,8 +296,12 @@ def test_listed_photos_that_are_missing_are_counted_and_named(tmp_path: Path) ->
 
 
 def test_unknown_names_list_the_known_ones(tmp_path: Path) -> None:
-    assert message("cityscape", tmp_path).endswith("did you mean cityscapes?")
-    assert "folder" in message("nothing like it", tmp_path)
+    assert "got the data set 'cityscape' (did you mean cityscapes?): name one of these" in message(
+        "cityscape", tmp_path
+    )
+    text = message("nothing like it", tmp_path)
+    assert "folder for labelled photos of your own" in text
+    assert text.endswith("got the data set 'nothing like it': name one of these, in a command with --dataset")
     assert "splits val, train, got 'validation'" in message("ade20k", tmp_path, "validation")
 
 

@@ -56,7 +56,13 @@ def test_the_rule_writes_a_recipe_and_a_page(
     assert recorded["clap_threshold"] == pytest.approx(tau, abs=5e-5)
 
 
-def test_the_rule_needs_no_labels(bundle: Path, photos: Path, tmp_path: Path) -> None:
+def test_the_rule_needs_no_labels(
+    bundle: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tune(bundle, tmp_path / "a.toml", "--rule") == 2
+    assert "expected --data with the root folder of a labelled data set, or --images with photos, got none" in (
+        capsys.readouterr().err
+    )
     with_labels, without = tmp_path / "a.toml", tmp_path / "b.toml"
     assert tune(bundle, with_labels, "--rule", data=photos) == 0
     assert tune(bundle, without, "--rule", "--images", str(photos / "images")) == 0
@@ -104,7 +110,7 @@ def test_a_curve_measures_every_candidate_on_both_parts(
     output = tmp_path / "curve.toml"
     flags = ("--objective", "reference", "--drop", "100", "--curve", "--slice", "[0-9]", "--limit", "4")
     assert tune(bundle, output, *flags, "--values", "1.01", "0.8", "0.95", "0.8", data=photos) == 2
-    assert "photos to tune on and others to report on" in capsys.readouterr().err  # a photo a slice has no halves
+    assert "got 4 in 4 slices: take more photos" in capsys.readouterr().err  # a photo a slice has no halves
     assert tune(bundle, output, *flags[:5], "--values", "1.01", "0.8", "0.95", "0.8", data=photos) == 0
     told = capsys.readouterr()
     record = Bundle.open(bundle).manifest["tuning"]["CLAP threshold, aim: reference"]
