@@ -206,6 +206,23 @@ def test_windows_where_the_protocol_enlarges(tiny_bundle: Bundle) -> None:
 # --- a bundle's records ----------------------------------------------------------------------------------------------
 
 
+def test_a_bundle_that_takes_no_record_is_told_before_the_work(
+    tiny_bundle: Bundle, tmp_path: Path, photos: Path, labelled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = Bundle.open(shutil.copytree(tiny_bundle.path, tmp_path / "bundle"))
+
+    def read_only(path: Path, _: object) -> None:
+        raise BundleError(f"expected to write {path}, got Permission denied")
+
+    monkeypatch.setattr("algm_deploy.bundle._write_manifest", read_only)
+    monkeypatch.setattr("algm_deploy.deployment.verify", pytest.fail)
+    monkeypatch.setattr("algm_deploy.deployment.Predictor", pytest.fail)
+    with pytest.raises(BundleError, match="Permission denied"):
+        verify_bundle(bundle, "torch", [photos], 1)
+    with pytest.raises(BundleError, match="Permission denied"):
+        evaluate_bundle(bundle, "torch", open_dataset("folder", labelled))
+
+
 def test_verification_is_kept(tiny_bundle: Bundle, tmp_path: Path, photos: Path) -> None:
     bundle = Bundle.open(shutil.copytree(tiny_bundle.path, tmp_path / "bundle"))
     report = verify_bundle(bundle, "onnxruntime-cpu", find_images([photos]), 2, progress=False)

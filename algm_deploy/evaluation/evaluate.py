@@ -236,7 +236,7 @@ def _files_sha256(sample: Sample) -> str:
             with path.open("rb") as stream:
                 both.update(hashlib.file_digest(stream, "sha256").digest())
     except OSError as error:
-        raise ImageError(f"{sample.name}: its photo or label file is gone: {error}") from error
+        raise ImageError(f"{error.filename}: expected a photo or its labels, got {error.strerror}") from error
     return both.hexdigest()
 
 

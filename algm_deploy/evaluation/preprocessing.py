@@ -141,6 +141,8 @@ def _reading(path: Path) -> Iterator[None]:
         raise
     except FileNotFoundError as error:
         raise ImageError(f"{path}: no such file") from error
+    except PermissionError as error:
+        raise ImageError(f"{path}: expected a picture that can be read, got {error.strerror}") from error
     except UnidentifiedImageError as error:
         raise ImageError(f"{path}: expected a picture such as JPEG or PNG, Pillow knows no such format") from error
     except Image.DecompressionBombError as error:

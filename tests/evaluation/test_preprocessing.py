@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -297,6 +299,10 @@ def test_damaged_bytes_raise_nothing_but_image_errors(tmp_path: Path) -> None:
                 read_photo(path)
 
 
+def refuse(*_: object, **__: object) -> None:
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
 def test_what_is_no_picture_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "notes.jpg").write_text("not a picture")
     (tmp_path / "empty.jpg").touch()
@@ -310,6 +316,10 @@ def test_what_is_no_picture_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(ImageError, match="cannot be decoded"):
         read_photo(tmp_path)
     path = save(tmp_path, Image.fromarray(picture(40, 50)), "huge.png")
+    with monkeypatch.context() as patch:
+        patch.setattr(Image, "open", refuse)
+        with pytest.raises(ImageError, match=r"huge\.png: expected a picture that can be read, got Permission denied"):
+            read_photo(path)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
     with pytest.raises(ImageError, match=r"huge.png: .*shrink"):
         read_photo(path)
