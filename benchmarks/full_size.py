@@ -76,6 +76,11 @@ def row(name: str, threshold: str, precision: str, folder: Path) -> dict[str, An
             for link in chain.get("links", [])
         }
         result["bundle_bytes"] = sum(file["size_bytes"] for file in manifest["files"].values())
+        if built := manifest.get("engines", {}).get("tensorrt-rtx"):
+            facts = built["facts"]
+            result["engine"] = {
+                key: facts[key] for key in ("version", "precision", "engine_bytes", "compute_capabilities")
+            }
     return result
 
 

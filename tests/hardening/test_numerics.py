@@ -23,7 +23,7 @@ from algm_deploy.lowering.portable import add_function_bodies
 from algm_deploy.lowering.tensorrt import TOPK_LIMIT, tensorrt_from_base
 from algm_deploy.merging import insert_merging
 from algm_deploy.models.deployed import Deployed
-from algm_deploy.models.scores import resize
+from algm_deploy.models.scores import resize, scores_of_masks
 from algm_deploy.parity.chain import verify
 from algm_deploy.recipes import MergePlan
 
@@ -199,6 +199,31 @@ def test_interpolation_of_the_graph_is_pytorchs() -> None:
         # Either side rounds positions of up to the grid's side by half a unit; neighbours differ by twice the largest.
         tolerance = max(x.shape[2:]) * 2.0**-23 * 2 * x.abs().max().item()
         np.testing.assert_allclose(found, expected.numpy(), rtol=0, atol=tolerance)
+
+
+class Queries(nn.Module):
+    """Class scores of three queries' masks, which are already of full size."""
+
+    def forward(self, masks: Tensor, classes: Tensor) -> Tensor:
+        return scores_of_masks(masks, classes, (masks.shape[2], masks.shape[3]))
+
+
+@pytest.mark.parametrize("logit", [-90.0, -40.0, -20.0, -12.0, 0.0, 30.0, 90.0])
+def test_scores_keep_their_digits_where_no_query_has_a_mask(logit: float) -> None:
+    """ONNX Runtime's sigmoid on a CPU is zero below -18, which gives every class the same score."""
+    generator = torch.Generator().manual_seed(0)
+    masks = logit + torch.randn(1, 3, 8, 8, generator=generator)
+    inputs = masks, torch.randn(1, 3, 5, generator=generator)
+    translated = torch.onnx.export(Queries().eval(), inputs, dynamo=True, opset_version=18, verbose=False)
+    assert translated is not None
+    content = ir.to_proto(translated.model).SerializeToString()
+    session = ort.InferenceSession(content, providers=["CPUExecutionProvider"])
+    feeds = {i.name: x.numpy() for i, x in zip(session.get_inputs(), inputs, strict=True)}
+    (found,) = session.run(None, feeds)
+    probability = inputs[1].double().softmax(-1)[..., :-1]
+    truth = torch.einsum("bqk,bqhw->bkhw", probability, masks.double().sigmoid()).numpy()
+    # A few units in the last place for each of exp, softmax and the sum over queries; -90 leaves no normal number.
+    np.testing.assert_allclose(found, truth, rtol=16 * 2.0**-23, atol=2.0**-126)
 
 
 # --- limits of TensorRT ----------------------------------------------------------------------------------------------
