@@ -152,6 +152,26 @@ def test_deploy_refuses_what_is_not_installed_before_the_export(
     assert not (tmp_path / "bundle").exists()
 
 
+@pytest.mark.parametrize(
+    ("options", "message", "exported"),
+    [
+        (("--images", "nowhere"), "nowhere: expected a picture", False),
+        (("--level", 3), "expected flags of TensorRT engines", False),
+        (("--opt-batch", 3), "expected flags of TensorRT engines", False),
+        (("--data", "nowhere"), "expected camvid test in nowhere", True),  # the recipe names the data set
+    ],
+)
+def test_deploy_refuses_wrong_flags_before_the_work(
+    run: Run, tiny_checkpoint: Path, tmp_path: Path, options: tuple[object, ...], message: str, exported: bool
+) -> None:
+    target = tmp_path / "bundle"
+    code, out, err = run("deploy", tiny_checkpoint, "-o", target, *options)
+    assert (code, target.exists()) == (2, exported)
+    assert message in err
+    assert "link" not in out
+    assert not exported or "model.onnxruntime-cpu.onnx" not in Bundle.open(target).files
+
+
 def test_the_next_command_can_be_pasted(run: Run, tiny_checkpoint: Path, tmp_path: Path) -> None:
     code, out, _ = run("export", tiny_checkpoint, "-o", tmp_path / "für später")
     assert code == 0

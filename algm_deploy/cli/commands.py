@@ -13,6 +13,7 @@ from algm_deploy.recipes import recipe, recipe_names, recipe_rows
 
 if TYPE_CHECKING:
     from algm_deploy.bundle import Bundle
+    from algm_deploy.evaluation.datasets import Dataset
     from algm_deploy.parity.chain import ParityReport
     from algm_deploy.timing.protocols import Request
 
@@ -90,28 +91,39 @@ def _rebuilt(bundle: Bundle, options: argparse.Namespace) -> str:
 
     found = repeat_build(bundle, options.runtime, options.repeat, **_engine_options(bundle, options))
     share, times = found["labels_equal_percent_min"], found["network_ms_by_build"]
-    line = f"{found['builds']} builds gave {found['distinct_files']} different files"
+    distinct = found["distinct_files"]
+    line = f"{found['builds']} builds gave {'equal files' if distinct == 1 else f'{distinct} different files'}"
     if share is None:
         return f"{line}; their labels were not compared, as nothing here can execute them"
     spread = f"{min(times):.2f} to {max(times):.2f} ms a picture"
     return f"{line}; at least {share:.3f} % of the labels of each of {found['pictures']} scenes are equal; {spread}"
 
 
-def _engine_options(bundle: Bundle, options: argparse.Namespace) -> dict[str, Any]:
-    """What the flags say about an engine; nothing where none is given, and the builder's defaults hold."""
+def _engine_flags(options: argparse.Namespace) -> dict[str, Any]:
+    """The flags of an engine that were given.
+
+    Raises:
+        BuildError: there are some, and the runtime builds no engine.
+    """
     flags = ("level", "workspace_mib", "timing_cache", "version_compatible", "hardware_compatible")
     said = {name: getattr(options, name) for name in flags}
     given = {name: value for name, value in said.items() if value is not None and value is not False}  # level 0 counts
     if options.compute_capabilities:
         given["compute_capabilities"] = tuple(options.compute_capabilities)
-    if options.opt_batch:
-        given["batches"] = (1, options.opt_batch, bundle.recipe.max_batch)
-    found: dict[str, Any] = {"precision": options.engine_precision} if options.engine_precision else {}
-    if (given or found) and not options.runtime.startswith("tensorrt"):
+    if (given or options.opt_batch or options.engine_precision) and not options.runtime.startswith("tensorrt"):
         raise BuildError(
             f"expected flags of TensorRT engines with --runtime tensorrt or tensorrt-rtx, got {options.runtime}: leave "
             "them out"
         )
+    return given
+
+
+def _engine_options(bundle: Bundle, options: argparse.Namespace) -> dict[str, Any]:
+    """What the flags say about an engine; nothing where none is given, and the builder's defaults hold."""
+    given = _engine_flags(options)
+    if options.opt_batch:
+        given["batches"] = (1, options.opt_batch, bundle.recipe.max_batch)
+    found: dict[str, Any] = {"precision": options.engine_precision} if options.engine_precision else {}
     if given:
         from algm_deploy.runners.tensorrt_build import EngineOptions
 
@@ -173,12 +185,9 @@ def evaluate(options: argparse.Namespace) -> int:
 
 def _evaluated(bundle: Bundle, options: argparse.Namespace) -> None:
     from algm_deploy.deployment import evaluate_bundle
-    from algm_deploy.evaluation.datasets import open_dataset
     from algm_deploy.report.tables import quality_table, text_table
 
-    dataset = open_dataset(
-        options.dataset or bundle.recipe.protocol.dataset, options.data, options.split, options.slice
-    )
+    dataset = _dataset(bundle, options)
     if options.limit:
         dataset = dataset.subset(options.limit)
     merge = not options.dense
@@ -186,6 +195,12 @@ def _evaluated(bundle: Bundle, options: argparse.Namespace) -> None:
     print(text_table(*quality_table(record)))
     for name, reason in record["failures"].items():
         print(f"not evaluated: {name}: {reason}")
+
+
+def _dataset(bundle: Bundle, options: argparse.Namespace) -> Dataset:
+    from algm_deploy.evaluation.datasets import open_dataset
+
+    return open_dataset(options.dataset or bundle.recipe.protocol.dataset, options.data, options.split, options.slice)
 
 
 def bench(options: argparse.Namespace) -> int:
@@ -203,11 +218,12 @@ def bench(options: argparse.Namespace) -> int:
 
 def _timed(bundle: Bundle, options: argparse.Namespace, request: Request) -> None:
     from algm_deploy.deployment import bench_bundle, find_images
-    from algm_deploy.report.tables import speed_notes, speed_table, text_table
+    from algm_deploy.report.tables import condensed, speed_notes, speed_table, text_table
 
     paths = find_images(options.images) if options.images else []
     rows = bench_bundle(bundle, options.runtime, paths, request)
-    print(text_table(*speed_table(rows)))
+    table, conditions = condensed(speed_table(rows))
+    print(f"{conditions}\n\n{text_table(*table)}")
     for line in speed_notes(rows):
         print(line)
 
@@ -216,15 +232,13 @@ def report(options: argparse.Namespace) -> int:
     """One HTML page about a bundle."""
     from algm_deploy.bundle import Bundle
     from algm_deploy.deployment import find_images
-    from algm_deploy.evaluation.datasets import open_dataset
     from algm_deploy.report.gallery import Photo, draw_gallery, labelled_photos
     from algm_deploy.report.page import write_report
 
     bundles = [Bundle.open(path) for path in (options.bundle, *options.beside)]
     photos = [Photo(path.name, path) for path in find_images(options.images)] if options.images else []
     if options.data:
-        name = options.dataset or bundles[0].recipe.protocol.dataset
-        photos += labelled_photos(open_dataset(name, options.data, options.split, options.slice), options.count)
+        photos += labelled_photos(_dataset(bundles[0], options), options.count)
     gallery = draw_gallery(bundles[0], options.runtime, photos) if photos else None
     print(write_report(bundles, options.output, gallery))
     return 0
@@ -232,10 +246,16 @@ def report(options: argparse.Namespace) -> int:
 
 def deploy(options: argparse.Namespace) -> int:
     """Checkpoint to a verified bundle: export, build, verify, evaluate, time."""
-    from algm_deploy.deployment import require_runtime
+    from algm_deploy.deployment import find_images, require_runtime
 
+    # What is wrong is told before the work, not behind it.
     require_runtime(options.runtime)
+    _engine_flags(options)
+    if options.images:
+        find_images(options.images)
     bundle = _exported(options)
+    if options.data:
+        _dataset(bundle, options)
     _built(bundle, options)
     print()
     try:

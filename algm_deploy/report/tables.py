@@ -45,6 +45,8 @@ _SPEED = (
     ("pictures", "pictures", None),
 )
 
+_CONDITION_COLUMNS = ("runtime", "bundle", "precision", "output", "protocol", "batch", "device", "pictures")
+
 # What a run was timed under; records of a run hold all of it.
 CONDITIONS = {"pictures", "pictures_timed", "rounds", "clock", "representative", "drift_percent"}
 
@@ -168,6 +170,18 @@ def speed_table(rows: Sequence[Measured]) -> Table:
         cells = [_speed_cell(row.record, key, digits) for key, _, digits in columns]
         lines.append((row.runtime, row.bundle, row.artifact.precision, row.artifact.output, *cells))
     return Table(header, lines)
+
+
+def condensed(table: Table) -> tuple[Table, str]:
+    """A speed table without the conditions that all of its rows share, and these in one line."""
+    shared = {
+        title: table.rows[0][i]
+        for i, title in enumerate(table.header)
+        if title in _CONDITION_COLUMNS and len({row[i] for row in table.rows}) == 1
+    }
+    kept = [i for i, title in enumerate(table.header) if title not in shared]
+    narrow = Table(tuple(table.header[i] for i in kept), [tuple(row[i] for i in kept) for row in table.rows])
+    return narrow, ", ".join(f"{title} {value}" for title, value in shared.items())
 
 
 def speed_notes(rows: Sequence[Measured]) -> list[str]:

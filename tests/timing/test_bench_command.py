@@ -25,7 +25,12 @@ def bundle(tiny_bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Pat
 def test_bench_prints_and_keeps_what_it_timed(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", str(bundle), "--runtime", "torch", *SHORT]) == 0
     printed = capsys.readouterr().out
-    assert [line.split()[4] for line in printed.splitlines()[2:5]] == ["dense", "merged", "truncated"]
+    conditions, _, header, _, *lines = printed.splitlines()
+    assert conditions.startswith(
+        f"runtime torch, bundle {bundle.name}, precision fp32, output scores, protocol latency, "
+    )
+    assert header.split()[0] == "variant"
+    assert [line.split()[0] for line in lines[:3]] == ["dense", "merged", "truncated"]
     assert "2 synthetic scenes" in printed
     assert "not representative" in printed
     opened = Bundle.open(bundle)
@@ -37,7 +42,7 @@ def test_bench_prints_and_keeps_what_it_timed(bundle: Path, capsys: pytest.Captu
 def test_bench_of_batches(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--runtime", "torch", "--protocol", "mixed", "--batch", "2")
     assert main(["bench", str(bundle), *options, *SHORT]) == 0
-    assert " mixed " in capsys.readouterr().out
+    assert "protocol mixed, batch 2, " in capsys.readouterr().out
     assert "torch mixed merged batch 2" in Bundle.open(bundle).fact("speed")
 
 
