@@ -15,6 +15,7 @@ from algm_deploy.bundle import Bundle
 from algm_deploy.demo.scenes import scene
 from algm_deploy.deployment import (
     build_bundle,
+    device_of,
     evaluate_bundle,
     export,
     find_images,
@@ -231,6 +232,7 @@ def test_verification_is_kept(tiny_bundle: Bundle, tmp_path: Path, photos: Path)
     assert kept["passed"] is True
     assert kept["pictures"] == "photos"
     assert kept["images"] == 2
+    assert kept["device"] == device_of("onnxruntime-cpu")
     verify_bundle(bundle, "torch", [], 1, progress=False)
     assert set(Bundle.open(bundle.path).fact("parity")) == {"onnxruntime-cpu", "torch"}
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import onnxruntime as ort
@@ -14,6 +16,7 @@ from algm_deploy.demo.scenes import scene
 from algm_deploy.deployment import export
 from algm_deploy.errors import BuildError, BundleError, RuntimeUnavailableError
 from algm_deploy.runners import onnxruntime as module
+from algm_deploy.runners import onnxruntime_sessions as sessions
 from algm_deploy.runners.contract import runner, runner_type
 
 CPU = "onnxruntime-cpu"
@@ -61,6 +64,24 @@ def test_placement_counts_every_node(bundle: Bundle, images: np.ndarray) -> None
     assert set(placement.nodes) == {"CPUExecutionProvider"}
     assert placement.nodes["CPUExecutionProvider"] > 50
     assert placement.copies == 0
+
+
+def test_copies_between_host_and_device_are_counted(
+    images: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the profile of a run on a GPU, which a session stands in for here."""
+    cuda, ran = "CUDAExecutionProvider", ("MatMul", "MemcpyFromHost", "MemcpyToHost", "Gelu")
+    nodes = [{"cat": "Node", "args": {"provider": cuda, "op_name": name}} for name in ran]
+    others = [{"cat": "Node", "args": {"provider": "CPUExecutionProvider", "op_name": "Shape"}}, {"cat": "Session"}]
+    (tmp_path / "profile.json").write_text(json.dumps([*nodes, *others]))
+    session = SimpleNamespace(
+        get_inputs=lambda: [SimpleNamespace(shape=["batch", 3, 128, 128])],
+        run=lambda *_: None,
+        end_profiling=lambda: tmp_path / "profile.json",
+    )
+    monkeypatch.setattr(sessions, "checked_session", lambda *_: session)
+    found = sessions.placement(tmp_path, ort.SessionOptions(), cuda, {}, {"image": images})
+    assert found == ({cuda: 4, "CPUExecutionProvider": 1}, 2)
 
 
 def test_a_graph_older_than_the_portable_one_is_refused(bundle: Bundle) -> None:
