@@ -51,8 +51,9 @@ def demonstrate(folder: Path, runtime: str, generated: int, say: Say, progress: 
     say(f"2. verify: {runtime} against PyTorch")
     _verify(bundle, runtime, 4, say, progress)
     say("3. evaluate: what merging costs")
-    for dataset in (labelled_pictures(), generated_scenes(folder / "scenes", generated)):
-        _compare(bundle, runtime, dataset, say, progress)
+    drawn = generated_scenes(folder / "scenes", generated)
+    for pictures, dataset in (("pictures of the package", labelled_pictures()), ("scenes drawn now", drawn)):
+        _compare(bundle, runtime, pictures, dataset, say, progress)
     say("4. time: one picture at a time, until its label map is there")
     for name in dict.fromkeys(("torch", runtime)):
         _time(bundle, name, say, progress)
@@ -116,13 +117,13 @@ def _time(bundle: Bundle, runtime: str, say: Say, progress: bool) -> None:
         say(f"   {runtime:15} not stable: something else runs on this machine, so there is no figure")
 
 
-def _compare(bundle: Bundle, runtime: str, dataset: Dataset, say: Say, progress: bool) -> None:
+def _compare(bundle: Bundle, runtime: str, pictures: str, dataset: Dataset, say: Say, progress: bool) -> None:
     dense, merged = (
         evaluate_bundle(bundle, runtime, dataset, merge=merge, progress=progress).record() for merge in (False, True)
     )
     gmacs = merged["gmacs_per_window_mean"] / dense["gmacs_per_window_mean"]
     say(
-        f"   {merged['images']} pictures: mIoU {dense['miou_percent']:.2f} % dense, "
+        f"   {merged['images']} {pictures}: mIoU {dense['miou_percent']:.2f} % dense, "
         f"{merged['miou_percent']:.2f} % merged, at {100 * gmacs:.0f} % of the multiply-adds"
     )
     for name, part in merged["slices"].items():
