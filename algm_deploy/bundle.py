@@ -19,7 +19,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from types import TracebackType
@@ -146,6 +146,18 @@ class Bundle:
 
         self._change(change)
 
+    def require_writable(self) -> None:
+        """Refuses a bundle that takes no record, before the work that ends in one.
+
+        Raises:
+            BundleError: nothing can be written in its folder or beside it.
+        """
+        manifest = self.path / MANIFEST
+        probe = _beside(manifest, ".partial")
+        with _locked(self.path), _storage_errors(manifest):
+            probe.touch()
+            probe.unlink()
+
     def not_run(self, steps: Iterable[str], reason: str) -> None:
         """Notes, atomically, why steps did not run; a step is named with its runtime, such as `parity tensorrt`."""
         self._change(lambda manifest: _excuse(manifest, steps, reason))
@@ -156,22 +168,27 @@ class Bundle:
         target = self.path / _checked_name(name)
         with _storage_errors(target):
             target.parent.mkdir(parents=True, exist_ok=True)
-        with write_atomically(target, lambda written: self._announce(name, written, made_from, uses)) as path:
-            yield path
-        self._change(lambda manifest: _settle(manifest, name))
-        self._verified.pop(name, None)
+        with ExitStack() as held:  # the lock, over announcement and rename: another process may add the same name
 
-    def _announce(self, name: str, written: Path, made_from: Mapping[str, str] | None, uses: tuple[str, ...]) -> None:
-        entry = asdict(FileEntry(sha256_of(written), written.stat().st_size, dict(made_from or {}), uses))
-        self._change(lambda manifest: manifest.setdefault("replacing", {}).update({name: entry}))
+            def announce(written: Path) -> None:
+                entry = asdict(FileEntry(sha256_of(written), written.stat().st_size, dict(made_from or {}), uses))
+                held.enter_context(_locked(self.path))
+                self._change_locked(lambda manifest: manifest.setdefault("replacing", {}).update({name: entry}))
+
+            with write_atomically(target, announce) as path:
+                yield path
+            self._change_locked(lambda manifest: _settle(manifest, name))
+        self._verified.pop(name, None)
 
     def _change(self, change: Callable[[dict[str, Any]], None]) -> None:
         with _locked(self.path):
-            manifest = _read_manifest(self.path)
-            change(manifest)
-            _check_sections(self.path, manifest)
-            written = _write_manifest(self.path, manifest)
-        self._read(written)
+            self._change_locked(change)
+
+    def _change_locked(self, change: Callable[[dict[str, Any]], None]) -> None:
+        manifest = _read_manifest(self.path)
+        change(manifest)
+        _check_sections(self.path, manifest)
+        self._read(_write_manifest(self.path, manifest))
 
     def _candidates(self, name: str) -> list[FileEntry]:
         return [entries[name] for entries in (self.files, self._replacing) if name in entries]

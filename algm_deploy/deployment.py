@@ -185,7 +185,7 @@ def verify_bundle(
     bundle: Bundle, runtime: str, paths: Sequence[Path], count: int, progress: bool = True
 ) -> ParityReport:
     """Runs the parity chain and keeps its record in the manifest."""
-    bundle.update({})  # one that cannot take the record is told before the work
+    bundle.require_writable()
     report = verify(bundle, runtime, parity_windows(bundle.recipe, paths, count), progress)
     source = "photos" if paths else "synthetic scenes"
     facts = {"pictures": source, "device": device_of(runtime), "files": executables(bundle, runtime)}
@@ -217,7 +217,7 @@ def evaluate_bundle(
             f"expected a network for the protocol's windows of {window}x{window} pixels, got one for {height}x{width}: "
             f"export it with --image-size {window}x{window}"
         )
-    bundle.update({})  # as above
+    bundle.require_writable()
     with Predictor(bundle, runtime, tau, gbm_threshold, merge) as predictor:
         # JSON has no infinity.
         thresholds = {n: v if np.isfinite(v) else str(v) for n, v in predictor.thresholds_in_force.items()}

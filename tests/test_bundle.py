@@ -13,6 +13,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -240,6 +241,32 @@ def test_a_file_is_added_and_replaced(tmp_path: Path) -> None:
         assert Bundle.open(bundle.path).file("engines/gpu.engine").read_bytes() == content
     assert "replacing" not in bundle.manifest
     assert [path.name for path in (bundle.path / "engines").iterdir()] == ["gpu.engine"]
+
+
+def test_two_additions_of_one_name_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second begins between the announcement and the rename of the first."""
+    write(tmp_path / "bundle")
+    threads: list[Thread] = []
+    rename = Path.replace
+
+    def add(content: bytes) -> None:
+        with Bundle.open(tmp_path / "bundle").add("gpu.engine") as path:
+            path.write_bytes(content)
+
+    def replace(path: Path, target: Path) -> None:
+        if target.name == "gpu.engine" and not threads:
+            threads.append(Thread(target=add, args=(b"second",)))
+            threads[0].start()
+            threads[0].join(0.3)
+        rename(path, target)
+
+    monkeypatch.setattr(Path, "replace", replace)
+    add(b"first")
+    threads[0].join(10)
+    bundle = Bundle.open(tmp_path / "bundle")
+    bundle.verify()
+    assert bundle.file("gpu.engine").read_bytes() == b"second"
+    assert "replacing" not in bundle.manifest
 
 
 def test_a_failed_addition_leaves_the_old_file(tmp_path: Path) -> None:

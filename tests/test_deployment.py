@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -212,10 +213,13 @@ def test_a_bundle_that_takes_no_record_is_told_before_the_work(
 ) -> None:
     bundle = Bundle.open(shutil.copytree(tiny_bundle.path, tmp_path / "bundle"))
 
-    def read_only(path: Path, _: object) -> None:
-        raise BundleError(f"expected to write {path}, got Permission denied")
+    def read_only(path: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", path)
 
-    monkeypatch.setattr("algm_deploy.bundle._write_manifest", read_only)
+    before = sorted(bundle.path.iterdir())
+    bundle.require_writable()
+    assert sorted(bundle.path.iterdir()) == before
+    monkeypatch.setattr(Path, "touch", read_only)
     monkeypatch.setattr("algm_deploy.deployment.verify", pytest.fail)
     monkeypatch.setattr("algm_deploy.deployment.Predictor", pytest.fail)
     with pytest.raises(BundleError, match="Permission denied"):
