@@ -56,9 +56,7 @@ class QueryDecoder(nn.Module):
         self.norm = nn.LayerNorm(dim, EPS)
         self.classes = nn.Linear(dim, network.classes + 1)
         self.mask = nn.ModuleList(nn.Linear(dim, dim) for _ in range(3))
-        # Masks come at a quarter of the picture's size.
-        steps = max(1, int(math.log2(network.patch_size)) - 2)
-        self.enlarge = nn.Sequential(*(Enlarge(dim) for _ in range(steps)))
+        self.enlarge = nn.Sequential(*(Enlarge(dim) for _ in range(_enlargements(network))))
 
     def forward(self, levels: list[Tokens]) -> Tensor:
         """Scores (B, K, H, W): every query's mask, weighted with its probabilities of the classes."""
@@ -77,6 +75,11 @@ class QueryDecoder(nn.Module):
         first, second, last = self.mask
         features: Tensor = last(F.gelu(second(F.gelu(first(queries)))))
         return features
+
+
+def _enlargements(network: Network) -> int:
+    """How often the patch grid is doubled: masks come at a quarter of the picture's size."""
+    return max(1, int(math.log2(network.patch_size)) - 2)
 
 
 class Eomt(GridNetwork):
@@ -101,7 +104,7 @@ def namings(network: Network) -> tuple[Naming, ...]:
     names |= {"decoder.classes.": "network.class_head."}
     names |= {f"decoder.mask.{i}.": f"network.mask_head.{2 * i}." for i in range(3)}
     inside = {"up.": "conv1.", "smooth.": "conv2.", "norm.": "norm."}
-    for i in range(max(1, int(math.log2(network.patch_size)) - 2)):
+    for i in range(_enlargements(network)):
         names |= {f"decoder.enlarge.{i}.{ours}": f"network.upscale.{i}.{theirs}" for ours, theirs in inside.items()}
     tokens = joined_tokens(
         network.embed_dim, {f"{_BACKBONE}cls_token": 1, f"{_BACKBONE}reg_token": network.extra_tokens}
