@@ -116,6 +116,14 @@ def test_evaluate_with_and_without_merging(run: Run, bundle: Path, data: Path) -
     assert out.splitlines()[2].split()[-2:] == ["64", "64"]
 
 
+def test_photos_that_cannot_be_evaluated_are_no_success(run: Run, bundle: Path, data: Path) -> None:
+    (data / "images" / "test" / "b_1.png").write_bytes(b"no picture")
+    code, out, said = run("evaluate", bundle, "--data", data, "--runtime", "torch")
+    assert code == 2
+    assert "b_1.png" in out and "all" in out
+    assert "1 of 3 images could not be evaluated" in said
+
+
 def test_tau_changes_the_token_count(run: Run, bundle: Path, data: Path) -> None:
     tokens = []
     for tau in (-1, 0.5, 1.5):

@@ -8,7 +8,7 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from algm_deploy.cli.settings import settings_of
-from algm_deploy.errors import BuildError, GateError, NotExecutedError
+from algm_deploy.errors import BuildError, DatasetError, GateError, NotExecutedError
 from algm_deploy.recipes import recipe, recipe_names, recipe_rows
 
 if TYPE_CHECKING:
@@ -193,8 +193,14 @@ def _evaluated(bundle: Bundle, options: argparse.Namespace) -> None:
     merge = not options.dense
     record = evaluate_bundle(bundle, options.runtime, dataset, options.tau if merge else None, merge=merge).record()
     print(text_table(*quality_table(record)))
-    for name, reason in record["failures"].items():
+    failures = record["failures"]
+    for name, reason in failures.items():
         print(f"not evaluated: {name}: {reason}")
+    if failures:
+        raise DatasetError(
+            f"{len(failures)} of {len(dataset.samples)} images could not be evaluated, the figures are those of the rest: "
+            "mend these files and run it again, what is done is kept"
+        )
 
 
 def _dataset(bundle: Bundle, options: argparse.Namespace) -> Dataset:

@@ -70,8 +70,8 @@ def scores_of_masks(masks: Tensor, classes: Tensor, size: Size) -> Tensor:
     Every mask is enlarged and weighted with its query's probabilities; the last class stands for no object.
     """
     probability = wide(classes).softmax(-1)[..., :-1]
-    # The sigmoid in full: ONNX Runtime's own on a CPU is 17 % off at -15 and zero below -18, and where no query has a mask
-    # such values decide.
+    # The sigmoid in full: ONNX Runtime's own on a CPU is 17 % off at -15 and zero below -18, and where no query has a
+    # mask such values decide.
     covered = ((-resize(wide(masks), size)).exp() + 1).reciprocal()
     return torch.einsum("bqk,bqhw->bkhw", probability, covered)
 

@@ -206,12 +206,13 @@ class Decisions:
         problems = self._unexcused.copy()
         if not self._compared == expected > 0:
             problems.append(f"{self._compared} of {expected} images could be compared")
-        excused = f"{equal} of {runs} images equal, {runs - equal} excused by noise, {100 * share:.2g} % of decisions"
+        excused = f"{equal} of {runs} images equal, {runs - equal} excused by noise"
+        against_truth = f"{100 * share:.2g} % of decisions not as in fp64"
         return Link(
             5,
             "decisions",
             not problems and others <= limit,
-            problems[0] if problems else excused,
+            problems[0] if problems else f"{excused}, {against_truth}",
             f"0 unexcused, {100 * allowed:.2g} % of decisions",
             {
                 "images": runs,

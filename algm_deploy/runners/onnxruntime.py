@@ -67,9 +67,8 @@ class OnnxRuntimeRunner(Runner):
         lines = [f"{graph_file(cls.provider)}: {rewrites}"]
         wanted = CUSTOM_OPERATORS[cls.provider] - ({"label_map"} if bundle.recipe.output == "scores" else set())
         if wanted and not custom:
-            lines.append(
-                f"merging runs in standard operators: `{REBUILD} {LIBRARY}`, then build again, makes it faster"
-            )
+            steps = ", ".join(sorted(wanted))
+            lines.append(f"{steps} in standard operators: `{REBUILD} {LIBRARY}`, then build again, makes it faster")
         return lines
 
     @property
