@@ -198,8 +198,8 @@ def _evaluated(bundle: Bundle, options: argparse.Namespace) -> None:
         print(f"not evaluated: {name}: {reason}")
     if failures:
         raise DatasetError(
-            f"{len(failures)} of {len(dataset.samples)} images could not be evaluated, the figures are those of the rest: "
-            "mend these files and run it again, what is done is kept"
+            f"{len(failures)} of {len(dataset.samples)} images could not be evaluated, the figures are those of the "
+            "rest: mend these files and run it again, what is done is kept"
         )
 
 
