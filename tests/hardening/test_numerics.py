@@ -13,6 +13,7 @@ import onnxruntime as ort
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
 from torch import Tensor, nn
 
 from algm_deploy.bundle import Bundle
@@ -21,6 +22,7 @@ from algm_deploy.evaluation.predictor import Predictor
 from algm_deploy.lowering.export import base_onnx
 from algm_deploy.lowering.portable import add_function_bodies
 from algm_deploy.lowering.tensorrt import TOPK_LIMIT, tensorrt_from_base
+from algm_deploy.lowering.tensorrt_precision import retype
 from algm_deploy.merging import insert_merging
 from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.scores import resize, scores_of_masks
@@ -208,22 +210,37 @@ class Queries(nn.Module):
         return scores_of_masks(masks, classes, (masks.shape[2], masks.shape[3]))
 
 
-@pytest.mark.parametrize("logit", [-90.0, -40.0, -20.0, -12.0, 0.0, 30.0, 90.0])
-def test_scores_keep_their_digits_where_no_query_has_a_mask(logit: float) -> None:
-    """ONNX Runtime's sigmoid on a CPU is zero below -18, which gives every class the same score."""
+def queries_at(logit: float) -> tuple[onnx.ModelProto, tuple[Tensor, Tensor], np.ndarray]:
+    """Their graph, inputs whose masks lie around a logit, and the true scores."""
     generator = torch.Generator().manual_seed(0)
     masks = logit + torch.randn(1, 3, 8, 8, generator=generator)
     inputs = masks, torch.randn(1, 3, 5, generator=generator)
     translated = torch.onnx.export(Queries().eval(), inputs, dynamo=True, opset_version=18, verbose=False)
     assert translated is not None
-    content = ir.to_proto(translated.model).SerializeToString()
-    session = ort.InferenceSession(content, providers=["CPUExecutionProvider"])
-    feeds = {i.name: x.numpy() for i, x in zip(session.get_inputs(), inputs, strict=True)}
-    (found,) = session.run(None, feeds)
     probability = inputs[1].double().softmax(-1)[..., :-1]
     truth = torch.einsum("bqk,bqhw->bkhw", probability, masks.double().sigmoid()).numpy()
-    # A few units in the last place for each of exp, softmax and the sum over queries; -90 leaves no normal number.
-    np.testing.assert_allclose(found, truth, rtol=16 * 2.0**-23, atol=2.0**-126)
+    return ir.to_proto(translated.model), inputs, truth
+
+
+@pytest.mark.parametrize("logit", [-85.0, -40.0, -20.0, -12.0, 0.0, 30.0, 90.0])
+def test_scores_keep_their_digits_where_no_query_has_a_mask(logit: float) -> None:
+    """ONNX Runtime's sigmoid on a CPU is zero below -18, which gives every class the same score."""
+    model, inputs, truth = queries_at(logit)
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    feeds = {i.name: x.numpy() for i, x in zip(session.get_inputs(), inputs, strict=True)}
+    # A few units in the last place for each of exp, softmax and the sum over queries.
+    np.testing.assert_allclose(session.run(None, feeds)[0], truth, rtol=16 * 2.0**-23, atol=2.0**-126)
+
+
+@pytest.mark.parametrize("logit", [-40.0, -20.0, -13.0])
+def test_an_engine_in_16_bits_tells_classes_apart_where_no_query_has_a_mask(logit: float) -> None:
+    """The graph for TensorRT, written in fp16 from an fp32 bundle: there exp(-17) is zero and exp(12) infinite."""
+    model, inputs, truth = queries_at(logit)
+    low, _ = retype(model, "fp16")
+    feeds = {i.name: x.numpy() for i, x in zip(low.graph.input, inputs, strict=True)}
+    (found,) = ReferenceEvaluator(low).run(None, feeds)
+    assert (found > 0).all()
+    assert (found.argmax(1) == truth.argmax(1)).mean() > 0.95  # 16 bits hold a logit of -40 to 0.03
 
 
 # --- limits of TensorRT ----------------------------------------------------------------------------------------------
