@@ -39,8 +39,9 @@ from algm_deploy.runners.tensorrt_library import (
 
 RTX_TARGETS = ("8.6", "8.9", "12.0")
 _DTYPES: dict[Precision, str] = {"fp32": "FLOAT", "fp16": "HALF", "bf16": "BF16"}
-# Layers that do the arithmetic; in a strongly typed network their type is the precision.
-_ARITHMETIC = ("CONVOLUTION", "MATRIX_MULTIPLY", "EINSUM", "ATTENTION_INPUT")
+# Layers that do the arithmetic; in a strongly typed network their type is the precision. Not EINSUM: a network exported
+# in 16 bits sums its class scores over queries in fp32 on purpose, and no block has one.
+_ARITHMETIC = ("CONVOLUTION", "MATRIX_MULTIPLY", "ATTENTION_INPUT")
 
 
 @dataclass(frozen=True)

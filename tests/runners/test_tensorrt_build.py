@@ -91,6 +91,21 @@ def test_engines_of_other_families(
     record_property("support", f"algm {network.family}/{network.decoder} tensorrt-rtx builds")
 
 
+@pytest.mark.parametrize("family", ["eomt", "segvit"])
+def test_engines_of_masks_exported_in_16_bits(rtx: None, tmp_path: Path, family: str) -> None:
+    """Their scores are summed over queries in fp32, which is no arithmetic that went astray."""
+    decoder = {"decoder": "queries", "queries": 6} if family == "eomt" else {"decoder": "atm", "decoder_dim": 64}
+    stages = (1, 2, 3) if family == "segvit" else ()
+    network = Network(family, 64, 3, 1, 5, (64, 96), decoder_depth=1, stages=stages, **decoder)  # type: ignore[arg-type]
+    torch.manual_seed(0)
+    model = insert_merging(FAMILIES[family](network).half(), PLAN)
+    base = base_onnx(Deployed(model, network, "scores").eval(), PLAN, "uint8")
+    onnx.save(tensorrt_from_base(base, "fp16")[0], tmp_path / "model.onnx")
+    layers = build(tmp_path / "model.onnx", "fp16").parsed_network["layers"]
+    assert layers["EINSUM"]["FLOAT"] == 1
+    assert set(layers["MATRIX_MULTIPLY"]) == {"HALF"}
+
+
 @pytest.fixture(scope="module")
 def bases() -> dict[Output, ir.Model]:
     return {"labels": export("labels"), "scores": export("scores")}
