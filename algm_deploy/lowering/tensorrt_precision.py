@@ -22,11 +22,10 @@ ONNX_TYPE: dict[Precision, int] = {
     "bf16": TensorProto.BFLOAT16,
 }
 # Sums of squares leave the range of fp16 at a few hundred channels, and a softmax loses its tail in bf16. Expand and
-# ConstantOfShape build the initial token sizes, which are never 16-bit. Exp makes the masks of
-# queries, where small values still tell classes apart.
+# ConstantOfShape build the initial token sizes, which are never 16-bit.
 _FLOAT32_OPS = frozenset(
     {"ReduceL1", "ReduceL2", "ReduceMean", "ReduceSum", "ReduceSumSquare", "Pow", "Sqrt", "Reciprocal", "Softmax"}
-    | {"LogSoftmax", "Expand", "ConstantOfShape", "Range", "Exp"}
+    | {"LogSoftmax", "Expand", "ConstantOfShape", "Range"}
 )
 # These stay fp32 behind a value that is fp32: the smallest norm that a division accepts (1e-12) is zero in fp16.
 _FOLLOW_FLOAT32 = frozenset({"Clip", "Div", "Max"})

@@ -71,7 +71,7 @@ def scores_of_masks(masks: Tensor, classes: Tensor, size: Size) -> Tensor:
     """
     probability = wide(classes).softmax(-1)[..., :-1]
     # The sigmoid in full: ONNX Runtime's own on a CPU is 17 % off at -15 and zero below -18, and where no query has a
-    # mask such values decide. No exponent is positive, as TensorRT may compute this in fp16, where exp(12) is infinite.
+    # mask such values decide. No exponent is positive: in an fp16 engine exp(12) is infinite.
     logits = resize(wide(masks), size)
     covered = logits.clamp(max=0).exp() / ((-logits.abs()).exp() + 1)
     return torch.einsum("bqk,bqhw->bkhw", probability, covered)

@@ -39,9 +39,10 @@ from algm_deploy.runners.tensorrt_library import (
 
 RTX_TARGETS = ("8.6", "8.9", "12.0")
 _DTYPES: dict[Precision, str] = {"fp32": "FLOAT", "fp16": "HALF", "bf16": "BF16"}
-# Layers that do the arithmetic; in a strongly typed network their type is the precision. Not EINSUM: a network exported
-# in 16 bits sums its class scores over queries in fp32 on purpose, and no block has one.
-_ARITHMETIC = ("CONVOLUTION", "MATRIX_MULTIPLY", "ATTENTION_INPUT")
+# Layers that do the arithmetic; in a strongly typed network their type is the precision.
+_ARITHMETIC = ("CONVOLUTION", "MATRIX_MULTIPLY", "EINSUM", "ATTENTION_INPUT")
+# As many of a kind may be fp32 all the same: a network exported in 16 bits sums its class scores over queries in fp32.
+_FLOAT32_AT_MOST = {"EINSUM": 1}
 
 
 @dataclass(frozen=True)
@@ -370,7 +371,8 @@ def _check_precision(parsed: dict[str, Any], precision: Precision) -> None:
     """Every layer that does arithmetic has the precision that was asked for."""
     for kind in _ARITHMETIC:
         for dtype, count in parsed["layers"].get(kind, {}).items():
-            if dtype != _DTYPES[precision]:
+            most = _FLOAT32_AT_MOST.get(kind, 0) if dtype == "FLOAT" else 0
+            if dtype != _DTYPES[precision] and count > most:
                 raise BuildError(
                     f"expected {precision} arithmetic, {count} {kind.lower()} layers are {dtype}: export with "
                     f"precision {precision}"

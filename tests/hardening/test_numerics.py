@@ -240,7 +240,7 @@ def test_an_engine_in_16_bits_tells_classes_apart_where_no_query_has_a_mask(logi
     feeds = {i.name: x.numpy() for i, x in zip(low.graph.input, inputs, strict=True)}
     (found,) = ReferenceEvaluator(low).run(None, feeds)
     assert (found > 0).all()
-    assert (found.argmax(1) == truth.argmax(1)).mean() > 0.95  # near ties
+    assert (found.argmax(1) == truth.argmax(1)).mean() > 0.95  # 16 bits hold a logit of 13 to 0.008: ties
 
 
 # --- limits of TensorRT ----------------------------------------------------------------------------------------------

@@ -106,6 +106,16 @@ def test_engines_of_masks_exported_in_16_bits(rtx: None, tmp_path: Path, family:
     assert set(layers["MATRIX_MULTIPLY"]) == {"HALF"}
 
 
+@pytest.mark.parametrize(
+    "layers",
+    [{"EINSUM": {"FLOAT": 2}}, {"EINSUM": {"BF16": 1}}, {"MATRIX_MULTIPLY": {"HALF": 9, "FLOAT": 1}}],
+    ids=["two sums in fp32", "another 16-bit type", "a product in fp32"],
+)
+def test_arithmetic_that_went_astray_is_refused(layers: dict[str, dict[str, int]]) -> None:
+    with pytest.raises(BuildError, match="expected fp16 arithmetic"):
+        tensorrt_build._check_precision({"layers": layers}, "fp16")
+
+
 @pytest.fixture(scope="module")
 def bases() -> dict[Output, ir.Model]:
     return {"labels": export("labels"), "scores": export("scores")}
