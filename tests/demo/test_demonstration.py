@@ -46,7 +46,7 @@ def test_fewer_scenes_than_an_earlier_run_are_fewer(tmp_path: Path) -> None:
 
 
 def test_an_unsteady_machine_gives_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
-    records = [{"stable": False, "latency_ms_p50": ms, "speedup": 2.0} for ms in (10.0, 5.0)]
+    records = [{"stable": False, "batch_ms_mean_of_medians": ms, "speedup": 2.0} for ms in (10.0, 5.0)]
     rows = [type("Row", (), {"record": record}) for record in records]
     monkeypatch.setattr(demonstration, "bench_bundle", lambda *_: rows)
     bundle = type("Verified", (), {"section": lambda _, name: {"parity": {"torch": {}}}[name]})()
