@@ -6,7 +6,8 @@ The networks, pictures and thresholds of `runtimes.py`. What runs is what the to
 stretches between the merges as CUDA graphs, merges and label map by the kernels of this project. `duplicate`: one image
 repeated, images of a batch decide together. `mixed`: different images, each decides alone, thresholds such that they
 keep as many tokens on average. Beside them: the modules as they are (`eager`); a dense network with cuDNN's attention;
-and PyTorch's compiler on the whole network, captured (`compiled`), where the number of tokens is known.
+PyTorch's compiler on the whole network, captured (`compiled`), where the number of tokens is known; and what the torch
+runtime takes to scores in fp32, (B, 150, 512, 512), instead of labels (`scores`).
 
 Every configuration is compared with the modules in fp32 before it is timed, on the very batch that is timed. The
 configurations take turns, repetition by repetition.
@@ -33,12 +34,12 @@ from algm_deploy.errors import BuildError, GateError
 from algm_deploy.merging import merge_inputs, replay_merging
 from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.families import network_module
-from algm_deploy.models.scores import TokenScores, labels_of
+from algm_deploy.models.scores import TokenScores, labels_of, upsample_scores
 from algm_deploy.models.vit import MergeInputs, VitNetwork
 from algm_deploy.native import REBUILD
 from algm_deploy.ops.attention import _BACKENDS
 from algm_deploy.ops.native_kernels import LIBRARY, use_kernels
-from algm_deploy.recipes import Recipe
+from algm_deploy.recipes import Recipe, Size
 from algm_deploy.runners import torch_packed
 from algm_deploy.runners.torch_packed import PackedSegmenter
 from algm_deploy.signature import CLAP_THRESHOLD, GBM_THRESHOLD
@@ -63,7 +64,7 @@ COMPARED = 4  # images of a batch
 
 @dataclass
 class Configuration:
-    """One thing to time: `call` returns labels (B, H, W); lengths and maps of its merges by `decisions`."""
+    """One thing to time: `call` returns labels (B, H, W) or scores (B, K, H, W); maps of its merges by `decisions`."""
 
     variant: Variant
     image: Tensor
@@ -75,6 +76,7 @@ def main() -> None:
     parser = parser_of(__doc__, "torch_runtime.json")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 32])
     parser.add_argument("--compiled", nargs="*", type=int, default=[], help="batches with PyTorch's compiler beside")
+    parser.add_argument("--scores", nargs="*", type=int, default=[], help="batches with scores beside labels")
     options = parser.parse_args()
     if use_kernels() is None:
         raise BuildError(f"expected a CUDA device and the kernel library: run `{REBUILD} {LIBRARY}` first")
@@ -110,6 +112,10 @@ class Bench:
         thresholds = self.thresholds[CLAP_THRESHOLD], self.thresholds[GBM_THRESHOLD]
         for variant in VARIANTS:
             found[variant] = self.packed(self.recipe, variant, same, thresholds, memory, variant)
+        if batch in self.options.scores:
+            for variant in VARIANTS:
+                label = f"{variant} scores"
+                found[label] = self.packed(self.recipe, variant, same, thresholds, memory, label, upsample_scores)
         row: dict[str, Any] = {}
         if batch > 1:
             fitting = self.same_mean(different)
@@ -159,6 +165,7 @@ class Bench:
         thresholds: tuple[float, float],
         memory: dict[str, int],
         label: str,
+        tail: Callable[[TokenScores, Size, Size], Tensor] = labels_of,
     ) -> Configuration:
         """As the torch runtime runs it; peak memory beside the weights, as the allocator reserves it."""
         network = variant_network(self.model, recipe, variant, TOKENS)[0].cuda()
@@ -173,7 +180,7 @@ class Bench:
         def call() -> Tensor:
             with packed.run(image, *thresholds) as merged:
                 maps[0] = merged.maps
-                return labels_of(merged.scores, grid, size)
+                return tail(merged.scores, grid, size)
 
         call()
         call()
@@ -241,6 +248,8 @@ class Bench:
         """
         for _ in range(2):  # captured, then replayed
             labels = each.call()
+        if labels.ndim == 4:
+            labels = labels.argmax(1)
         maps = tuple(map.clone() for map in each.decisions())
         chosen = sorted({round(i) for i in np.linspace(0, len(labels) - 1, COMPARED)})
         wrong, allowed = [], []

@@ -96,16 +96,18 @@ class Kernels:
         return getattr(self._library, f"algm_cuda_{name}")
 
     def _call(self, name: str, params: ctypes.Structure, *arguments: Tensor | int | None) -> None:
-        """Tensors go in as pointers, None as the null pointer, numbers as int64."""
+        """Tensors go in as pointers, None as the null pointer, numbers as int64. On the device of the tensors."""
         converted: list[Any] = []
+        (device,) = {argument.device for argument in arguments if isinstance(argument, Tensor)}
         for argument in arguments:
             if isinstance(argument, Tensor):
                 assert argument.is_cuda and argument.is_contiguous()
                 converted.append(ctypes.c_void_p(argument.data_ptr()))
             else:
                 converted.append(ctypes.c_void_p() if argument is None else ctypes.c_int64(argument))
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        status = self._function(name)(ctypes.byref(params), *converted, stream)
+        with torch.cuda.device(device):
+            stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+            status = self._function(name)(ctypes.byref(params), *converted, stream)
         if status:
             said = self._function("status_text")(status).decode()
             raise ExecutionError(

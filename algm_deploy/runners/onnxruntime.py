@@ -42,7 +42,7 @@ from algm_deploy.runners.onnxruntime_sessions import (
 
 FACT = "onnxruntime"  # in the manifest: rewrites of each provider's graph
 LIBRARY = "ort_custom_op"
-GRAPH_IMAGES = 4  # largest batch for CUDA graphs; from 8 on they gain nothing
+GRAPH_BYTES = 8192  # images times bytes of a token up to which CUDA graphs gain: in 16 bits 10 images of S, 4 of L
 
 
 class OnnxRuntimeRunner(Runner):
@@ -133,11 +133,11 @@ class OnnxRuntimeCpuRunner(OnnxRuntimeRunner):
 
 
 class OnnxRuntimeCudaRunner(OnnxRuntimeRunner):
-    """ONNX Runtime on the CUDA provider of the current device, or an error: never on the CPU instead.
+    """ONNX Runtime on the CUDA device that is current when it is opened, or an error: never on the CPU instead.
 
-    `infer_device` takes and returns tensors in device memory. Batches up to `GRAPH_IMAGES` are replayed from CUDA
-    graphs where the bundle has the network in stretches; `cuda_graphs` tells. Weights are loaded once for them and once
-    for larger batches, when the first of either comes.
+    `infer_device` takes and returns tensors in device memory. Batches up to `graph_images` are replayed from
+    CUDA graphs; `cuda_graphs` tells. Weights are loaded once for them and once for larger batches, when the first of
+    either comes.
     """
 
     runtime = "onnxruntime-cuda"
@@ -153,6 +153,7 @@ class OnnxRuntimeCudaRunner(OnnxRuntimeRunner):
     def __init__(self, bundle: Bundle) -> None:
         check_cuda()
         super().__init__(bundle)
+        self._device = torch.device("cuda", 0)
         self._whole: CudaSession | None = None
         self._stretched: StretchedSession | None = None
 
@@ -165,6 +166,15 @@ class OnnxRuntimeCudaRunner(OnnxRuntimeRunner):
         if self.graph == ONNX or tuple(map(int, ort.__version__.split(".")[:2])) < (1, 31):
             return 0
         return int(self.bundle.section(FACT).get(self.provider, {}).get("stretches", 0))
+
+    @property
+    def graph_images(self) -> int:
+        """Largest batch for which CUDA graphs are used, 0 where they cannot be. With more, or wider, images the device
+        is busy for longer than the host takes to launch, and rows of padding cost more than launches.
+        """
+        recipe = self.bundle.recipe
+        row = recipe.network.embed_dim * (4 if recipe.precision == "fp32" else 2)
+        return GRAPH_BYTES // row if self.stretches else 0
 
     @property
     def cuda_graphs(self) -> GraphUse | None:
@@ -190,28 +200,31 @@ class OnnxRuntimeCudaRunner(OnnxRuntimeRunner):
             session.warm_up(images)
 
     def _provider_options(self) -> dict[str, str]:
-        return CUDA_OPTIONS | device_options(torch.cuda.current_device())
+        return CUDA_OPTIONS | device_options(self._device.index)
 
     def _open(self) -> None:
+        self._device = torch.device("cuda", torch.cuda.current_device())
         self._session_for(1)
 
     def _close(self) -> None:
         if self._stretched is not None:
             self._stretched.close()
-        self._whole = self._stretched = None
+        with torch.cuda.device(self._device):  # sessions that end make theirs the current one
+            self._whole = self._stretched = None
 
     def _check_open(self) -> None:
         if not self._opened:
             raise RuntimeUnavailableError(f"the {self.runtime} runner is closed: use it inside a `with` block")
 
     def _session_for(self, images: int) -> CudaSession | StretchedSession:
-        with DEVICE:
-            if self.stretches and images <= GRAPH_IMAGES:
+        with DEVICE, torch.cuda.device(self._device):
+            if images <= self.graph_images:
                 if self._stretched is None:
                     self._stretched = self._open_stretches()
                 return self._stretched
             if self._whole is None:
-                self._whole = CudaSession(self.bundle.file(self.graph), self._session_options(), self.signature)
+                path = self.bundle.file(self.graph)
+                self._whole = CudaSession(path, self._session_options(), self.signature, device=self._device)
             return self._whole
 
     def _open_stretches(self) -> StretchedSession:
@@ -219,7 +232,7 @@ class OnnxRuntimeCudaRunner(OnnxRuntimeRunner):
             path = self.bundle.file(stretch_file(index))
             return checked_session(path, self._session_options(), self.provider_name, self._provider_options() | chosen)
 
-        return StretchedSession(open_session, self.stretches, torch.device("cuda", torch.cuda.current_device()))
+        return StretchedSession(open_session, self.stretches, self._device)
 
     def infer_device(
         self, feeds: Mapping[str, torch.Tensor | float], outputs: Sequence[str] | None = None

@@ -119,23 +119,29 @@ def numpy_dtype(tensor: torch.Tensor) -> np.dtype[Any]:
 
 
 class CudaSession:
-    """A graph on the current CUDA device, on a stream of its own, with PyTorch tensors in and out by address.
+    """A graph on a CUDA device, on a stream of its own, with PyTorch tensors in and out by address.
 
     Args:
         path: graph whose outputs all have the static shapes of `signature`, batch apart.
         options: session options.
         signature: names, dtypes and shapes of the outputs.
         provider_options: of the CUDA provider, instead of those of `CUDA_OPTIONS`.
+        device: the current one if not given; with its index.
 
     Raises:
         RuntimeUnavailableError: ONNX Runtime could not use the device.
     """
 
     def __init__(
-        self, path: Path, options: ort.SessionOptions, signature: Signature, provider_options: Mapping[str, str] = {}
+        self,
+        path: Path,
+        options: ort.SessionOptions,
+        signature: Signature,
+        provider_options: Mapping[str, str] = {},
+        device: torch.device | None = None,
     ) -> None:
         check_cuda()
-        self.device = torch.device("cuda", torch.cuda.current_device())
+        self.device = device or torch.device("cuda", torch.cuda.current_device())
         self._outputs = {t.name: t for t in signature.outputs}
         self._stream: torch.cuda.Stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._scalars: dict[float, torch.Tensor] = {}
@@ -161,7 +167,7 @@ class CudaSession:
             outputs: names.
             to: device of the results, if not this one.
         """
-        with DEVICE:
+        with DEVICE, torch.cuda.device(self.device):  # ONNX Runtime leaves its device the current one
             results = self._run(image, thresholds, outputs)
             return {name: tensor.to(to or self.device) for name, tensor in results.items()}
 

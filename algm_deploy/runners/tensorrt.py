@@ -54,13 +54,20 @@ class Binding:
 
 
 class Cuda:
-    """Memory and streams of the current CUDA device, through torch."""
+    """Memory and streams of a CUDA device, through torch: the one that was current when `open` was called."""
 
-    def capability(self) -> tuple[int, int]:
-        """Compute capability; NotExecutedError where no device can be used."""
+    _index = 0
+
+    def open(self) -> tuple[int, int]:
+        """Compute capability of the device; NotExecutedError where none can be used."""
         if not torch.cuda.is_available():
             raise NotExecutedError("the engine is built and not executed: torch finds no CUDA device here")
-        return torch.cuda.get_device_capability()
+        self._index = torch.cuda.current_device()
+        return torch.cuda.get_device_capability(self._index)
+
+    def current(self) -> AbstractContextManager[Any]:
+        """Inside the block the device is the calling thread's current one, as everything below expects."""
+        return torch.cuda.device(self._index)
 
     def new_stream(self) -> Any:
         """A stream of its own for an execution context."""
@@ -161,7 +168,7 @@ class TensorRTRunner(Runner):
     def _open(self) -> None:
         facts = self._facts()
         trt = load_bindings(self.runtime)
-        capability = self._device.capability()
+        capability = self._device.open()
         plugins = load_plugins(trt, self.runtime) if facts.plugin_hash else None
         _check_device(facts, capability)
         reason = why_stale(facts, self.runtime, trt.__version__, sha256_of(plugins) if plugins else None, capability)
@@ -186,13 +193,15 @@ class TensorRTRunner(Runner):
         self._session = _Session(log, runtime, engine, _bindings(trt, engine), lanes)
 
     def _close(self) -> None:
-        self._session = None
+        with self._device.current():
+            self._session = None
         self._stack.close()
 
     def _infer(self, feeds: dict[str, Array], outputs: Sequence[str]) -> dict[str, Array]:
-        device = {name: self._device.upload(value) for name, value in feeds.items()}
-        results = self.infer_tensors(device)
-        return self._device.download({name: results[name] for name in outputs})
+        with self._device.current():
+            device = {name: self._device.upload(value) for name, value in feeds.items()}
+            results = self.infer_tensors(device)
+            return self._device.download({name: results[name] for name in outputs})
 
     def infer_tensors(self, feeds: Mapping[str, Any]) -> dict[str, Tensor]:
         """Runs on tensors of the CUDA device without copying them: torch tensors, or anything with DLPack.
@@ -207,7 +216,7 @@ class TensorRTRunner(Runner):
             raise RuntimeUnavailableError(f"the {self.runtime} runner is closed: use it inside a `with` block")
         session = self._session
         inputs = {b.name: _input(b, feeds) for b in session.bindings.values() if b.is_input}
-        with _lane(session) as lane:
+        with self._device.current(), _lane(session) as lane:
             with self._device.on(lane.stream):
                 results = self._enqueue(session, lane, inputs)
             self._device.hand_over(lane.stream, list(inputs.values()), list(results.values()))

@@ -28,7 +28,7 @@ _THRESHOLDS = (CLAP_THRESHOLD, GBM_THRESHOLD)
 
 
 class TorchRunner(Runner):
-    """Runs on the first CUDA device, or on the CPU, in the bundle's precision.
+    """Runs on the CUDA device that is current when it is opened, or on the CPU, in the bundle's precision.
 
     Given a `dtype` it is the reference that runs are held to: the modules as they are, in that precision, on the CPU,
     where no kernel of this project is on both sides of a comparison.
@@ -39,7 +39,7 @@ class TorchRunner(Runner):
     def __init__(self, bundle: Bundle, dtype: torch.dtype | None = None) -> None:
         super().__init__(bundle)
         self._dtype = dtype
-        self.device = torch.device("cuda" if torch.cuda.is_available() and dtype is None else "cpu")
+        self.device = torch.device("cpu")
         self._model: Deployed | None = None
         self._packed: PackedSegmenter | None = None
 
@@ -55,6 +55,8 @@ class TorchRunner(Runner):
         return told | {"merges and label map": kernels}
 
     def _open(self) -> None:
+        if torch.cuda.is_available() and self._dtype is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self._model = self._network().to(self.device)
         if self.device.type == "cuda":
             use_kernels()

@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -327,7 +327,9 @@ class PackedSegmenter:
 
         The results are there inside the block; the next run overwrites them.
         """
-        with self._lock, torch.inference_mode():
+        # The calling thread's current device may be another, on which Triton would launch.
+        device = torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+        with self._lock, device, torch.inference_mode():
             self._wait()
             memory = self._memory(len(image))
             memory.image.copy_(image)

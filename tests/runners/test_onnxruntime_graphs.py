@@ -5,8 +5,10 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import onnx_ir as ir
@@ -183,6 +185,23 @@ def test_older_versions_capture_nothing(labels_bundle: Bundle, tmp_path: Path, m
     assert OnnxRuntimeCudaRunner(bundle).stretches == 0, "merging in standard operators copies to the host"
 
 
+@pytest.mark.parametrize(
+    ("width", "precision", "images"), [(192, "fp16", 21), (384, "bf16", 10), (384, "fp32", 5), (1024, "fp16", 4)]
+)
+def test_how_many_images_go_through_graphs(
+    labels_bundle: Bundle, monkeypatch: pytest.MonkeyPatch, width: int, precision: str, images: int
+) -> None:
+    monkeypatch.setattr(runner_module, "check_cuda", lambda: None)
+    monkeypatch.setattr(runner_module.ort, "__version__", "1.31.0")
+    cuda = OnnxRuntimeCudaRunner(labels_bundle)
+    assert cuda.graph_images == 0, "nothing is cut into stretches"
+    monkeypatch.setattr(OnnxRuntimeCudaRunner, "stretches", 3)
+    recipe = labels_bundle.recipe
+    recipe = replace(recipe, network=replace(recipe.network, embed_dim=width), precision=precision)
+    cuda.bundle = cast("Bundle", SimpleNamespace(recipe=recipe))
+    assert cuda.graph_images == images
+
+
 def test_a_runner_tells_of_its_graphs(
     labels_bundle: Bundle, session: StretchedSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,7 +235,7 @@ def test_graphs_equal_launches(built: Bundle, blob_images: Any, monkeypatch: pyt
     batches = [images[i : i + 1] for i in range(4)] + [images[1:4]]
     feeds = [{"image": batch, "clap_threshold": np.float32(c)} for batch in batches for c in (2, 0.9, 0.5, -2)]
     with monkeypatch.context() as patch:
-        patch.setattr(runner_module, "GRAPH_IMAGES", 0)
+        patch.setattr(runner_module, "GRAPH_BYTES", 0)
         with runner(built, CUDA) as plain:
             expected = [plain.infer(feed, NAMES) for feed in feeds]
             assert plain.cuda_graphs is None
@@ -276,7 +295,7 @@ def test_16_bits(
     tiny_checkpoint: Path, tmp_path: Path, built: Bundle, blob_images: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Padded attention takes other kernels there: a batch of three, launched, against its images from graphs."""
-    monkeypatch.setattr(runner_module, "GRAPH_IMAGES", 1)
+    monkeypatch.setattr(OnnxRuntimeCudaRunner, "graph_images", 1)
     bundle = export(tiny_checkpoint, tmp_path / "half", None, {"precision": "fp16"}).bundle
     assert "5 packed_attention" in runner_type(CUDA).build(bundle)[0]
     names = ["scores", *NAMES[1:]]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -145,8 +145,11 @@ ENGINES: list[StandInEngine] = []
 class HostDevice(Cuda):
     """Host memory in place of a GPU of compute capability 8.9."""
 
-    def capability(self) -> tuple[int, int]:
+    def open(self) -> tuple[int, int]:
         return 8, 9
+
+    def current(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def new_stream(self) -> Any:
         return SimpleNamespace(cuda_stream=0)
@@ -360,7 +363,7 @@ def test_without_a_gpu_nothing_is_executed(bundle: Callable[..., Bundle], monkey
 
 def test_tensorrt_rtx_does_not_run_on_data_centre_gpus(bundle: Callable[..., Bundle]) -> None:
     device = HostDevice()
-    device.capability = lambda: (9, 0)  # type: ignore[method-assign]
+    device.open = lambda: (9, 0)  # type: ignore[method-assign]
     with pytest.raises(NotExecutedError, match=r"this one has compute capability 9\.0; use --runtime tensorrt"):
         TensorRTRtxRunner(bundle(runtime="tensorrt-rtx"), device=device).__enter__()
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -253,19 +253,10 @@ def test_threads_take_turns(blob_images: Images) -> None:
 
 def assert_threads_take_turns(packed: PackedSegmenter, images: Sequence[Tensor]) -> None:
     expected = [run(packed, image, 0.9, 0.0)[0] for image in images]
-    wrong: list[int] = []
-
-    def work(index: int) -> None:
-        for _ in range(3):
-            if not torch.equal(run(packed, images[index], 0.9, 0.0)[0], expected[index]):
-                wrong.append(index)
-
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(images))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+    with ThreadPoolExecutor(len(images)) as pool:
+        found = [pool.submit(run, packed, image, 0.9, 0.0) for _ in range(3) for image in images]
+    for future, wanted in zip(found, expected * 3, strict=True):
+        assert torch.equal(future.result()[0], wanted)
 
 
 # --- on a CUDA device ------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ namespace {
 struct Plan {
     int64_t *rows;      // (1) S'
     int64_t *length;    // (B)
+    int32_t *raised;    // (1) images that raised rows
     int32_t *new_row;   // (B,S) output row of every input row, as -1 - row where windows merge
     float *similarity;  // (B,W)
     float *qualified;   // (B,W) similarities of the windows that qualify, one after another
@@ -19,6 +20,7 @@ struct Plan {
     Plan(const algm_clap_params &p, Carver &carver)
         : rows(carver.take<int64_t>(1)),
           length(carver.take<int64_t>(p.batch)),
+          raised(carver.take<int32_t>(1)),
           new_row(carver.take<int32_t>(p.batch * p.rows)),
           similarity(carver.take<float>(p.batch * window_count(p))),
           qualified(carver.take<float>(p.batch * window_count(p))),
@@ -492,7 +494,7 @@ int algm_cuda_clap_decide_given(const algm_clap_params *params, const float *sim
         return ALGM_INVALID_ARGUMENT;
     Carver carver(workspace);
     const Plan plan(*params, carver);
-    const RowCount count = {rows, plan.rows, rows_int32};
+    const RowCount count = {rows, plan.rows, rows_int32, plan.raised};
     if (const int status = clear_on(stream, count)) return status;
     return launch_decision(*params, plan, similarity, threshold, map, length, count, stream);
 }
@@ -503,7 +505,7 @@ int algm_cuda_clap_decide(const algm_clap_params *params, const void *tokens, co
     if (any_null(tokens, threshold, map, length, rows, workspace)) return ALGM_INVALID_ARGUMENT;
     Carver carver(workspace);
     const Plan plan(*params, carver);
-    const RowCount count = {rows, plan.rows, rows_int32};
+    const RowCount count = {rows, plan.rows, rows_int32, plan.raised};
     if (const int status = launch_similarity(*params, tokens, plan.similarity, count, stream)) return status;
     return launch_decision(*params, plan, plan.similarity, threshold, map, length, count, stream);
 }

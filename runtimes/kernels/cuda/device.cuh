@@ -202,21 +202,24 @@ __device__ inline int rank_of(const float *values, int count, int index) {
     return rank;
 }
 
-// Where the row count of the longest image is gathered: zeroed by the kernel before the decision, raised by each image.
+// Where the row count of the longest image is gathered: zeroed by the kernel before the decision, raised by one block an
+// image. The last of them tells the caller, whose memory may be the host's, a microsecond or more away for each access.
 struct RowCount {
     int64_t *rows, *plan_rows;
     int32_t *rows_int32;  // may be null
+    int32_t *raised;      // images that raised it
 
     __device__ void clear() const {
-        if (rows == nullptr) return;
-        *rows = *plan_rows = 0;
-        if (rows_int32 != nullptr) *rows_int32 = 0;
+        if (rows != nullptr) *plan_rows = *raised = 0;
     }
 
     __device__ void raise(int length) const {
-        atomicMax(reinterpret_cast<unsigned long long *>(rows), static_cast<unsigned long long>(length));
         atomicMax(reinterpret_cast<unsigned long long *>(plan_rows), static_cast<unsigned long long>(length));
-        if (rows_int32 != nullptr) atomicMax(rows_int32, length);
+        __threadfence();
+        if (atomicAdd(raised, 1) + 1 < static_cast<int>(gridDim.x)) return;
+        const int64_t longest = *const_cast<volatile int64_t *>(plan_rows);
+        *rows = longest;
+        if (rows_int32 != nullptr) *rows_int32 = static_cast<int32_t>(longest);
     }
 };
 

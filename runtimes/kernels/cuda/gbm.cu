@@ -17,6 +17,7 @@ constexpr int64_t kSmallestTile = 32;  // the most partial results that a row ca
 struct Plan {
     int64_t *rows;     // (1) S''
     int64_t *length;   // (B)
+    int32_t *raised;   // (1) images that raised rows
     int32_t *new_row;  // (B,S) output row of every input row: -1 - row where others join, kNoRow where it joins another
     int32_t *target;   // (B,A) index in set B that the i-th row of set A joins, -1 if it stays
     Joins *joins;      // (B, rows of set B)
@@ -27,6 +28,7 @@ struct Plan {
     Plan(const algm_gbm_params &p, Carver &carver)
         : rows(carver.take<int64_t>(1)),
           length(carver.take<int64_t>(p.batch)),
+          raised(carver.take<int32_t>(1)),
           new_row(carver.take<int32_t>(p.batch * p.rows)),
           target(carver.take<int32_t>(p.batch * max_a(p))),
           joins(carver.take<Joins>(p.batch * max_b(p))),
@@ -516,7 +518,7 @@ int algm_cuda_gbm_decide_given(const algm_gbm_params *params, const float *best,
         return ALGM_INVALID_ARGUMENT;
     Carver carver(workspace);
     const Plan plan(*params, carver);
-    const RowCount count = {rows, plan.rows, rows_int32};
+    const RowCount count = {rows, plan.rows, rows_int32, plan.raised};
     if (const int status = clear_on(stream, count)) return status;
     const Matches matches = {sets_of(*params, length), nullptr, best, best_row};
     return launch_decision(*params, plan, matches, map, threshold, out_map, out_length, count, stream);
@@ -530,7 +532,7 @@ int algm_cuda_gbm_decide(const algm_gbm_params *params, const void *tokens, cons
     Carver carver(workspace);
     const Plan plan(*params, carver);
     Sets sets = sets_of(*params, length);
-    const RowCount count = {rows, plan.rows, rows_int32};
+    const RowCount count = {rows, plan.rows, rows_int32, plan.raised};
     if (const int status = launch_matches(*params, &sets, tokens, plan.partial, count, stream)) return status;
     const Matches matches = {sets, plan.partial, nullptr, nullptr};
     return launch_decision(*params, plan, matches, map, threshold, out_map, out_length, count, stream);
