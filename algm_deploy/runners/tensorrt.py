@@ -56,18 +56,18 @@ class Binding:
 class Cuda:
     """Memory and streams of a CUDA device, through torch: the one that was current when `open` was called."""
 
-    _index = 0
+    device = torch.device("cuda", 0)
 
     def open(self) -> tuple[int, int]:
         """Compute capability of the device; NotExecutedError where none can be used."""
         if not torch.cuda.is_available():
             raise NotExecutedError("the engine is built and not executed: torch finds no CUDA device here")
-        self._index = torch.cuda.current_device()
-        return torch.cuda.get_device_capability(self._index)
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        return torch.cuda.get_device_capability(self.device)
 
     def current(self) -> AbstractContextManager[Any]:
         """Inside the block the device is the calling thread's current one, as everything below expects."""
-        return torch.cuda.device(self._index)
+        return torch.cuda.device(self.device)
 
     def new_stream(self) -> Any:
         """A stream of its own for an execution context."""
@@ -80,11 +80,11 @@ class Cuda:
 
     def upload(self, value: Array) -> Tensor:
         """A copy in device memory, by way of pinned memory; queued."""
-        return torch.from_numpy(value).pin_memory().to("cuda", non_blocking=True)
+        return torch.from_numpy(value).pin_memory().to(self.device, non_blocking=True)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Device memory for a result."""
-        return torch.empty(shape, dtype=dtype, device="cuda")
+        return torch.empty(shape, dtype=dtype, device=self.device)
 
     def download(self, tensors: Mapping[str, Tensor]) -> dict[str, Array]:
         """Copies of results in host memory, when the current stream is done."""
@@ -210,12 +210,12 @@ class TensorRTRunner(Runner):
         outputs of the engine.
 
         Raises:
-            BundleError: an input is missing, or its dtype, layout or shape is not what the engine takes.
+            BundleError: an input is missing, or its device, dtype, layout or shape is not what the engine takes.
         """
         if self._session is None:
             raise RuntimeUnavailableError(f"the {self.runtime} runner is closed: use it inside a `with` block")
         session = self._session
-        inputs = {b.name: _input(b, feeds) for b in session.bindings.values() if b.is_input}
+        inputs = {b.name: _input(b, feeds, self._device.device) for b in session.bindings.values() if b.is_input}
         with self._device.current(), _lane(session) as lane:
             with self._device.on(lane.stream):
                 results = self._enqueue(session, lane, inputs)
@@ -316,13 +316,15 @@ def _bindings(trt: Any, engine: Any) -> dict[str, Binding]:
     return found
 
 
-def _input(binding: Binding, feeds: Mapping[str, Any]) -> Tensor:
-    """The fed tensor, dense and within the engine's limits."""
+def _input(binding: Binding, feeds: Mapping[str, Any], device: torch.device) -> Tensor:
+    """The fed tensor, on the device, dense and within the engine's limits."""
     if binding.name not in feeds:
         raise BundleError(f"the input {binding.name!r} is missing: the engine takes it beside {', '.join(feeds)}")
     value = feeds[binding.name]
     tensor = value if isinstance(value, Tensor) else from_dlpack(value)
     shape = tuple(tensor.shape)
+    if tensor.device != device:
+        raise BundleError(f"expected {binding.name} in the memory of {device}, got it in that of {tensor.device}")
     if tensor.dtype != binding.dtype or not tensor.is_contiguous():
         layout = "dense" if tensor.is_contiguous() else "strided"
         raise BundleError(f"expected {binding.name} as dense {binding.dtype}, got {layout} {tensor.dtype}: convert it")

@@ -145,6 +145,8 @@ ENGINES: list[StandInEngine] = []
 class HostDevice(Cuda):
     """Host memory in place of a GPU of compute capability 8.9."""
 
+    device = torch.device("cpu")
+
     def open(self) -> tuple[int, int]:
         return 8, 9
 
@@ -254,6 +256,10 @@ def test_tensors_are_used_where_they_lie(bundle: Callable[..., Bundle]) -> None:
         ({"image": torch.zeros(1, 3, 32, 64, dtype=torch.uint8)}, r"to \(4, 3, 32, 48\), got \(1, 3, 32, 64\)"),
         ({"image": torch.zeros(1, 3, 32, 48)}, "expected image as dense torch.uint8, got dense torch.float32"),
         ({"image": torch.zeros(1, 3, 48, 32, dtype=torch.uint8).mT}, "got strided torch.uint8"),
+        (
+            {"image": torch.zeros(1, 3, 32, 48, dtype=torch.uint8, device="meta")},
+            "expected image in the memory of cpu, got it in that of meta",
+        ),
         ({"clap_threshold": torch.zeros(1)}, r"expected clap_threshold of shape \(\), got \(1,\)"),
         ({"clap_threshold": None}, "the input 'clap_threshold' is missing"),
     ],
