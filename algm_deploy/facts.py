@@ -235,6 +235,11 @@ def _check_tokens(record: Mapping[str, Any], key: str) -> None:
 # ----------------------------------------------------------------------------------------------- names, for people
 
 
+def counted(count: int, things: str) -> str:
+    """`2 photos`, but `1 photo`."""
+    return f"{count} {things.removesuffix('s') if count == 1 else things}"
+
+
 def dataset_name(record: Mapping[str, Any]) -> str:
     """Data set and split of an evaluation, for people; a folder without splits is called what it is."""
     half = _HALF.fullmatch(record["split"])

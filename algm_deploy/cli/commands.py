@@ -142,7 +142,8 @@ def verify(options: argparse.Namespace) -> int:
 
 def _verified(bundle: Bundle, options: argparse.Namespace) -> ParityReport:
     from algm_deploy.deployment import find_images, verify_bundle
-    from algm_deploy.report.tables import counted, text_table
+    from algm_deploy.facts import counted
+    from algm_deploy.report.tables import text_table
 
     paths = find_images(options.images) if options.images else []
     report = verify_bundle(bundle, options.runtime, paths, options.count)

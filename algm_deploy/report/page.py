@@ -14,7 +14,7 @@ from typing import Any
 from algm_deploy import __version__
 from algm_deploy.bundle import Bundle, write_atomically
 from algm_deploy.errors import BundleError
-from algm_deploy.facts import NOT_RUN, dataset_name, merge_title, shown_merges
+from algm_deploy.facts import NOT_RUN, counted, dataset_name, merge_title, shown_merges
 from algm_deploy.recipes import Network
 from algm_deploy.report.gallery import Example, Gallery, data_url
 from algm_deploy.report.plots import Series, histogram, scatter
@@ -37,7 +37,6 @@ from algm_deploy.report.tables import (
     UNKNOWN,
     class_table,
     cost_table,
-    counted,
     engine_table,
     environment_table,
     html_table,
@@ -245,7 +244,8 @@ def _outcome(step: str, bundle: Bundle, rows: Sequence[Measured]) -> str:
         return "passed" if rows[0].record["passed"] else "FAILED"
     if step == EVALUATION:
         main = _by_weight(bundle, rows)[0]
-        return f"{shown(main.record['miou_percent'], 2)} % ({_plan(main, bundle)}, {main.record['images']} images)"
+        where = f"{_plan(main, bundle)}, {counted(main.record['images'], 'images')}"
+        return f"{shown(main.record['miou_percent'], 2)} % ({where})"
     return ", ".join(dict.fromkeys(str(row.record.get("protocol", "done")) for row in rows))
 
 
@@ -434,7 +434,7 @@ def _tokens(bundle: Bundle, evaluations: Sequence[Measured]) -> Iterator[str]:
         windows = histograms["windows_by_merge"]
         counts = {merge: windows[merge] for merge in shown_merges([*windows])}
         plot = histogram(histograms["token_edges"], counts, means)
-        figure = _figure(plot, f"{_about(row, bundle)}: {row.record['windows']} windows")
+        figure = _figure(plot, f"{_about(row, bundle)}: {counted(row.record['windows'], 'windows')}")
         if row.artifact.plan.layers:
             drawn.setdefault((row.artifact.plan, row.record["dataset"]), figure)
     yield f'<div class="plots">{"".join(drawn.values())}</div>'

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any, NamedTuple
 
-from algm_deploy.facts import dataset_name, merge_title, shown_merges
+from algm_deploy.facts import counted, dataset_name, merge_title, shown_merges
 from algm_deploy.report.published import NO_REDUCTION, Published
 from algm_deploy.report.records import Measured, baseline, may_share_row, plan_name
 
@@ -49,11 +49,6 @@ _CONDITION_COLUMNS = ("runtime", "bundle", "precision", "output", "protocol", "b
 
 # What a run was timed under; records of a run hold all of it.
 CONDITIONS = {"pictures", "pictures_timed", "rounds", "clock", "representative", "drift_percent"}
-
-
-def counted(count: int, things: str) -> str:
-    """`2 photos`, but `1 photo`."""
-    return f"{count} {things.removesuffix('s') if count == 1 else things}"
 
 
 class Table(NamedTuple):

@@ -10,7 +10,7 @@ from algm_deploy.bundle import Bundle
 from algm_deploy.errors import PlanError
 from algm_deploy.evaluation.datasets import Dataset
 from algm_deploy.evaluation.evaluate import merge_names
-from algm_deploy.facts import dataset_name, merge_title, shown_merges
+from algm_deploy.facts import counted, dataset_name, merge_title, shown_merges
 from algm_deploy.recipes import MergePlan, Recipe
 from algm_deploy.tuning.attention import AttentionMass, measure_attention
 from algm_deploy.tuning.objective import (
@@ -117,7 +117,8 @@ def find_by_rule(
     blocks = f"block {layers[0]}" if len(layers) == 1 else f"blocks {layers[0]} to {layers[-1]}"
     line = (
         f"clap_threshold {found.threshold:.4f} = mean + standard deviation of the cosine similarity of {pairs} pairs "
-        f"of patches after the attention of {blocks}, dense network in fp32, {source}, {found.images} images"
+        f"of patches after the attention of {blocks}, dense network in fp32, {source}, "
+        f"{counted(found.images, 'images')}"
     )
     tables = [_layer_table(found)]
     plots = [_layer_plot(found)] if len(layers) > 1 else []
@@ -211,9 +212,9 @@ def find_attention(bundle: Bundle, plan: MergePlan, dataset: Dataset, progress: 
     spread = found.classes_dense[blocks].mean(), found.classes_merged[blocks].mean()
     lines = (
         f"behind the last merge attention is spread over {spread[0]:.2f} classes without merging and {spread[1]:.2f} "
-        f"with it (the exponential of its entropy, mean of {found.windows} windows and of blocks {blocks.start + 1} to "
-        f"{len(found.dense)}){clap}",
-        f"{dataset.title}, {len(dataset.samples)} images, PyTorch in fp32",
+        f"with it (the exponential of its entropy, mean of {counted(found.windows, 'windows')} and of blocks "
+        f"{blocks.start + 1} to {len(found.dense)}){clap}",
+        f"{dataset.title}, {counted(len(dataset.samples), 'images')}, PyTorch in fp32",
     )
     numbers = [float(block) for block in range(1, len(found.dense) + 1)]
     series = {
@@ -431,7 +432,7 @@ def _point_table(outcome: _Outcome, points: Sequence[Point], dense: Record, what
         for name, record, mark in (*named, (DENSE, without_tokens, ""))
     ]
     caption = (
-        f"{dataset_name(dense)}, {dense['images']} images: {what}every measured candidate, with tokens "
+        f"{dataset_name(dense)}, {counted(dense['images'], 'images')}: {what}every measured candidate, with tokens "
         "and multiply-adds in 10^9 of a window"
     )
     return Table(caption, (outcome.knob, "", "mIoU %", "to dense", *slices, *columns), rows)
@@ -497,7 +498,7 @@ def _cost_point(record: Record, label: str = "") -> tuple[float, float, str]:
 
 
 def _part(verb: str, record: Record) -> str:
-    return f"{verb} {dataset_name(record)}, {record['images']} images"
+    return f"{verb} {dataset_name(record)}, {counted(record['images'], 'images')}"
 
 
 def _plot(caption: str, x_label: str, series: Mapping[str, Sequence[tuple[float, float, str]]]) -> Plot:
@@ -519,7 +520,7 @@ def _slice_plots(outcome: _Outcome) -> Iterator[Plot]:
         if figures["miou_percent"] is not None
     }
     whole = {"all": [(p.value, p.miou_percent - miou_of(dense), "") for p in outcome.held_points]}
-    caption = f"what merging costs by slice, held out: {dataset_name(dense)}, {dense['images']} images"
+    caption = f"what merging costs by slice, held out: {dataset_name(dense)}, {counted(dense['images'], 'images')}"
     yield Plot(caption, outcome.knob, "mIoU, points to dense", whole | lost)
 
 
