@@ -42,6 +42,8 @@ from runtimes import (
     write_record,
 )
 
+PICTURES = 16  # that come one by one
+
 
 def main() -> None:
     parser = parser_of(__doc__, "ort_graphs.json", repeats=200)
@@ -83,7 +85,7 @@ def timed(name: str, options: argparse.Namespace) -> dict[str, Any]:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     model = random_network(recipe)
     runtimes.write_weights(name, Deployed(model, recipe.network, "labels"), options.folder)
-    images = pictures(16).to(device)
+    images = pictures(PICTURES).to(device)
     thresholds = calibrated(model, recipe, images[:1])
     memory = Memory()
     plain = {v: runtimes.session(name, v, options, device) for v in VARIANTS}
@@ -122,7 +124,8 @@ def timed(name: str, options: argparse.Namespace) -> dict[str, Any]:
     result["small_batches"] = {
         "decisions_compared": True,
         "host_ms": {
-            str(batch): small(batch, plain, alone, graphs, images, thresholds) for batch in options.small_batches
+            str(batch): small(pictures(batch).to(device), plain, alone, graphs, thresholds)
+            for batch in options.small_batches
         },
     }
     result["use"] = {v: s.use._asdict() for v, s in graphs.items()}
@@ -132,25 +135,23 @@ def timed(name: str, options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def small(
-    batch: int, plain: Any, alone: Any, graphs: Any, images: torch.Tensor, thresholds: dict[str, float]
-) -> dict[str, Any]:
+def small(images: torch.Tensor, plain: Any, alone: Any, graphs: Any, thresholds: dict[str, float]) -> dict[str, Any]:
     """Percentiles of the host clock for a batch of different images that decide alone.
 
     Raises:
         GateError: graphs decide otherwise than launches.
     """
-    some, names = images[:batch], ["token_counts", *maps_of(graphs["merged"])]
-    one, other = (session.run(some, thresholds, names) for session in (alone, graphs["merged"]))
+    names = ["token_counts", *maps_of(graphs["merged"])]
+    one, other = (session.run(images, thresholds, names) for session in (alone, graphs["merged"]))
     if any(not torch.equal(one[name], other[name]) for name in names):
-        raise GateError(f"batch {batch}: graphs and launches decide differently: nothing is timed")
+        raise GateError(f"batch {len(images)}: graphs and launches decide differently: nothing is timed")
     work = {
         "launched dense": plain["dense"],
         "launched merged": alone,
         "graphs dense": graphs["dense"],
         "graphs merged": graphs["merged"],
     }
-    return {name: host(warm(work_of(session, some, thresholds)), 60) for name, session in work.items()}
+    return {name: host(warm(work_of(session, images, thresholds)), 60) for name, session in work.items()}
 
 
 def maps_of(session: StretchedSession) -> list[str]:

@@ -39,7 +39,7 @@ class TorchRunner(Runner):
     def __init__(self, bundle: Bundle, dtype: torch.dtype | None = None) -> None:
         super().__init__(bundle)
         self._dtype = dtype
-        self.device = torch.device("cpu")
+        self.device = torch.device("cuda" if torch.cuda.is_available() and dtype is None else "cpu")
         self._model: Deployed | None = None
         self._packed: PackedSegmenter | None = None
 
@@ -55,7 +55,7 @@ class TorchRunner(Runner):
         return told | {"merges and label map": kernels}
 
     def _open(self) -> None:
-        if torch.cuda.is_available() and self._dtype is None:
+        if self.device.type == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
         self._model = self._network().to(self.device)
         if self.device.type == "cuda":
