@@ -97,7 +97,8 @@ class StretchedSession:
             name for s, t in pairwise(self._stretches) for name in s.outputs.keys() & t.inputs.keys()
             if s.outputs[name] != t.inputs[name]
         }  # fmt: skip
-        self._buffers: dict[int, dict[str, torch.Tensor]] = {}  # by images in the batch
+        # By images that fit: batches up to a power of two share them, or all sizes would add up.
+        self._buffers: dict[int, dict[str, torch.Tensor]] = {}
         self._moved: dict[int, dict[str, torch.Tensor]] = {}
         self._thresholds: dict[str, float] = {}
         self._scalars = {
@@ -207,12 +208,12 @@ class StretchedSession:
 
     def _enter(self, image: torch.Tensor, thresholds: Mapping[str, float]) -> dict[str, int]:
         """Puts the inputs where the stretches read them; returns the axes known so far."""
-        images = len(image)
-        if images not in self._buffers:
-            self._buffers[images] = {name: self._buffer(name, images) for name in self._shapes}
+        axes = {"batch": len(image)}
+        fitting = _fitting(axes)
+        if fitting not in self._buffers:
+            self._buffers[fitting] = {name: self._buffer(name, fitting) for name in self._shapes}
             # One image's first rows lie where the next stretch looks for them; those of several are moved together.
-            self._moved[images] = {name: self._buffer(name, images) for name in self._cut} if images > 1 else {}
-        axes = {"batch": images}
+            self._moved[fitting] = {name: self._buffer(name, fitting) for name in self._cut} if fitting > 1 else {}
         self._view("image", axes).copy_(image)
         for name, scalar in self._scalars.items():
             if self._thresholds.get(name) != thresholds[name]:
@@ -234,16 +235,16 @@ class StretchedSession:
         assert stretch.rows is not None
         if self._stream is not None:
             self._stream.synchronize()
-        counted = int(self._buffers[axes["batch"]][stretch.rows])
+        counted = int(self._buffers[_fitting(axes)][stretch.rows])
         return min(-(-counted // STEP) * STEP, self._most[stretch.rows.removeprefix(ROWS)])
 
     def _move(self, stretch: _Stretch, axes: Mapping[str, int]) -> None:
         """Moves the first rows of several images together."""
-        for name in self._moved[axes["batch"]].keys() & stretch.outputs.keys():
-            made = self._buffers[axes["batch"]][name]
+        for name in self._moved[_fitting(axes)].keys() & stretch.outputs.keys():
+            made = self._buffers[_fitting(axes)][name]
             made = made[: math.prod(shape := _sizes(stretch.outputs[name], axes))].view(shape)
             shape = self._resolved(name, axes)
-            self._moved[axes["batch"]][name][: math.prod(shape)].view(shape).copy_(made[:, : shape[1]])
+            self._moved[_fitting(axes)][name][: math.prod(shape)].view(shape).copy_(made[:, : shape[1]])
 
     def _step(self, stretch: _Stretch, axes: Mapping[str, int]) -> None:
         key = (threading.get_ident() == self._owner, *(axes[axis] for axis in stretch.axes))
@@ -258,8 +259,8 @@ class StretchedSession:
     def _bound(self, stretch: _Stretch, axes: Mapping[str, int]) -> _Step:
         binding = stretch.session.io_binding()
         device = (self.device.type, self.device.index or 0)
-        made = self._buffers[axes["batch"]]
-        taken = made | self._moved[axes["batch"]]
+        made = self._buffers[_fitting(axes)]
+        taken = made | self._moved[_fitting(axes)]
         for shapes, tensors, bind in (
             (stretch.inputs, taken, binding.bind_input),
             (stretch.outputs, made, binding.bind_output),
@@ -278,7 +279,12 @@ class StretchedSession:
 
     def _view(self, name: str, axes: Mapping[str, int]) -> torch.Tensor:
         shape = self._resolved(name, axes)
-        return self._buffers[axes["batch"]][name][: math.prod(shape)].view(shape)
+        return self._buffers[_fitting(axes)][name][: math.prod(shape)].view(shape)
+
+
+def _fitting(axes: Mapping[str, int]) -> int:
+    """Images that the buffers of a batch are made for: the next power of two."""
+    return 1 << (axes["batch"] - 1).bit_length()
 
 
 def _sizes(shape: Shape, axes: Mapping[str, int]) -> list[int]:

@@ -92,6 +92,14 @@ def test_equals_the_whole_graph(session: StretchedSession, whole: Any, blob_imag
         assert_equal(run(session, image, clap_threshold=clap), whole(image, clap_threshold=clap))
 
 
+def test_batches_up_to_a_power_of_two_share_memory(session: StretchedSession, whole: Any, blob_images: Any) -> None:
+    """Serving every batch takes at most four times the memory of the largest, not that of all sizes together."""
+    for images in (3, 4, 3, 1, 2, 5):
+        image = blob_images(images)
+        assert_equal(run(session, image), whole(image))
+    assert sorted(session._buffers) == sorted(session._moved) == [1, 2, 4, 8]
+
+
 def test_sizes_are_the_next_multiple_of_a_step(session: StretchedSession, blob_images: Any) -> None:
     def sizes() -> list[list[int]]:
         return [sorted(key[2] for key in stretch.steps) for stretch in session._stretches[1:]]
