@@ -77,7 +77,7 @@ def stretched(name: str, variant: str, options: argparse.Namespace, device: torc
             return ort.InferenceSession(files[index], settings_of(options), providers=["CPUExecutionProvider"])
         return checked_session(files[index], settings_of(options), CUDA_PROVIDER, CUDA_OPTIONS | chosen)
 
-    return StretchedSession(open_session, len(files), device)
+    return StretchedSession(open_session, len(files), device, max(1, *options.small_batches))
 
 
 def timed(name: str, options: argparse.Namespace) -> dict[str, Any]:

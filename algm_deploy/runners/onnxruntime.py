@@ -7,6 +7,7 @@ for are not computed, so token maps cost nothing until they are wanted.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -135,9 +136,10 @@ class OnnxRuntimeCpuRunner(OnnxRuntimeRunner):
 class OnnxRuntimeCudaRunner(OnnxRuntimeRunner):
     """ONNX Runtime on the CUDA device that is current when it is opened, or an error: never on the CPU instead.
 
-    `infer_device` takes and returns tensors in device memory. Batches up to `graph_images` are replayed from
-    CUDA graphs; `cuda_graphs` tells. Weights are loaded once for them and once for larger batches, when the first of
-    either comes.
+    `infer_device` takes and returns tensors in device memory. Batches up to `graph_images` are replayed from CUDA
+    graphs, as far as there is room: at 512 x 512 for the first three sizes of batch, of the thread that opened the
+    runner and the others together. `cuda_graphs` tells. Other batches are launched kernel by kernel, from weights of
+    their own that are loaded when the first of them comes.
     """
 
     runtime = "onnxruntime-cuda"
@@ -167,14 +169,14 @@ class OnnxRuntimeCudaRunner(OnnxRuntimeRunner):
             return 0
         return int(self.bundle.section(FACT).get(self.provider, {}).get("stretches", 0))
 
-    @property
+    @cached_property
     def graph_images(self) -> int:
         """Largest batch for which CUDA graphs are used, 0 where they cannot be. With more, or wider, images the device
         is busy for longer than the host takes to launch, and rows of padding cost more than launches.
         """
         recipe = self.bundle.recipe
         row = recipe.network.embed_dim * (4 if recipe.precision == "fp32" else 2)
-        return GRAPH_BYTES // row if self.stretches else 0
+        return min(GRAPH_BYTES // row, recipe.max_batch) if self.stretches else 0
 
     @property
     def cuda_graphs(self) -> GraphUse | None:
@@ -192,19 +194,29 @@ class OnnxRuntimeCudaRunner(OnnxRuntimeRunner):
 
         Without it each is captured when first needed, which costs that photo 5 to 10 ms, and no other thread of the
         process may allocate device memory meanwhile. Graphs are those of the calling thread, if it opened the runner,
-        else those of all other threads. Nothing is done where graphs are not used.
+        else those of all other threads. Nothing is done where graphs are not used, or no room is left for them: begin
+        with the batch that matters most.
         """
         self._check_open()
         session = self._session_for(images)
         if isinstance(session, StretchedSession):
             session.warm_up(images)
 
+    def placement(self, feeds: Mapping[str, Array]) -> Placement:
+        """As on a CPU, on the runner's device."""
+        with DEVICE, torch.cuda.device(self._device):  # ONNX Runtime leaves its device the current one
+            return super().placement(feeds)
+
     def _provider_options(self) -> dict[str, str]:
         return CUDA_OPTIONS | device_options(self._device.index)
 
     def _open(self) -> None:
         self._device = torch.device("cuda", torch.cuda.current_device())
-        self._session_for(1)
+        with DEVICE:
+            if self.graph_images:
+                self._stretched = self._open_stretches()
+            else:
+                self._whole = self._open_whole()
 
     def _close(self) -> None:
         if self._stretched is not None:
@@ -218,21 +230,22 @@ class OnnxRuntimeCudaRunner(OnnxRuntimeRunner):
 
     def _session_for(self, images: int) -> CudaSession | StretchedSession:
         with DEVICE, torch.cuda.device(self._device):
-            if images <= self.graph_images:
-                if self._stretched is None:
-                    self._stretched = self._open_stretches()
+            if self._stretched is not None and images <= self.graph_images and self._stretched.claim(images):
                 return self._stretched
             if self._whole is None:
-                path = self.bundle.file(self.graph)
-                self._whole = CudaSession(path, self._session_options(), self.signature, device=self._device)
+                self._whole = self._open_whole()
             return self._whole
+
+    def _open_whole(self) -> CudaSession:
+        path = self.bundle.file(self.graph)
+        return CudaSession(path, self._session_options(), self.signature, device=self._device)
 
     def _open_stretches(self) -> StretchedSession:
         def open_session(index: int, chosen: dict[str, str]) -> ort.InferenceSession:
             path = self.bundle.file(stretch_file(index))
             return checked_session(path, self._session_options(), self.provider_name, self._provider_options() | chosen)
 
-        return StretchedSession(open_session, self.stretches, self._device)
+        return StretchedSession(open_session, self.stretches, self._device, self.graph_images)
 
     def infer_device(
         self, feeds: Mapping[str, torch.Tensor | float], outputs: Sequence[str] | None = None
@@ -249,9 +262,8 @@ class OnnxRuntimeCudaRunner(OnnxRuntimeRunner):
         """
         self._check_open()
         image = feeds.get("image")
-        session = self._session_for(len(image) if isinstance(image, torch.Tensor) and image.ndim else 1)
-        if not isinstance(image, torch.Tensor) or image.device != session.device:
-            raise BundleError(f"expected an image in the memory of {session.device}: use infer for arrays on the host")
+        if not isinstance(image, torch.Tensor) or image.device != self._device:
+            raise BundleError(f"expected an image in the memory of {self._device}: use infer for arrays on the host")
         if image.is_floating_point() and self.signature.image.dtype == "float32":
             image = image.float()
         # Shape and dtype are checked on a host array without memory behind its elements.
@@ -259,11 +271,10 @@ class OnnxRuntimeCudaRunner(OnnxRuntimeRunner):
         wanted = tuple(outputs) if outputs is not None else tuple(t.name for t in self.signature.outputs[:2])
         self._check_outputs(wanted)
         numbers = {n: float(self._threshold(n, feeds.get(n, d))) for n, d in self.signature.defaults.items()}
-        return session.run(image, numbers, wanted)
+        return self._session_for(len(image)).run(image, numbers, wanted)
 
     def _infer(self, feeds: dict[str, Array], outputs: Sequence[str]) -> dict[str, Array]:
         image = torch.from_numpy(feeds["image"])
         numbers = {name: float(value) for name, value in feeds.items() if name != "image"}
-        session = self._session_for(len(image))
-        results = session.run(image, numbers, outputs, torch.device("cpu"))
+        results = self._session_for(len(image)).run(image, numbers, outputs, torch.device("cpu"))
         return {name: tensor.numpy() for name, tensor in results.items()}

@@ -79,12 +79,18 @@ class StretchedSession:
         open_session: makes the session of a stretch, given the provider options that are wanted besides the usual.
         count: how many stretches there are.
         device: a CUDA device, or the CPU, where nothing is captured.
+        images: in the largest batch.
     """
 
     def __init__(
-        self, open_session: Callable[[int, dict[str, str]], ort.InferenceSession], count: int, device: torch.device
+        self,
+        open_session: Callable[[int, dict[str, str]], ort.InferenceSession],
+        count: int,
+        device: torch.device,
+        images: int,
     ) -> None:
         self.device = device
+        self._images = images
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         chosen = {}
         if self._stream is not None:
@@ -97,6 +103,9 @@ class StretchedSession:
             name for s, t in pairwise(self._stretches) for name in s.outputs.keys() & t.inputs.keys()
             if s.outputs[name] != t.inputs[name]
         }  # fmt: skip
+        self._claimed: set[tuple[bool, int]] = set()
+        sizes = max((-(-rows // STEP) for rows in self._most.values()), default=1)
+        self._most_claims = max(1, MOST_GRAPHS // sizes)
         # By images that fit: batches up to a power of two share them, or all sizes would add up.
         self._buffers: dict[int, dict[str, torch.Tensor]] = {}
         self._moved: dict[int, dict[str, torch.Tensor]] = {}
@@ -121,6 +130,13 @@ class StretchedSession:
     def use(self) -> GraphUse:
         """What was captured and replayed so far."""
         return self._use
+
+    def claim(self, images: int) -> bool:
+        """Whether batches of this many images have graphs in the calling thread; they get them while there is room."""
+        key = (threading.get_ident() == self._owner, images)
+        if len(self._claimed) < self._most_claims:
+            self._claimed.add(key)
+        return key in self._claimed
 
     def run(
         self,
@@ -161,8 +177,10 @@ class StretchedSession:
             return
         caller = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(caller)
-        yield
-        caller.wait_stream(self._stream)
+        try:
+            yield
+        finally:  # behind an error too, or the caller may give memory away that is still written
+            caller.wait_stream(self._stream)
 
     def _in_thread(self, work: Callable[..., None], *arguments: Any) -> None:
         """Runs `work` where the graphs of the calling thread are, on the session's stream."""
@@ -209,7 +227,7 @@ class StretchedSession:
     def _enter(self, image: torch.Tensor, thresholds: Mapping[str, float]) -> dict[str, int]:
         """Puts the inputs where the stretches read them; returns the axes known so far."""
         axes = {"batch": len(image)}
-        fitting = _fitting(axes)
+        fitting = self._fitting(axes)
         if fitting not in self._buffers:
             self._buffers[fitting] = {name: self._buffer(name, fitting) for name in self._shapes}
             # One image's first rows lie where the next stretch looks for them; those of several are moved together.
@@ -235,16 +253,16 @@ class StretchedSession:
         assert stretch.rows is not None
         if self._stream is not None:
             self._stream.synchronize()
-        counted = int(self._buffers[_fitting(axes)][stretch.rows])
+        counted = int(self._buffers[self._fitting(axes)][stretch.rows])
         return min(-(-counted // STEP) * STEP, self._most[stretch.rows.removeprefix(ROWS)])
 
     def _move(self, stretch: _Stretch, axes: Mapping[str, int]) -> None:
         """Moves the first rows of several images together."""
-        for name in self._moved[_fitting(axes)].keys() & stretch.outputs.keys():
-            made = self._buffers[_fitting(axes)][name]
+        for name in self._moved[self._fitting(axes)].keys() & stretch.outputs.keys():
+            made = self._buffers[self._fitting(axes)][name]
             made = made[: math.prod(shape := _sizes(stretch.outputs[name], axes))].view(shape)
             shape = self._resolved(name, axes)
-            self._moved[_fitting(axes)][name][: math.prod(shape)].view(shape).copy_(made[:, : shape[1]])
+            self._moved[self._fitting(axes)][name][: math.prod(shape)].view(shape).copy_(made[:, : shape[1]])
 
     def _step(self, stretch: _Stretch, axes: Mapping[str, int]) -> None:
         key = (threading.get_ident() == self._owner, *(axes[axis] for axis in stretch.axes))
@@ -259,8 +277,8 @@ class StretchedSession:
     def _bound(self, stretch: _Stretch, axes: Mapping[str, int]) -> _Step:
         binding = stretch.session.io_binding()
         device = (self.device.type, self.device.index or 0)
-        made = self._buffers[_fitting(axes)]
-        taken = made | self._moved[_fitting(axes)]
+        made = self._buffers[self._fitting(axes)]
+        taken = made | self._moved[self._fitting(axes)]
         for shapes, tensors, bind in (
             (stretch.inputs, taken, binding.bind_input),
             (stretch.outputs, made, binding.bind_output),
@@ -279,12 +297,12 @@ class StretchedSession:
 
     def _view(self, name: str, axes: Mapping[str, int]) -> torch.Tensor:
         shape = self._resolved(name, axes)
-        return self._buffers[_fitting(axes)][name][: math.prod(shape)].view(shape)
+        return self._buffers[self._fitting(axes)][name][: math.prod(shape)].view(shape)
 
-
-def _fitting(axes: Mapping[str, int]) -> int:
-    """Images that the buffers of a batch are made for: the next power of two."""
-    return 1 << (axes["batch"] - 1).bit_length()
+    def _fitting(self, axes: Mapping[str, int]) -> int:
+        """Images that the buffers of a batch are made for: the next power of two, or the most there are."""
+        images = axes["batch"]
+        return max(images, min(1 << (images - 1).bit_length(), self._images))
 
 
 def _sizes(shape: Shape, axes: Mapping[str, int]) -> list[int]:

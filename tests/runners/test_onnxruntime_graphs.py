@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,13 +23,16 @@ from algm_deploy.lowering.onnxruntime import rewrite
 from algm_deploy.lowering.onnxruntime_stretches import stretches
 from algm_deploy.native import find_library
 from algm_deploy.runners import onnxruntime as runner_module
+from algm_deploy.runners import onnxruntime_graphs as graphs_module
 from algm_deploy.runners.contract import runner, runner_type
 from algm_deploy.runners.onnxruntime import LIBRARY, OnnxRuntimeCudaRunner
 from algm_deploy.runners.onnxruntime_graphs import GraphUse, StretchedSession
+from algm_deploy.runners.onnxruntime_sessions import CudaSession
 
 CUDA = "onnxruntime-cuda"
 NAMES = ["labels", "token_counts", "token_map_clap_1", "token_map_gbm_3"]
 THRESHOLDS = {"clap_threshold": 0.9, "gbm_threshold": 1.0}
+MOST_IMAGES = 6
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +61,7 @@ def open_file(folder: tuple[Path, int], ort_library: Path) -> Callable[[str], or
 
 @pytest.fixture
 def session(folder: tuple[Path, int], open_file: Any) -> Iterator[StretchedSession]:
-    opened = StretchedSession(lambda index, _: open_file(str(index)), folder[1], torch.device("cpu"))
+    opened = StretchedSession(lambda index, _: open_file(str(index)), folder[1], torch.device("cpu"), MOST_IMAGES)
     yield opened
     opened.close()
 
@@ -97,7 +101,38 @@ def test_batches_up_to_a_power_of_two_share_memory(session: StretchedSession, wh
     for images in (3, 4, 3, 1, 2, 5):
         image = blob_images(images)
         assert_equal(run(session, image), whole(image))
-    assert sorted(session._buffers) == sorted(session._moved) == [1, 2, 4, 8]
+    assert sorted(session._buffers) == sorted(session._moved) == [1, 2, 4, 6], "6 is the largest batch"
+
+
+def test_the_first_batch_sizes_have_graphs_in_either_thread(session: StretchedSession) -> None:
+    session._most_claims = 3
+    with ThreadPoolExecutor(1) as other:
+        assert session.claim(2)
+        assert other.submit(session.claim, 2).result(), "graphs of its own"
+        assert session.claim(1)
+        assert not session.claim(3)
+        assert session.claim(1), "it has them already"
+        assert not other.submit(session.claim, 1).result()
+
+
+def test_room_for_graphs_is_counted_in_sizes_of_a_stretch(session: StretchedSession) -> None:
+    """65 rows are three sizes: 32, 64 and 65."""
+    session.warm_up()
+    assert max(len(stretch.steps) for stretch in session._stretches) == 3
+    assert session._most_claims == graphs_module.MOST_GRAPHS // 3
+
+
+def test_batches_without_room_for_graphs_run_whole(
+    labels_bundle: Bundle, session: StretchedSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner_module, "check_cuda", lambda: None)
+    monkeypatch.setattr(runner_module.torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(OnnxRuntimeCudaRunner, "graph_images", MOST_IMAGES)
+    cuda = OnnxRuntimeCudaRunner(labels_bundle)
+    cuda._stretched, cuda._whole = session, cast("CudaSession", "the whole graph")
+    session._most_claims = 2
+    chosen = [cuda._session_for(images) for images in (7, 4, 1, 2, 4, 7)]
+    assert [one is session for one in chosen] == [False, True, True, False, True, False]
 
 
 def test_sizes_are_the_next_multiple_of_a_step(session: StretchedSession, blob_images: Any) -> None:
@@ -206,8 +241,14 @@ def test_how_many_images_go_through_graphs(
     monkeypatch.setattr(OnnxRuntimeCudaRunner, "stretches", 3)
     recipe = labels_bundle.recipe
     recipe = replace(recipe, network=replace(recipe.network, embed_dim=width), precision=precision)
-    cuda.bundle = cast("Bundle", SimpleNamespace(recipe=recipe))
-    assert cuda.graph_images == images
+
+    def graph_images(most: int) -> int:
+        cuda = OnnxRuntimeCudaRunner(labels_bundle)
+        cuda.bundle = cast("Bundle", SimpleNamespace(recipe=replace(recipe, max_batch=most)))
+        return cuda.graph_images
+
+    assert graph_images(32) == images
+    assert graph_images(2) == 2, "no larger batch comes"
 
 
 def test_a_runner_tells_of_its_graphs(
