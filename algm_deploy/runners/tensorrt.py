@@ -174,7 +174,12 @@ class TensorRTRunner(Runner):
         reason = why_stale(facts, self.runtime, trt.__version__, sha256_of(plugins) if plugins else None, capability)
         if reason:
             raise self._unusable(reason)
-        logger, log = self._stack.enter_context(listening(trt))
+        with ExitStack() as stack:
+            logger, log = stack.enter_context(listening(trt))
+            self._session = self._load(trt, facts, logger, log)
+            self._stack = stack.pop_all()
+
+    def _load(self, trt: Any, facts: EngineFacts, logger: Any, log: Log) -> _Session:
         runtime = trt.Runtime(logger)
         if facts.version_compatible:
             runtime.engine_host_code_allowed = True  # such an engine carries a lean runtime of its own release
@@ -190,7 +195,7 @@ class TensorRTRunner(Runner):
                     f"{'; '.join(log.errors[:2]) or 'nothing'}: free memory, or build with a smaller --max-batch"
                 )
             lanes.put(_Lane(context, self._device.new_stream()))
-        self._session = _Session(log, runtime, engine, _bindings(trt, engine), lanes)
+        return _Session(log, runtime, engine, _bindings(trt, engine), lanes)
 
     def _close(self) -> None:
         with self._device.current():

@@ -331,16 +331,16 @@ class PackedSegmenter:
         device = torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
         with self._lock, device, torch.inference_mode():
             self._wait()
-            memory = self._memory(len(image))
-            memory.image.copy_(image)
-            self._set_thresholds(clap, gbm)
-            scores = self._advance(memory)
-            maps = tuple(outcome.map for outcome in memory.outcomes)
-            lengths = tuple(outcome.length for outcome in memory.outcomes)
-            last = (memory.first.map, *maps)[-1]
             try:
+                memory = self._memory(len(image))
+                memory.image.copy_(image)
+                self._set_thresholds(clap, gbm)
+                scores = self._advance(memory)
+                maps = tuple(outcome.map for outcome in memory.outcomes)
+                lengths = tuple(outcome.length for outcome in memory.outcomes)
+                last = (memory.first.map, *maps)[-1]
                 yield Merged(TokenScores(scores, last, self._model.encoder.prefix, []), lengths, maps)
-            finally:
+            finally:  # behind an error too: what was queued until then uses the memory
                 if self._done is not None:
                     self._done.record()
 

@@ -300,6 +300,7 @@ def test_a_device_without_memory_for_a_context(bundle: Callable[..., Bundle], mo
     monkeypatch.setattr(StandInEngine, "create_execution_context", lambda _: None)
     with pytest.raises(RuntimeUnavailableError, match="expected enough device memory for an execution context"):
         open_runner(bundle()).__enter__()
+    assert LOGGER[0].listeners == [], "what could not be opened still listens"
 
 
 def test_open_again_and_closed(bundle: Callable[..., Bundle]) -> None:
