@@ -23,7 +23,7 @@ TIERS = (
     {"lowering"},
     {"merging"},
     {"ops", "models"},
-    {"recipes", "bundle", "environment", "native", "signature", "content", "errors", "facts"},
+    {"recipes", "bundle", "environment", "native", "signature", "content", "errors", "facts", "names"},
 )
 RANK = {name: rank for rank, names in enumerate(TIERS) for name in names}
 LEAN = ("algm_deploy", *(f"algm_deploy.{name}" for name in sorted(TIERS[-1])))

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from algm_deploy.errors import DatasetError
 from algm_deploy.evaluation.preprocessing import read_indices
-from algm_deploy.facts import dataset_name
+from algm_deploy.names import dataset_name
 from algm_deploy.recipes import Color
 
 IGNORE = 255

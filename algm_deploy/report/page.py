@@ -14,7 +14,8 @@ from typing import Any
 from algm_deploy import __version__
 from algm_deploy.bundle import Bundle, write_atomically
 from algm_deploy.errors import BundleError
-from algm_deploy.facts import NOT_RUN, counted, dataset_name, merge_title, shown_merges
+from algm_deploy.facts import NOT_RUN
+from algm_deploy.names import counted, dataset_name, merge_title, shown_merges
 from algm_deploy.recipes import Network
 from algm_deploy.report.gallery import Example, Gallery, data_url
 from algm_deploy.report.plots import Series, histogram, scatter

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any, NamedTuple
 
-from algm_deploy.facts import counted, dataset_name, merge_title, shown_merges
+from algm_deploy.names import counted, dataset_name, merge_title, shown_merges
 from algm_deploy.report.published import NO_REDUCTION, Published
 from algm_deploy.report.records import Measured, baseline, may_share_row, plan_name
 

@@ -10,7 +10,7 @@ from algm_deploy.bundle import Bundle
 from algm_deploy.errors import PlanError
 from algm_deploy.evaluation.datasets import Dataset
 from algm_deploy.evaluation.evaluate import merge_names
-from algm_deploy.facts import counted, dataset_name, merge_title, shown_merges
+from algm_deploy.names import counted, dataset_name, merge_title, shown_merges
 from algm_deploy.recipes import MergePlan, Recipe
 from algm_deploy.tuning.attention import AttentionMass, measure_attention
 from algm_deploy.tuning.objective import (
