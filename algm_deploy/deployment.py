@@ -105,6 +105,7 @@ def repeat_build(bundle: Bundle, runtime: str, builds: int, **options: Any) -> d
     Returns the record: `distinct_files`, and, on synthetic scenes where it can be executed here, the share of labels
     that equal the first build's in the worst picture, and each build's milliseconds for a picture.
     """
+    bundle.require_writable()
     windows = parity_windows(bundle.recipe, [], REBUILD_PICTURES)
     files, labels, times = set(), [], []
     for _ in range(builds):
@@ -253,6 +254,7 @@ def bench_bundle(
         GateError: its parity failed, so nothing is timed.
     """
     check_verified(bundle, runtime)
+    bundle.require_writable()
     windows = parity_windows(bundle.recipe, paths, request.count)
     records = benchmark(bundle, runtime, windows, request, progress)
     facts = {**_kind_of_pictures(windows, paths), "device": device_of(runtime)}

@@ -150,6 +150,20 @@ def test_deploy_from_checkpoint_to_miou(run: Run, tiny_checkpoint: Path, data: P
     deployed.verify()
 
 
+def test_a_photo_that_cannot_be_evaluated_stops_no_deployment(
+    run: Run, tiny_checkpoint: Path, data: Path, tmp_path: Path
+) -> None:
+    """What can be done is done, and the exit code says that something is missing."""
+    (data / "images" / "test" / "b_1.png").write_bytes(b"no picture")
+    target = tmp_path / "deployed"
+    options = ("--max-batch", 1, "--count", 1, "--data", data, "--bench", "--runtime", "torch")
+    code, out, said = run("deploy", tiny_checkpoint, "-o", target, *options)
+    assert code == 2
+    assert "1 of 3 images could not be evaluated" in said
+    assert f"deployed: {target}" in out
+    assert "torch latency merged batch 1" in Bundle.open(target).fact("speed")
+
+
 def test_deploy_refuses_what_is_not_installed_before_the_export(
     run: Run, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

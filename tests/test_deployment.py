@@ -15,6 +15,7 @@ from PIL import Image
 from algm_deploy.bundle import Bundle
 from algm_deploy.demo.scenes import scene
 from algm_deploy.deployment import (
+    bench_bundle,
     build_bundle,
     device_of,
     evaluate_bundle,
@@ -26,6 +27,7 @@ from algm_deploy.deployment import (
 )
 from algm_deploy.errors import BundleError, CheckpointError, DatasetError, NotExecutedError, RecipeError
 from algm_deploy.evaluation.datasets import SPECS, open_dataset
+from algm_deploy.timing.protocols import usual_request
 
 CLASSES = [f"c{index}" for index in range(11)]
 
@@ -226,6 +228,13 @@ def test_a_bundle_that_takes_no_record_is_told_before_the_work(
         verify_bundle(bundle, "torch", [photos], 1)
     with pytest.raises(BundleError, match="Permission denied"):
         evaluate_bundle(bundle, "torch", open_dataset("folder", labelled))
+    monkeypatch.setattr("algm_deploy.deployment.build_bundle", pytest.fail)
+    with pytest.raises(BundleError, match="Permission denied"):
+        repeat_build(bundle, "torch", 2)
+    monkeypatch.setattr("algm_deploy.deployment.check_verified", lambda *_: None)
+    monkeypatch.setattr("algm_deploy.deployment.benchmark", pytest.fail)
+    with pytest.raises(BundleError, match="Permission denied"):
+        bench_bundle(bundle, "torch", [photos], usual_request(bundle.recipe, "latency"))
 
 
 def test_verification_is_kept(tiny_bundle: Bundle, tmp_path: Path, photos: Path) -> None:

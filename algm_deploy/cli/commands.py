@@ -142,7 +142,7 @@ def verify(options: argparse.Namespace) -> int:
 
 def _verified(bundle: Bundle, options: argparse.Namespace) -> ParityReport:
     from algm_deploy.deployment import find_images, verify_bundle
-    from algm_deploy.facts import counted
+    from algm_deploy.names import counted
     from algm_deploy.report.tables import text_table
 
     paths = find_images(options.images) if options.images else []
@@ -180,11 +180,13 @@ def evaluate(options: argparse.Namespace) -> int:
     """mIoU of a bundle on a data set."""
     from algm_deploy.bundle import Bundle
 
-    _evaluated(Bundle.open(options.bundle), options)
+    if problem := _evaluated(Bundle.open(options.bundle), options):
+        raise DatasetError(problem)
     return 0
 
 
-def _evaluated(bundle: Bundle, options: argparse.Namespace) -> None:
+def _evaluated(bundle: Bundle, options: argparse.Namespace) -> str:
+    """Evaluates and prints; returns what is wrong with the figures, nothing where all images are in them."""
     from algm_deploy.deployment import evaluate_bundle
     from algm_deploy.report.tables import quality_table, text_table
 
@@ -197,11 +199,12 @@ def _evaluated(bundle: Bundle, options: argparse.Namespace) -> None:
     failures = record["failures"]
     for name, reason in failures.items():
         print(f"not evaluated: {name}: {reason}")
-    if failures:
-        raise DatasetError(
-            f"{len(failures)} of {len(dataset.samples)} images could not be evaluated, the figures are those of the "
-            "rest: mend these files and run it again, what is done is kept"
-        )
+    if not failures:
+        return ""
+    return (
+        f"{len(failures)} of {len(dataset.samples)} images could not be evaluated, the figures are those of the rest: "
+        "mend these files and run it again, what is done is kept"
+    )
 
 
 def _dataset(bundle: Bundle, options: argparse.Namespace) -> Dataset:
@@ -271,9 +274,10 @@ def deploy(options: argparse.Namespace) -> int:
         return _built_only(bundle, options, str(error))
     if not report.passed:
         raise GateError("the parity chain failed: nothing of this bundle should be trusted before it passes")
+    problem = ""
     if options.data:
         print()
-        _evaluated(bundle, options)
+        problem = _evaluated(bundle, options)
     if options.bench:
         from algm_deploy.timing.protocols import usual_request
 
@@ -281,6 +285,8 @@ def deploy(options: argparse.Namespace) -> int:
         _timed(bundle, options, usual_request(bundle.recipe, "latency"))
     print(f"\ndeployed: {options.output}")
     print(f"next: algm-deploy predict {_word(options.output)} PHOTO --runtime {options.runtime}")
+    if problem:
+        raise DatasetError(problem)
     return 0
 
 

@@ -178,12 +178,15 @@ def check_verified(bundle: Bundle, runtime: str) -> None:
     """Nothing is timed that has not passed the parity chain on its runtime.
 
     Raises:
+        RuntimeUnavailableError, NotExecutedError, BuildError: it was never run, and cannot be here.
         BundleError: it was never run, or not on the files there are now.
         GateError: it failed.
     """
     record = bundle.section("parity").get(runtime)
     command = f"`algm-deploy verify {quote(str(bundle.path))} --runtime {runtime}`"
     if record is None:
+        with runner(bundle, runtime):  # what keeps it from running here keeps it from being verified: that comes first
+            pass
         raise BundleError(f"expected a bundle that was verified on {runtime}, this one was not: run {command} first")
     if not record["passed"]:
         raise GateError(f"the parity chain failed on {runtime}, so nothing is timed: {command} shows where")

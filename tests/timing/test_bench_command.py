@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import onnxruntime as ort
 import pytest
 
 from algm_deploy.bundle import Bundle
@@ -50,6 +51,7 @@ def test_bench_of_batches(bundle: Path, capsys: pytest.CaptureFixture[str]) -> N
     ("options", "code", "said"),
     [
         (("--runtime", "onnxruntime-cpu"), 2, "--runtime onnxruntime-cpu` first"),
+        (("--runtime", "tensorrt-rtx"), 2, "--runtime tensorrt-rtx`"),
         (("--runtime", "torch", "--batch", "2"), 2, "expected a batch of 1 for latency, got 2"),
         (("--runtime", "torch", "--protocol", "mixed", "--batch", "4", "--count", "3"), 2, "at least 4 different"),
         (("--runtime", "torch", "--rounds", "1"), 2, "2 rounds or more"),
@@ -64,6 +66,14 @@ def test_bench_refuses(
     assert message.startswith("algm-deploy bench: ")
     assert message.count("\n") == 1
     assert said in message
+
+
+@pytest.mark.skipif("CUDAExecutionProvider" in ort.get_available_providers(), reason="this is the CUDA package")
+def test_what_cannot_be_verified_here_is_not_asked_for(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", str(bundle), "--runtime", "onnxruntime-cuda"]) == 2
+    message = capsys.readouterr().err
+    assert "pip install onnxruntime-gpu" in message
+    assert "verify" not in message
 
 
 def test_bench_refuses_what_failed(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
