@@ -217,6 +217,7 @@ struct RowCount {
         atomicMax(reinterpret_cast<unsigned long long *>(plan_rows), static_cast<unsigned long long>(length));
         __threadfence();
         if (atomicAdd(raised, 1) + 1 < static_cast<int>(gridDim.x)) return;
+        __threadfence();
         const int64_t longest = *const_cast<volatile int64_t *>(plan_rows);
         *rows = longest;
         if (rows_int32 != nullptr) *rows_int32 = static_cast<int32_t>(longest);
