@@ -29,6 +29,7 @@ from algm_deploy.report.tables import markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "benchmarks" / "records"
+TRAINED = "trained_h200.json"
 EVIDENCE, TABLE = RECORDS / "support.json", ROOT / "docs" / "support.md"
 RUNTIMES = ("torch", "onnxruntime-cpu", "onnxruntime-cuda", "tensorrt-rtx", "tensorrt")
 # Tests with claims, and what narrows them down.
@@ -66,7 +67,8 @@ row's family and decoder.
 """
 TAIL = """
 `verified`, `equals`, `builds` and `layout` are tests, which [support.json](../benchmarks/records/support.json) names;
-`compared` is [runtimes_h200.json](../benchmarks/records/runtimes_h200.json), and photos are those of
+with onnxruntime-cuda `verified` is a trained checkpoint, [trained_h200.json](../benchmarks/records/trained_h200.json),
+and `compared` [runtimes_h200.json](../benchmarks/records/runtimes_h200.json). Photos are those of
 [camvid_miou.json](../benchmarks/records/camvid_miou.json).
 """
 
@@ -95,7 +97,7 @@ def page(claims: Claims) -> str:
     tome = [(n, *(_cell("tome", n, runtime, claims) for runtime in RUNTIMES)) for n in networks]
     return "\n".join(
         (
-            HEAD.format(networks=" and ".join(f"Segmenter-{n}" for n in gpu["networks"]), device=device),
+            HEAD.format(networks=_listed(gpu["networks"]), device=device),
             "## ALGM\n",
             markdown_table(("recipe", "data set", "pictures", *RUNTIMES), rows),
             "\n## ToMe, the baseline\n",
@@ -103,6 +105,11 @@ def page(claims: Claims) -> str:
             TAIL,
         )
     )
+
+
+def _listed(sizes: Iterable[str]) -> str:
+    *first, last = (f"Segmenter-{size}" for size in sizes)
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def _network(facts: Recipe) -> str:
@@ -119,7 +126,10 @@ def _pictures(facts: Recipe, claims: Claims) -> str:
 
 
 def _cells(method: str, facts: Recipe, claims: Claims) -> list[str]:
-    return [_cell(method, _network(facts), runtime, claims) for runtime in RUNTIMES]
+    cells = {runtime: _cell(method, _network(facts), runtime, claims) for runtime in RUNTIMES}
+    if _verified_on_a_gpu(facts):
+        cells["onnxruntime-cuda"] = "verified"
+    return list(cells.values())
 
 
 def _cell(method: str, network: str, runtime: str, claims: Claims) -> str:
@@ -128,6 +138,13 @@ def _cell(method: str, network: str, runtime: str, claims: Claims) -> str:
     if not found and runtime == "onnxruntime-cuda" and (method, network) == ("algm", "segmenter/mask_transformer"):
         found = ["compared"] * _compared_on_a_gpu()
     return found[0] if found else "none"
+
+
+def _verified_on_a_gpu(facts: Recipe) -> bool:
+    """Whether a trained checkpoint of the recipe, whose folder begins with its name, passed on ONNX Runtime there."""
+    record = _record(TRAINED)
+    chains = [run["parity"]["passed"] for name, run in record["runs"].items() if name.startswith("onnxruntime-cuda ")]
+    return record["checkpoint"].startswith(facts.name) and bool(chains) and all(chains)
 
 
 def _compared_on_a_gpu() -> bool:

@@ -64,12 +64,16 @@ COMPARED = 4  # images of a batch
 
 @dataclass
 class Configuration:
-    """One thing to time: `call` returns labels (B, H, W) or scores (B, K, H, W); maps of its merges by `decisions`."""
+    """One thing to time: `call` returns labels (B, H, W) or scores (B, K, H, W); maps of its merges by `decisions`.
+
+    `kept` is what a graph reads where it is, such as weights.
+    """
 
     variant: Variant
     image: Tensor
     call: Call
     decisions: Callable[[], tuple[Tensor, ...]] = tuple
+    kept: Any = None
 
 
 def main() -> None:
@@ -217,12 +221,11 @@ class Bench:
             result = labels(given)
 
         def call() -> Tensor:
-            assert network  # kept: the graph reads its weights where they are
             given.copy_(image)
             graph.replay()
             return result.clone()
 
-        return Configuration(variant, image, call)
+        return Configuration(variant, image, call, kept=network)
 
     def same_mean(self, images: Tensor) -> tuple[float, float]:
         """Thresholds with which these images keep `TOKENS` on average, each deciding alone."""

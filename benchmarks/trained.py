@@ -3,7 +3,7 @@
     python benchmarks/trained.py CHECKPOINT PHOTOS --recipe segmenter_vit_s16_camvid -o trained.json
 
 For each output, precision and runtime: export, build, `verify`, and `bench` under all protocols, as the commands of
-these names do. A runtime whose parity chain fails is not timed, and the record says so.
+these names do. A runtime whose parity chain fails, its dense network's included, is not timed, and the record says so.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 from algm_deploy.bundle import Bundle, write_atomically
 from algm_deploy.deployment import bench_bundle, build_bundle, export, find_images, verify_bundle
 from algm_deploy.environment import environment
+from algm_deploy.errors import GateError
 from algm_deploy.timing.protocols import Request, usual_request
 
 KEPT = (
@@ -42,15 +43,16 @@ def main() -> None:
     parser.add_argument("--chain-photos", type=int, default=2, help="photos of the parity chain")
     parser.add_argument("-o", "--output", type=Path, default=Path("trained.json"))
     options = parser.parse_args()
+    folder = options.checkpoint if options.checkpoint.is_dir() else options.checkpoint.parent
     record: dict[str, Any] = {
         "schema_version": 1,
         "environment": asdict(environment(devices=True)),
-        "checkpoint": options.checkpoint.parent.name,
+        "checkpoint": folder.resolve().name,
         "runs": {},
     }
     for output, precision in product(options.outputs, options.precisions):
-        with tempfile.TemporaryDirectory() as folder:
-            bundle = exported(options, output, precision, Path(folder))
+        with tempfile.TemporaryDirectory() as scratch:
+            bundle = exported(options, output, precision, Path(scratch))
             for runtime in options.runtimes:
                 record["runs"][f"{runtime} {precision} {output}"] = run(bundle, runtime, options)
                 with write_atomically(options.output) as path:
@@ -76,8 +78,11 @@ def run(bundle: Bundle, runtime: str, options: argparse.Namespace) -> dict[str, 
     result["thresholds"] = {"tau": bundle.recipe.merging.clap_threshold, "gbm": bundle.recipe.merging.gbm_threshold}
     result["speed"] = {}
     for request in requests(bundle, options, len(photos)):
-        rows = bench_bundle(bundle, runtime, photos, request)
         name = f"{request.protocol} batch {request.batch}"
+        try:
+            rows = bench_bundle(bundle, runtime, photos, request)
+        except GateError as error:
+            return result | {"not_timed": f"{name}: {error}"}
         result["speed"][name] = {
             row.record["variant"]: {key: row.record[key] for key in KEPT if key in row.record} for row in rows
         }
@@ -96,9 +101,10 @@ def requests(bundle: Bundle, options: argparse.Namespace, photos: int) -> Iterat
 
 
 def summary(rows: dict[str, dict[str, Any]]) -> str:
-    merged = rows["merged"]
     times = " / ".join(f"{row['batch_ms_mean_of_medians']:.2f}" for row in rows.values())
-    return f"{times} ms, x {merged['speedup']:.2f}, efficiency {merged.get('merge_efficiency', float('nan')):.2f}"
+    merged = rows.get("merged", {})
+    shown = (f"{key} {merged[key]:.2f}" for key in ("speedup", "merge_efficiency") if key in merged)
+    return ", ".join((f"{times} ms", *shown))
 
 
 if __name__ == "__main__":
