@@ -98,14 +98,16 @@ class Kernels:
     def _call(self, name: str, params: ctypes.Structure, *arguments: Tensor | int | None) -> None:
         """Tensors go in as pointers, None as the null pointer, numbers as int64. On the device of the tensors."""
         converted: list[Any] = []
-        (device,) = {argument.device for argument in arguments if isinstance(argument, Tensor)}
+        devices = {argument.device for argument in arguments if isinstance(argument, Tensor)}
+        if len(devices) != 1:
+            raise ExecutionError(f"expected all tensors of {name} on one device, got {', '.join(map(str, devices))}")
         for argument in arguments:
             if isinstance(argument, Tensor):
                 assert argument.is_cuda and argument.is_contiguous()
                 converted.append(ctypes.c_void_p(argument.data_ptr()))
             else:
                 converted.append(ctypes.c_void_p() if argument is None else ctypes.c_int64(argument))
-        with torch.cuda.device(device):
+        with torch.cuda.device(devices.pop()):
             stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
             status = self._function(name)(ctypes.byref(params), *converted, stream)
         if status:
@@ -179,11 +181,10 @@ def use_kernels() -> Kernels | None:
         order: str,
     ) -> tuple[Tensor, ...]:
         tokens, size = tokens.contiguous(), size.contiguous()
-        with torch.cuda.device(tokens.device):
-            merge = clap_merge(tokens, grid, window, prefix, semantics, batch, order)
-            decision = kernels.decision(merge, tokens, grid[0] * grid[1])
-            kernels.decide_clap(merge, tokens, threshold.contiguous(), decision)
-            return kernels.merged(merge, decision, tokens, size)
+        merge = clap_merge(tokens, grid, window, prefix, semantics, batch, order)
+        decision = kernels.decision(merge, tokens, grid[0] * grid[1])
+        kernels.decide_clap(merge, tokens, threshold.contiguous(), decision)
+        return kernels.merged(merge, decision, tokens, size)
 
     @gbm.register_kernel("cuda")
     def _(
@@ -199,15 +200,13 @@ def use_kernels() -> Kernels | None:
         batch: str,
     ) -> tuple[Tensor, ...]:
         tokens, size, map, length = (x.contiguous() for x in (tokens, size, map, length))
-        with torch.cuda.device(tokens.device):
-            merge = gbm_merge(tokens, map.shape[1], prefix, mode, divisor, semantics, batch)
-            decision = kernels.decision(merge, tokens, map.shape[1])
-            kernels.decide_gbm(merge, tokens, map, length, threshold.contiguous(), decision)
-            return kernels.merged(merge, decision, tokens, size)
+        merge = gbm_merge(tokens, map.shape[1], prefix, mode, divisor, semantics, batch)
+        decision = kernels.decision(merge, tokens, map.shape[1])
+        kernels.decide_gbm(merge, tokens, map, length, threshold.contiguous(), decision)
+        return kernels.merged(merge, decision, tokens, size)
 
     @label_map.register_kernel("cuda")
     def _(scores: Tensor, map: Tensor, prefix: int, grid: list[int], size: list[int]) -> Tensor:
-        with torch.cuda.device(scores.device):
-            return kernels.label_map(scores.contiguous(), map.contiguous(), prefix, grid, size)
+        return kernels.label_map(scores.contiguous(), map.contiguous(), prefix, grid, size)
 
     return kernels
