@@ -23,6 +23,7 @@ from algm_deploy.deployment import (
 from algm_deploy.errors import GateError
 from algm_deploy.evaluation.datasets import Dataset, open_dataset
 from algm_deploy.evaluation.predictor import Predictor
+from algm_deploy.names import counted
 from algm_deploy.report.gallery import draw_gallery, labelled_photos
 from algm_deploy.report.page import write_report
 from algm_deploy.report.pictures import PictureWriter
@@ -51,9 +52,8 @@ def demonstrate(folder: Path, runtime: str, generated: int, say: Say, progress: 
     say(f"2. verify: {runtime} against PyTorch")
     _verify(bundle, runtime, 4, say, progress)
     say("3. evaluate: what merging costs")
-    drawn = generated_scenes(folder / "scenes", generated)
-    for pictures, dataset in (("pictures of the package", labelled_pictures()), ("scenes drawn now", drawn)):
-        _compare(bundle, runtime, pictures, dataset, say, progress)
+    _compare(bundle, runtime, labelled_pictures(), ("pictures", "of the package"), say, progress)
+    _compare(bundle, runtime, generated_scenes(folder / "scenes", generated), ("scenes", "drawn now"), say, progress)
     say("4. time: one picture at a time, until its label map is there")
     for name in dict.fromkeys(("torch", runtime)):
         _time(bundle, name, say, progress)
@@ -118,13 +118,14 @@ def _time(bundle: Bundle, runtime: str, say: Say, progress: bool) -> None:
         say(f"   {runtime:15} not stable: something else runs on this machine, so there is no figure")
 
 
-def _compare(bundle: Bundle, runtime: str, pictures: str, dataset: Dataset, say: Say, progress: bool) -> None:
+def _compare(bundle: Bundle, runtime: str, dataset: Dataset, kind: tuple[str, str], say: Say, progress: bool) -> None:
     dense, merged = (
         evaluate_bundle(bundle, runtime, dataset, merge=merge, progress=progress).record() for merge in (False, True)
     )
+    things, origin = kind
     gmacs = merged["gmacs_per_window_mean"] / dense["gmacs_per_window_mean"]
     say(
-        f"   {merged['images']} {pictures}: mIoU {dense['miou_percent']:.2f} % dense, "
+        f"   {counted(merged['images'], things)} {origin}: mIoU {dense['miou_percent']:.2f} % dense, "
         f"{merged['miou_percent']:.2f} % merged, at {100 * gmacs:.0f} % of the multiply-adds"
     )
     for name, part in merged["slices"].items():

@@ -288,8 +288,10 @@ def note_not_run(bundle: Bundle, runtime: str, reason: str) -> list[str]:
 
 
 def device_of(runtime: str) -> str:
-    """The device a runtime executes on here, for records."""
+    """The device a runtime that is opened now executes on, for records."""
     here = environment(devices=True)
     if runtime == "onnxruntime-cpu" or not here.devices:
         return f"{here.cpu}, {here.cpu_count} cores"
-    return here.devices[0].name
+    import torch
+
+    return here.devices[torch.cuda.current_device()].name

@@ -6,6 +6,7 @@ import errno
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -235,6 +236,13 @@ def test_a_bundle_that_takes_no_record_is_told_before_the_work(
     monkeypatch.setattr("algm_deploy.deployment.benchmark", pytest.fail)
     with pytest.raises(BundleError, match="Permission denied"):
         bench_bundle(bundle, "torch", [photos], usual_request(bundle.recipe, "latency"))
+
+
+def test_the_device_of_a_record_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = SimpleNamespace(cpu="CPU", cpu_count=2, devices=[SimpleNamespace(name=name) for name in ("first", "second")])
+    monkeypatch.setattr("algm_deploy.deployment.environment", lambda **_: here)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 1)
+    assert [device_of(runtime) for runtime in ("onnxruntime-cpu", "torch")] == ["CPU, 2 cores", "second"]
 
 
 def test_verification_is_kept(tiny_bundle: Bundle, tmp_path: Path, photos: Path) -> None:

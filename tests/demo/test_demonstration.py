@@ -22,7 +22,7 @@ def test_whole_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(record["passed"] for record in bundle.fact("parity").values())
     assert all(record["pictures"] == "synthetic scenes" for record in bundle.section("parity").values())
     compared = [line.strip().partition(":")[0] for line in lines if ": mIoU" in line]
-    assert compared == ["3 pictures of the package", "1 scenes drawn now"]
+    assert compared == ["3 pictures of the package", "1 scene drawn now"]
     speed = bundle.fact("speed")
     assert {(one["runtime"], one["variant"]) for one in speed.values()} == {
         (runtime, variant) for runtime in ("torch", "onnxruntime-cpu") for variant in ("dense", "merged")

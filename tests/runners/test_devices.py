@@ -15,9 +15,10 @@ import torch
 from algm_deploy.bundle import Bundle
 from algm_deploy.deployment import export
 from algm_deploy.errors import BundleError, RuntimeUnavailableError
+from algm_deploy.native import find_library
 from algm_deploy.ops.native_kernels import use_kernels
 from algm_deploy.runners.contract import Runner, runner, runner_type
-from algm_deploy.runners.onnxruntime import OnnxRuntimeCudaRunner
+from algm_deploy.runners.onnxruntime import LIBRARY, OnnxRuntimeCudaRunner
 
 pytestmark = [
     pytest.mark.gpu,
@@ -39,6 +40,8 @@ def built(request: pytest.FixtureRequest, exported: Bundle) -> tuple[Bundle, str
         runner_type(request.param).require_builder()
     except RuntimeUnavailableError as error:
         pytest.skip(str(error))
+    if request.param == "onnxruntime-cuda" and find_library(LIBRARY) is None:
+        pytest.skip(f"no graphs without the custom operators: algm-deploy build-native {LIBRARY}")
     runner_type(request.param).build(exported)
     return Bundle.open(exported.path), request.param
 
