@@ -43,8 +43,9 @@ OUTPUTS = ("scores", "token_counts", "token_map_clap_1", "token_map_gbm_5")
 class Agreement:
     """One runtime on one checkpoint against the published code, over all windows.
 
-    `margin_of_worst` is the smallest distance, in fp64, between any two numbers that decided the worst window: two
-    similarities whose order decides the order of tokens, or a similarity and its threshold.
+    `maps_unexplained` are windows whose map differs although rounding cannot have decided any merge otherwise: every
+    two numbers that were compared are farther apart than the noise measured for them. `margin_of_worst` is the smallest
+    such distance in the window with the fewest labels in common.
     """
 
     checkpoint: str
@@ -54,6 +55,7 @@ class Agreement:
     gbm_counts_equal: int
     gbm_count_difference_max: int
     maps_equal: int
+    maps_unexplained: int
     label_agreement_mean: float
     label_agreement_min: float
     worst_window: str
@@ -91,17 +93,16 @@ def windows_of(golden: Golden, photos: Path, recipe: Recipe) -> NDArray[np.uint8
 def agreement(checkpoint: str, bundle: Bundle, runtime: str, golden: Golden, windows: NDArray[np.uint8]) -> Agreement:
     """Runs a runtime on every window."""
     counts, maps, shares = [], [], []
-    clap_maps = []
     with runner(bundle, runtime) as run:
         for index in tqdm(range(len(windows)), f"{checkpoint} {runtime}", unit="window", disable=None):
             outputs = run.infer({"image": windows[index : index + 1]}, OUTPUTS)
             counts.append(outputs["token_counts"][0])
-            clap_maps.append(outputs["token_map_clap_1"][0])
-            maps.append(outputs["token_map_gbm_5"][0])
+            maps.append([outputs["token_map_clap_1"][0], outputs["token_map_gbm_5"][0]])
             shares.append(float((outputs["scores"][0].argmax(0) == golden.labels[index]).mean()))
     difference = np.abs(np.stack(counts) - golden.counts)
-    equal = [np.array_equal(ours - 1, theirs) for ours, theirs in zip(maps, golden.token_map, strict=True)]
+    equal = [np.array_equal(ours - 1, theirs) for (_, ours), theirs in zip(maps, golden.token_map, strict=True)]
     worst = int(np.argmin(shares))
+    differing = [margins(bundle, windows[index], maps[index]) for index in range(len(windows)) if not equal[index]]
     return Agreement(
         checkpoint,
         runtime,
@@ -110,29 +111,30 @@ def agreement(checkpoint: str, bundle: Bundle, runtime: str, golden: Golden, win
         gbm_counts_equal=int((difference[:, 1] == 0).sum()),
         gbm_count_difference_max=int(difference[:, 1].max()),
         maps_equal=sum(equal),
+        maps_unexplained=sum(all(distance > noise for distance, noise in found) for found in differing),
         label_agreement_mean=float(np.mean(shares)),
         label_agreement_min=shares[worst],
         worst_window=f"{golden.names[worst]} at {golden.anchor[worst]}",
         worst_window_map_equal=equal[worst],
-        margin_of_worst=margin(bundle, windows[worst], [clap_maps[worst], maps[worst]]),
+        margin_of_worst=min(distance for distance, _ in margins(bundle, windows[worst], maps[worst])),
     )
 
 
-def margin(bundle: Bundle, window: NDArray[np.uint8], maps: list[NDArray[np.int64]]) -> float:
-    """See `Agreement.margin_of_worst`."""
+def margins(bundle: Bundle, window: NDArray[np.uint8], maps: list[NDArray[np.int64]]) -> list[tuple[float, float]]:
+    """How near numbers were that decided a window, in fp64, each with the noise that PyTorch's rounding makes in it.
+
+    Two similarities whose order decides the order of tokens; one and CLAP's threshold; one and GBM's.
+    """
     recipe = bundle.recipe
     replayed = [Replays(bundle, window[None])(0, maps)]
     clap = clap_facts(replayed, 0, recipe.merging, recipe.network)[0]
     gbm = gbm_facts(replayed, 1, recipe.merging, recipe.network)[0]
     merged = np.sort(clap.similarity[clap.similarity >= clap.limit].astype(np.float64))
-    best = gbm.best[gbm.sources]
-    return float(
-        min(
-            np.diff(merged).min(initial=np.inf),
-            np.abs(clap.similarity - clap.limit).min(),
-            np.abs(best - gbm.limit).min(),
-        )
-    )
+    return [
+        (float(np.diff(merged).min(initial=np.inf)), clap.noise),
+        (float(np.abs(clap.similarity - clap.limit).min()), clap.noise),
+        (float(np.abs(gbm.best[gbm.sources] - gbm.limit).min()), gbm.noise + gbm.limit_noise),
+    ]
 
 
 def measure(data: Path, checkpoint: str, runtimes: tuple[str, ...] = RUNTIMES) -> Iterator[Agreement]:

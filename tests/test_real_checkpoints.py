@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-ULP = 2.0**-24  # of a cosine just below one
+from algm_deploy.deployment import export
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +29,10 @@ def test_published_outputs_are_reproduced(benchmark: ModuleType, shared_dir: Pat
     (found,) = benchmark.measure(shared_dir, checkpoint, ("torch",))
     assert found.clap_counts_equal == found.windows == 20
     assert found.gbm_count_difference_max <= 1
-    # Windows tied to the last place may be ordered either way; the order decides what GBM may merge.
+    # Rounding, another on every kind of processor, may order windows either way; the order decides what GBM may merge.
     assert found.maps_equal >= 16
+    assert found.maps_unexplained == 0
     assert found.label_agreement_mean > 0.999
-    assert found.worst_window_map_equal or found.margin_of_worst <= 4 * ULP
 
 
 @pytest.mark.slow
@@ -41,4 +41,19 @@ def test_onnxruntime_reproduces_them_too(benchmark: ModuleType, shared_dir: Path
     assert found.clap_counts_equal == found.windows
     assert found.gbm_count_difference_max <= 2
     assert found.maps_equal >= 16
+    assert found.maps_unexplained == 0
     assert found.label_agreement_mean > 0.999
+
+
+@pytest.mark.slow
+def test_another_order_of_tokens_is_not_explained_by_rounding(
+    benchmark: ModuleType, shared_dir: Path, tmp_path: Path
+) -> None:
+    """GBM splits tokens by their place, so it merges others, where no two similarities are near each other."""
+    folder = shared_dir / "models" / "segmenter_vit_s16_camvid"
+    bundle = export(folder, tmp_path / "bundle", benchmark.RECIPE, {"merging.order": "raster"}).bundle
+    golden = benchmark.Golden(*(each[:3] for each in vars(benchmark.Golden.read(folder / "golden.npz")).values()))
+    windows = benchmark.windows_of(golden, shared_dir / "data" / "camvid" / "images" / "test", bundle.recipe)
+    found = benchmark.agreement("in raster order", bundle, "torch", golden, windows)
+    assert found.clap_counts_equal == found.windows == 3
+    assert found.maps_unexplained > 0
