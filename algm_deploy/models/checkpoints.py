@@ -43,6 +43,7 @@ CHECKPOINT_FILE = "checkpoint.pth"
 VARIANT_FILE = "variant.yml"
 _VARIANT_BYTES = 1 << 16
 _VARIANT_NODES = 10_000
+_VARIANT_DEPTH = 32  # published files have four
 _ENTRIES = ("model", "state_dict")
 _SUFFIXES = (".pth", ".pt", ".bin")
 # The one entry of a published state dict that is no floating-point tensor; nothing reads it at inference.
@@ -157,7 +158,17 @@ def read_variant(path: Path) -> dict[str, Any]:
 
 
 class _VariantLoader(yaml.SafeLoader):
-    pass
+    """Refuses what is nested deeply before reading on: the scanner takes a step for every open bracket at each one."""
+
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        self.depth += 1
+        if self.depth > _VARIANT_DEPTH:
+            raise ValueError(f"nested more than {_VARIANT_DEPTH} deep")
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
 
 
 def _variant_facts(loader: _VariantLoader) -> object:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -134,6 +135,20 @@ def test_the_largest_variant_files_are_read_soon(tmp_path: Path, line: str) -> N
     path.write_text(line)
     with soon(CheckpointError):
         read_variant(path)
+
+
+@pytest.mark.parametrize("opening", ["[", "- ", "? ", "{a: "])
+def test_deep_variant_files_are_refused_before_they_are_read(tmp_path: Path, opening: str) -> None:
+    """Also where a program allows deep recursion; brackets within brackets cost the scanner their square."""
+    path = tmp_path / "variant.yml"
+    path.write_text("a: " * (opening == "[") + opening * 10_000)
+    allowed = sys.getrecursionlimit()
+    sys.setrecursionlimit(20_000)
+    try:
+        with soon(CheckpointError), pytest.raises(CheckpointError, match="nested more than 32 deep"):
+            read_variant(path)
+    finally:
+        sys.setrecursionlimit(allowed)
 
 
 @pytest.fixture(scope="module")
