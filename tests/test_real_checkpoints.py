@@ -49,11 +49,11 @@ def test_onnxruntime_reproduces_them_too(benchmark: ModuleType, shared_dir: Path
 def test_another_order_of_tokens_is_not_explained_by_rounding(
     benchmark: ModuleType, shared_dir: Path, tmp_path: Path
 ) -> None:
-    """GBM splits tokens by their place, so it merges others, where no two similarities are near each other."""
+    """GBM splits tokens by their place, so it merges others; in this window no two similarities are near each other."""
     folder = shared_dir / "models" / "segmenter_vit_s16_camvid"
     bundle = export(folder, tmp_path / "bundle", benchmark.RECIPE, {"merging.order": "raster"}).bundle
-    golden = benchmark.Golden(*(each[:3] for each in vars(benchmark.Golden.read(folder / "golden.npz")).values()))
+    golden = benchmark.Golden(*(each[1:2] for each in vars(benchmark.Golden.read(folder / "golden.npz")).values()))
     windows = benchmark.windows_of(golden, shared_dir / "data" / "camvid" / "images" / "test", bundle.recipe)
     found = benchmark.agreement("in raster order", bundle, "torch", golden, windows)
-    assert found.clap_counts_equal == found.windows == 3
-    assert found.maps_unexplained > 0
+    assert found.clap_counts_equal == found.windows == 1
+    assert found.maps_unexplained == 1
