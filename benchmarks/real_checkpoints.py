@@ -123,17 +123,21 @@ def agreement(checkpoint: str, bundle: Bundle, runtime: str, golden: Golden, win
 def margins(bundle: Bundle, window: NDArray[np.uint8], maps: list[NDArray[np.int64]]) -> list[tuple[float, float]]:
     """How near numbers were that decided a window, in fp64, each with the noise that PyTorch's rounding makes in it.
 
-    Two similarities whose order decides the order of tokens; one and CLAP's threshold; one and GBM's.
+    Two similarities whose order decides the order of tokens; one and CLAP's threshold; one and GBM's; and the two best
+    of a token that GBM merges, which decide what it joins.
     """
     recipe = bundle.recipe
     replayed = [Replays(bundle, window[None])(0, maps)]
     clap = clap_facts(replayed, 0, recipe.merging, recipe.network)[0]
     gbm = gbm_facts(replayed, 1, recipe.merging, recipe.network)[0]
     merged = np.sort(clap.similarity[clap.similarity >= clap.limit].astype(np.float64))
+    joining = gbm.scores[gbm.sources & (gbm.best >= gbm.limit)]
+    two_best = np.partition(joining, -2, axis=1)[:, -2:]
     return [
         (float(np.diff(merged).min(initial=np.inf)), clap.noise),
         (float(np.abs(clap.similarity - clap.limit).min()), clap.noise),
         (float(np.abs(gbm.best[gbm.sources] - gbm.limit).min()), gbm.noise + gbm.limit_noise),
+        (float(np.diff(two_best).min(initial=np.inf)), gbm.noise),
     ]
 
 
