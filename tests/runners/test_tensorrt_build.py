@@ -45,9 +45,13 @@ Support = Callable[[str, object], None]  # what a passed test proves, for docs/s
 
 
 @pytest.fixture(scope="module")
-def rtx() -> None:
+def bindings() -> None:
     if find_spec("tensorrt_rtx") is None:
         pytest.skip("needs the Python module tensorrt_rtx: pip install 'algm-deploy[tensorrt-rtx]'")
+
+
+@pytest.fixture(scope="module")
+def rtx(bindings: None) -> None:
     if native.find_library("trt_plugin") is None:
         pytest.skip(f"needs the plugin library: {native.REBUILD} trt_plugin")
 
@@ -243,17 +247,17 @@ def test_an_fp32_bundle_in_fp16(rtx: None, tiny_bundle: Bundle, tmp_path: Path) 
 # --- what goes wrong -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("bindings")
 def test_plugin_library_missing(models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("tensorrt_rtx")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(BuildError, match=r"libalgm_trt_plugin\.so.*run `algm-deploy build-native trt_plugin` first"):
         build(models["labels", "fp32"])
 
 
+@pytest.mark.usefixtures("bindings")
 def test_what_is_missing_shows_before_the_export(
     tiny_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("tensorrt_rtx")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(tensorrt_build, "write_tensorrt_onnx", lambda *_: pytest.fail("exported first"))
     with pytest.raises(BuildError, match="run `algm-deploy build-native trt_plugin` first"):
