@@ -350,7 +350,7 @@ def test_an_import_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_the_onnxruntime_here_tells_its_package_and_providers() -> None:
-    onnxruntime = pytest.importorskip("onnxruntime", reason="needs it: pip install 'algm-deploy[onnxruntime-cpu]'")
+    onnxruntime = pytest.importorskip("onnxruntime", reason="needs ONNX Runtime: algm-deploy[onnxruntime-cpu]")
     module = doctor.examined_module("onnxruntime")
     assert module.facts["version"] == onnxruntime.__version__
     assert module.facts["package"] in module.packages
