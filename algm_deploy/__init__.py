@@ -18,7 +18,7 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from algm_deploy.evaluation.predictor import Predictor
+    from algm_deploy.predictor import Predictor
 
 __version__ = "0.1.0"
 
@@ -32,7 +32,7 @@ def load(
     gbm_threshold: float | None = None,
     merge: bool = True,
 ) -> Predictor:
-    """Opens a bundle on a runtime; see `algm_deploy.evaluation.predictor.Predictor`."""
-    from algm_deploy.evaluation.predictor import Predictor
+    """Opens a bundle on a runtime; see `algm_deploy.predictor.Predictor`."""
+    from algm_deploy.predictor import Predictor
 
     return Predictor(bundle, runtime, tau, gbm_threshold, merge)

@@ -9,24 +9,27 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
-from algm_deploy.bundle import Bundle
+from algm_deploy.bundle.records import Evaluation, Parity, Rebuilds, Step
+from algm_deploy.bundle.signature import signature_of
+from algm_deploy.bundle.store import Bundle
 from algm_deploy.demo.scenes import scene
 from algm_deploy.environment import environment
 from algm_deploy.errors import BundleError, DatasetError, GateError, NotExecutedError
 from algm_deploy.evaluation.datasets import SPECS, Dataset
-from algm_deploy.evaluation.evaluate import Evaluation, evaluate
-from algm_deploy.evaluation.predictor import Predictor, network_anchors, network_canvas, takes_whole_frames
-from algm_deploy.evaluation.preprocessing import preprocessing_fingerprint, read_photo
+from algm_deploy.evaluation.evaluate import evaluate
 from algm_deploy.lowering.bundling import write_bundle
 from algm_deploy.models.checkpoints import VARIANT_FILE, read_checkpoint, settings_from_variant
-from algm_deploy.parity.chain import ParityReport, verify
-from algm_deploy.recipes import Recipe, recipe_settings, resolve
+from algm_deploy.parity.chain import verify
+from algm_deploy.pictures.preprocessing import preprocessing_fingerprint, read_photo
+from algm_deploy.predictor import Predictor, network_anchors, network_canvas, takes_whole_frames
+from algm_deploy.recipe.reading import recipe_settings, resolve
+from algm_deploy.recipe.schema import Recipe
 from algm_deploy.report.pictures import LABELS, OVERLAY, TOKENS
-from algm_deploy.report.records import SPEED, Measured, artifact_of
+from algm_deploy.report.records import Measured, artifact_of
 from algm_deploy.runners.contract import Runner, runner, runner_type
-from algm_deploy.signature import signature_of
 from algm_deploy.timing.protocols import Request, benchmark, check_verified, natural, reading_ms
 from algm_deploy.timing.timers import host_ms
 from algm_deploy.timing.variant_bundles import executable, executables
@@ -62,8 +65,7 @@ def export(checkpoint: Path, target: Path, recipe: str | None, settings: Mapping
         layers.append((f"recipe {recipe}", recipe_settings(recipe)))
     layers.append(("command line", settings))
     decided, conflicts = resolve(layers)
-    facts = {"preprocessing_sha256": preprocessing_fingerprint(decided.protocol)}
-    bundle = write_bundle(source, _with_classes(decided), target, facts)
+    bundle = write_bundle(source, _with_classes(decided), target, preprocessing_fingerprint(decided.protocol))
     return Exported(bundle, conflicts, _threshold_note(decided, layers))
 
 
@@ -96,7 +98,7 @@ def build_bundle(bundle: Bundle, runtime: str, **options: Any) -> list[str]:
     return runner_type(runtime).build(bundle, **options)
 
 
-def repeat_build(bundle: Bundle, runtime: str, builds: int, **options: Any) -> dict[str, Any]:
+def repeat_build(bundle: Bundle, runtime: str, builds: int, **options: Any) -> Rebuilds:
     """Builds a runtime's executable `builds` times and keeps in the manifest how far the results differ.
 
     A builder that times kernels takes others the next time, and rounding with them: what two builds of one network
@@ -120,15 +122,16 @@ def repeat_build(bundle: Bundle, runtime: str, builds: int, **options: Any) -> d
     shares = [
         100 * float((one == first).mean()) for found in labels[1:] for first, one in zip(labels[0], found, strict=True)
     ]
-    record = {
-        "builds": builds,
-        "distinct_files": len(files),
-        "pictures": len(windows),
-        "labels_equal_percent_min": min(shares, default=None),
-        "network_ms_by_build": times or None,
-        "device": device_of(runtime),
-    }
-    bundle.record("rebuilds", runtime, record)
+    record = Rebuilds(
+        runtime=runtime,
+        builds=builds,
+        distinct_files=len(files),
+        pictures=len(windows),
+        labels_equal_percent_min=min(shares, default=None),
+        network_ms_by_build=tuple(times) or None,
+        device=device_of(runtime),
+    )
+    bundle.record(record)
     return record
 
 
@@ -182,16 +185,18 @@ def spread(paths: Sequence[Path], count: int) -> list[Path]:
     return [paths[i] for i in np.unique(np.linspace(0, len(paths) - 1, min(count, len(paths))).round().astype(int))]
 
 
-def verify_bundle(
-    bundle: Bundle, runtime: str, paths: Sequence[Path], count: int, progress: bool = True
-) -> ParityReport:
+def verify_bundle(bundle: Bundle, runtime: str, paths: Sequence[Path], count: int, progress: bool = True) -> Parity:
     """Runs the parity chain and keeps its record in the manifest."""
     bundle.require_writable()
-    report = verify(bundle, runtime, parity_windows(bundle.recipe, paths, count), progress)
-    source = "photos" if paths else "synthetic scenes"
-    facts = {"pictures": source, "device": device_of(runtime), "files": executables(bundle, runtime)}
-    bundle.record("parity", runtime, {**report.record(), **facts})
-    return report
+    found = verify(bundle, runtime, parity_windows(bundle.recipe, paths, count), progress)
+    record = structs.replace(
+        found,
+        pictures="photos" if paths else "synthetic scenes",
+        device=device_of(runtime),
+        files=executables(bundle, runtime),
+    )
+    bundle.record(record)
+    return record
 
 
 def evaluate_bundle(
@@ -220,8 +225,7 @@ def evaluate_bundle(
         )
     bundle.require_writable()
     with Predictor(bundle, runtime, tau, gbm_threshold, merge) as predictor:
-        # JSON has no infinity.
-        thresholds = {n: v if np.isfinite(v) else str(v) for n, v in predictor.thresholds_in_force.items()}
+        thresholds = predictor.thresholds_in_force
         # A graph or an engine that was built anew, perhaps in another precision, starts a run of its own.
         files, plan = executables(bundle, runtime), bundle.recipe.merging
         artifact = f"{files} {bundle.recipe.precision} {runtime} {plan} {sorted(thresholds.items())}"
@@ -231,14 +235,15 @@ def evaluate_bundle(
             bundle.recipe,
             artifact=artifact,
             state_folder=bundle.path / "reports",
+            runtime=runtime,
+            device=device_of(runtime),
+            thresholds=thresholds,
             window_batch=predictor.window_batch,
             progress=progress,
         )
-    if not result.results:
+    if not result.images:
         raise GateError(f"{dataset.name}: none of {len(dataset.samples)} images could be evaluated")
-    images = f"{len(dataset.samples)} images"
-    tag = " ".join([runtime, dataset.name, dataset.split, images, *(f"{n} {v}" for n, v in thresholds.items())])
-    bundle.record("evaluation", tag, {**result.record(), "thresholds": thresholds, "device": device_of(runtime)})
+    bundle.record(result)
     return result
 
 
@@ -258,18 +263,14 @@ def bench_bundle(
     windows = parity_windows(bundle.recipe, paths, request.count)
     records = benchmark(bundle, runtime, windows, request, progress)
     facts = {**_kind_of_pictures(windows, paths), "device": device_of(runtime)}
-    reading = {}
+    reading: dict[str, float] = {}
     if paths and request.protocol == "latency":
         reading = reading_ms(spread(paths, request.count), bundle.recipe)
     rows = []
-    for variant, figures in records.items():
-        record = {**figures, **facts}
-        if reading:
-            record["stages"] = {**reading, **figures["stages"]}
-        given = (f"{name} {value}" for name, value in request.thresholds.items())
-        tag = " ".join((runtime, request.protocol, variant, f"batch {request.batch}", *given))
-        bundle.record(SPEED, tag, record)
-        rows.append(Measured(bundle.path.name, runtime, artifact_of(bundle, runtime, record), record))
+    for figures in records.values():
+        record = structs.replace(figures, **facts, stages={**reading, **figures.stages})
+        bundle.record(record)
+        rows.append(Measured(bundle.path.name, artifact_of(bundle, record), record))
     return rows
 
 
@@ -280,10 +281,10 @@ def _kind_of_pictures(windows: NDArray[Any], paths: Sequence[Path]) -> dict[str,
     return {"pictures": kind if is_natural else "constant or random", "representative": is_natural and bool(paths)}
 
 
-def note_not_run(bundle: Bundle, runtime: str, reason: str) -> list[str]:
+def note_not_run(bundle: Bundle, runtime: str, reason: str) -> tuple[Step, ...]:
     """Writes into the manifest that the steps behind the build did not run, and why; returns their names."""
-    steps = [f"{step} {runtime}" for step in ("parity", "evaluation", "speed")]
-    bundle.not_run(steps, reason)
+    steps: tuple[Step, ...] = ("parity", "evaluation", "speed")
+    bundle.note_not_run(steps, runtime, reason)
     return steps
 
 

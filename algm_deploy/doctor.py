@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from algm_deploy.environment import Device, environment
-from algm_deploy.native import LIBRARIES, REBUILD, find_library, missing_for
+from algm_deploy.native_libraries import LIBRARIES, REBUILD, find_library, missing_for
 
 Step = Literal["build", "execute"]
 

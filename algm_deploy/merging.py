@@ -13,7 +13,7 @@ from algm_deploy.errors import PlanError
 from algm_deploy.models.vit import Block, KeepTokens, MergeInputs, Model, Tokens, VitNetwork, share_parameters
 from algm_deploy.ops._rows import merge_rows, row_of, sum_rows
 from algm_deploy.ops.tome import most_merges
-from algm_deploy.recipes import MergePlan, Size
+from algm_deploy.recipe.schema import MergePlan, Size
 
 
 class Clap(nn.Module):

@@ -16,13 +16,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from algm_deploy.bundle import Bundle
+from algm_deploy.bundle.store import Bundle
 from algm_deploy.demo import ASSETS
-from algm_deploy.demonstration import labelled_pictures
+from algm_deploy.demo.run import labelled_pictures
 from algm_deploy.deployment import export
 from algm_deploy.evaluation.datasets import open_dataset
 from algm_deploy.evaluation.evaluate import merge_names
-from algm_deploy.recipes import DENSE, MergePlan, Network
+from algm_deploy.recipe.schema import DENSE, MergePlan, Network
 from algm_deploy.report.tables import markdown_table, shown
 from algm_deploy.tuning.ablations import ALGM, Variant
 from algm_deploy.tuning.objective import Record

@@ -26,11 +26,13 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from algm_deploy.bundle import Bundle, write_atomically
+from algm_deploy.bundle.files import write_atomically
+from algm_deploy.bundle.store import Bundle
 from algm_deploy.environment import environment
 from algm_deploy.models.checkpoints import expected_shapes
 from algm_deploy.models.families import NAMINGS, parameter_shapes
-from algm_deploy.recipes import Network, recipe
+from algm_deploy.recipe.reading import recipe
+from algm_deploy.recipe.schema import Network
 
 MAIN = "import sys; from algm_deploy.cli import main; sys.exit(main())"
 SEED = 0

@@ -25,12 +25,13 @@ import onnx_ir as ir
 import onnxruntime as ort
 from tqdm import tqdm
 
-from algm_deploy.bundle import Bundle, write_atomically
+from algm_deploy.bundle.files import write_atomically
+from algm_deploy.bundle.store import Bundle
 from algm_deploy.deployment import build_bundle, find_images, parity_windows
 from algm_deploy.environment import environment
 from algm_deploy.errors import GateError
 from algm_deploy.lowering.bundling import load_network
-from algm_deploy.native import find_library
+from algm_deploy.native_libraries import find_library
 from algm_deploy.parity.chain import verify
 from algm_deploy.timing.variants import VARIANTS, variant_graph
 

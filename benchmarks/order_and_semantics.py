@@ -22,7 +22,8 @@ import numpy as np
 from real_checkpoints import MODELS, RECIPE
 from tqdm import tqdm
 
-from algm_deploy.bundle import MANIFEST, Bundle
+from algm_deploy.bundle.manifest import MANIFEST
+from algm_deploy.bundle.store import Bundle
 from algm_deploy.deployment import evaluate_bundle, export, spread
 from algm_deploy.environment import environment
 from algm_deploy.evaluation.datasets import open_dataset

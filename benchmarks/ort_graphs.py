@@ -24,10 +24,10 @@ import torch
 
 import runtimes
 from algm_deploy.errors import GateError
-from algm_deploy.lowering.onnxruntime_stretches import stretches
+from algm_deploy.lowering.onnxruntime_segments import stretches
 from algm_deploy.models.deployed import Deployed
-from algm_deploy.runners.onnxruntime_graphs import STEP, StretchedSession
-from algm_deploy.runners.onnxruntime_sessions import CUDA_OPTIONS, CUDA_PROVIDER, checked_session
+from algm_deploy.runners.onnxruntime.graphs import STEP, StretchedSession
+from algm_deploy.runners.onnxruntime.sessions import CUDA_OPTIONS, CUDA_PROVIDER, checked_session
 from algm_deploy.timing.variants import VARIANTS, variant_network
 from runtimes import (
     TOKENS,

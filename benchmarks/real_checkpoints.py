@@ -22,13 +22,13 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from algm_deploy.bundle import Bundle
+from algm_deploy.bundle.store import Bundle
 from algm_deploy.deployment import export, verify_bundle
 from algm_deploy.environment import environment
-from algm_deploy.evaluation.predictor import network_canvas
-from algm_deploy.evaluation.preprocessing import read_photo
 from algm_deploy.parity.replay import Replays, clap_facts, gbm_facts
-from algm_deploy.recipes import Recipe
+from algm_deploy.pictures.preprocessing import read_photo
+from algm_deploy.predictor import network_canvas
+from algm_deploy.recipe.schema import Recipe
 from algm_deploy.report.tables import parity_table, text_table
 from algm_deploy.runners.contract import runner
 

@@ -30,7 +30,8 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from algm_deploy.bundle import write_atomically
+from algm_deploy.bundle.files import write_atomically
+from algm_deploy.bundle.signature import CLAP_THRESHOLD, GBM_THRESHOLD, signature_of
 from algm_deploy.environment import environment
 from algm_deploy.errors import GateError
 from algm_deploy.lowering.bundling import ALIGNMENT, EXTERNAL_BYTES
@@ -38,12 +39,11 @@ from algm_deploy.merging import merge_inputs, replay_merging
 from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.families import DTYPES, FAMILIES, network_module
 from algm_deploy.models.vit import MergeInputs, Tokens, VitNetwork
-from algm_deploy.native import require_library
+from algm_deploy.native_libraries import require_library
 from algm_deploy.ops.clap import window_similarity
 from algm_deploy.ops.gbm import gbm_similarity
-from algm_deploy.recipes import MergePlan, Network, Protocol, Recipe
-from algm_deploy.runners.onnxruntime import CUDA_OPTIONS, LIBRARY, CudaSession, placement
-from algm_deploy.signature import CLAP_THRESHOLD, GBM_THRESHOLD, signature_of
+from algm_deploy.recipe.schema import MergePlan, Network, Protocol, Recipe
+from algm_deploy.runners.onnxruntime.runner import CUDA_OPTIONS, LIBRARY, CudaSession, placement
 from algm_deploy.timing.timers import merge_efficiency
 from algm_deploy.timing.variants import VARIANTS, Variant, variant_graph, variant_network
 

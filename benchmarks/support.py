@@ -24,7 +24,8 @@ from typing import Any
 from xml.etree import ElementTree
 
 from algm_deploy.environment import environment
-from algm_deploy.recipes import Recipe, recipe, recipe_names
+from algm_deploy.recipe.reading import recipe, recipe_names
+from algm_deploy.recipe.schema import Recipe
 from algm_deploy.report.tables import markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]

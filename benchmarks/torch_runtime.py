@@ -30,19 +30,19 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from algm_deploy.bundle.signature import CLAP_THRESHOLD, GBM_THRESHOLD
 from algm_deploy.errors import BuildError, GateError
 from algm_deploy.merging import merge_inputs, replay_merging
 from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.families import network_module
 from algm_deploy.models.scores import TokenScores, labels_of, upsample_scores
 from algm_deploy.models.vit import MergeInputs, VitNetwork
-from algm_deploy.native import REBUILD
+from algm_deploy.native_libraries import REBUILD
 from algm_deploy.ops.attention import _BACKENDS
 from algm_deploy.ops.native_kernels import LIBRARY, use_kernels
-from algm_deploy.recipes import Recipe, Size
-from algm_deploy.runners import torch_packed
-from algm_deploy.runners.torch_packed import PackedSegmenter
-from algm_deploy.signature import CLAP_THRESHOLD, GBM_THRESHOLD
+from algm_deploy.recipe.schema import Recipe, Size
+from algm_deploy.runners.torch import packed as torch_packed
+from algm_deploy.runners.torch.packed import PackedSegmenter
 from algm_deploy.timing.variants import VARIANTS, Variant, variant_network
 from runtimes import (
     TOKENS,

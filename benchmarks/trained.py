@@ -17,7 +17,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from algm_deploy.bundle import Bundle, write_atomically
+from algm_deploy.bundle.files import write_atomically
+from algm_deploy.bundle.store import Bundle
 from algm_deploy.deployment import bench_bundle, build_bundle, export, find_images, verify_bundle
 from algm_deploy.environment import environment
 from algm_deploy.errors import GateError

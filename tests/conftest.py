@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from algm_deploy.bundle import Bundle
+    from algm_deploy.bundle.store import Bundle
     from algm_deploy.models.segmenter import Segmenter
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -113,7 +113,7 @@ def wide_bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory)
 @pytest.fixture(scope="session")
 def ort_library(root_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The custom operator library for the CPU; `ALGM_ORT_LIBRARY` names one that was built before."""
-    from algm_deploy.native import ONNXRUNTIME_HEADER, find_header
+    from algm_deploy.native_libraries import ONNXRUNTIME_HEADER, find_header
 
     if built := os.environ.get("ALGM_ORT_LIBRARY"):
         return Path(built)
@@ -162,7 +162,7 @@ def golden_segmenter(vectors_dir: Path) -> Callable[[str], Segmenter]:
     import torch
 
     from algm_deploy.models.families import network_module
-    from algm_deploy.recipes import Network
+    from algm_deploy.recipe.schema import Network
 
     def load(decoder: str) -> Segmenter:
         weights = torch.load(vectors_dir / f"{decoder}_4x64.pth", weights_only=True)

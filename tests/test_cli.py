@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from algm_deploy import __version__
-from algm_deploy.bundle import Bundle
+from algm_deploy.bundle.store import Bundle
 from algm_deploy.cli import main
 from algm_deploy.cli.commands import _engine_options
 from algm_deploy.cli.parser import RUNTIMES, parser

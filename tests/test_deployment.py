@@ -13,7 +13,7 @@ import onnx
 import pytest
 from PIL import Image
 
-from algm_deploy.bundle import Bundle
+from algm_deploy.bundle.store import Bundle
 from algm_deploy.demo.scenes import scene
 from algm_deploy.deployment import (
     bench_bundle,

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from algm_deploy.bundle import Bundle
+from algm_deploy.bundle.store import Bundle
 
 HIDDEN = "import sys; sys.modules['algm_deploy'] = None; exec(open('snippet.py').read())"
 

@@ -299,7 +299,8 @@ def test_every_runtime_is_judged() -> None:
 
 
 def test_limits_are_those_the_runners_enforce() -> None:
-    from algm_deploy.runners import tensorrt_build, tensorrt_library
+    from algm_deploy.runners.tensorrt import build as tensorrt_build
+    from algm_deploy.runners.tensorrt import library as tensorrt_library
 
     assert doctor.TENSORRT_OLDEST == tensorrt_library._OLDEST
     assert set(tensorrt_build.RTX_TARGETS) <= set(doctor.RTX_CAPABILITIES)

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from algm_deploy.bundle import Bundle
+from algm_deploy.bundle.store import Bundle
 from algm_deploy.deployment import export, parity_windows
 from algm_deploy.errors import CheckpointError
 from algm_deploy.models.families import FAMILIES, NAMINGS, parameter_shapes
 from algm_deploy.parity.chain import verify
-from algm_deploy.recipes import MergePlan, Network, Precision, Protocol, Recipe, flatten
+from algm_deploy.recipe.reading import flatten
+from algm_deploy.recipe.schema import MergePlan, Network, Precision, Protocol, Recipe
 from algm_deploy.runners.contract import runner
 
 STAGES = dict.fromkeys(("mla", "mla_mmseg", "linear_ms"), (1, 2, 3, 4)) | {"atm": (1, 2, 4)}

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from algm_deploy.content import content
 from algm_deploy.errors import AlgmDeployError
+from algm_deploy.package_data import content
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,8 @@ import pytest
 
 from algm_deploy.errors import RecipeError
 from algm_deploy.evaluation.flops import multiply_adds
-from algm_deploy.recipes import Recipe, recipe, recipe_names, recipe_rows, recipe_settings
+from algm_deploy.recipe.reading import recipe, recipe_names, recipe_rows, recipe_settings
+from algm_deploy.recipe.schema import Recipe
 from algm_deploy.report.published import (
     NO_REDUCTION,
     Positions,

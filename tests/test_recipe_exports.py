@@ -23,14 +23,15 @@ import pytest
 import torch
 from torch import nn
 
+from algm_deploy.bundle.signature import Tensor, signature_of
 from algm_deploy.lowering.export import base_onnx
 from algm_deploy.lowering.portable import add_function_bodies
 from algm_deploy.merging import insert_merging
 from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.families import FAMILIES
 from algm_deploy.parity.graph import graph_facts, graph_problems
-from algm_deploy.recipes import MergePlan, Network, Recipe, recipe, recipe_names
-from algm_deploy.signature import Tensor, signature_of
+from algm_deploy.recipe.reading import recipe, recipe_names
+from algm_deploy.recipe.schema import MergePlan, Network, Recipe
 
 SNAPSHOTS = Path(__file__).parent / "data" / "recipes"
 UPDATE = "ALGM_UPDATE_SNAPSHOTS"

@@ -10,20 +10,21 @@ import onnx
 import pytest
 import torch
 
-from algm_deploy.bundle import Bundle
+from algm_deploy.bundle.signature import signature_of
+from algm_deploy.bundle.store import Bundle
 from algm_deploy.deployment import export
 from algm_deploy.errors import BundleError, ExportError, PlanError
 from algm_deploy.evaluation.evaluate import merge_names
 from algm_deploy.evaluation.flops import multiply_adds
-from algm_deploy.evaluation.predictor import Predictor
 from algm_deploy.lowering.onnxruntime import graph_file, write_onnxruntime_onnx
 from algm_deploy.lowering.portable import operator_of
 from algm_deploy.lowering.tensorrt import write_tensorrt_onnx
 from algm_deploy.models.families import FAMILIES
 from algm_deploy.models.vit import VitNetwork
-from algm_deploy.recipes import DENSE, MergePlan, Network, Protocol, Recipe, recipe
+from algm_deploy.predictor import Predictor
+from algm_deploy.recipe.reading import recipe
+from algm_deploy.recipe.schema import DENSE, MergePlan, Network, Protocol, Recipe
 from algm_deploy.report.records import plan_in_force, plan_name
-from algm_deploy.signature import signature_of
 from algm_deploy.timing.variants import variant_network
 
 PLAN = MergePlan((), (), method="tome", tome_r=(8, 0, 4))

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from algm_deploy.cli.settings import settings_of
 from algm_deploy.errors import BuildError, DatasetError, GateError, NotExecutedError
-from algm_deploy.recipes import recipe, recipe_names, recipe_rows
+from algm_deploy.recipe.reading import recipe, recipe_names, recipe_rows
 
 if TYPE_CHECKING:
-    from algm_deploy.bundle import Bundle
+    from algm_deploy.bundle.records import Parity
+    from algm_deploy.bundle.store import Bundle
     from algm_deploy.evaluation.datasets import Dataset
-    from algm_deploy.parity.chain import ParityReport
     from algm_deploy.timing.protocols import Request
 
 
@@ -59,7 +59,7 @@ def _exported(options: argparse.Namespace) -> Bundle:
     for line in (*result.conflicts, *result.notes):
         print(f"note: {line}")
     bundle = result.bundle
-    if unused := bundle.fact("unused_checkpoint_keys"):
+    if unused := bundle.manifest.unused_checkpoint_keys:
         print(f"unused in the checkpoint: {', '.join(unused)}")
     for name, entry in sorted(bundle.files.items()):
         print(f"{entry.size_bytes / 1e6:9.1f} MB  {options.output / name}")
@@ -68,7 +68,7 @@ def _exported(options: argparse.Namespace) -> Bundle:
 
 def build(options: argparse.Namespace) -> int:
     """A runtime's own executable, added to a bundle."""
-    from algm_deploy.bundle import Bundle
+    from algm_deploy.bundle.store import Bundle
 
     bundle = Bundle.open(options.bundle)
     if options.repeat:
@@ -90,13 +90,12 @@ def _rebuilt(bundle: Bundle, options: argparse.Namespace) -> str:
     from algm_deploy.deployment import repeat_build
 
     found = repeat_build(bundle, options.runtime, options.repeat, **_engine_options(bundle, options))
-    share, times = found["labels_equal_percent_min"], found["network_ms_by_build"]
-    distinct = found["distinct_files"]
-    line = f"{found['builds']} builds gave {'equal files' if distinct == 1 else f'{distinct} different files'}"
-    if share is None:
+    share, times, distinct = found.labels_equal_percent_min, found.network_ms_by_build, found.distinct_files
+    line = f"{found.builds} builds gave {'equal files' if distinct == 1 else f'{distinct} different files'}"
+    if share is None or times is None:
         return f"{line}; their labels were not compared, as nothing here can execute them"
     spread = f"{min(times):.2f} to {max(times):.2f} ms a picture"
-    return f"{line}; at least {share:.3f} % of the labels of each of {found['pictures']} scenes are equal; {spread}"
+    return f"{line}; at least {share:.3f} % of the labels of each of {found.pictures} scenes are equal; {spread}"
 
 
 def _engine_flags(options: argparse.Namespace) -> dict[str, Any]:
@@ -125,7 +124,7 @@ def _engine_options(bundle: Bundle, options: argparse.Namespace) -> dict[str, An
         given["batches"] = (1, options.opt_batch, bundle.recipe.max_batch)
     found: dict[str, Any] = {"precision": options.engine_precision} if options.engine_precision else {}
     if given:
-        from algm_deploy.runners.tensorrt_build import EngineOptions
+        from algm_deploy.runners.tensorrt.build import EngineOptions
 
         largest = bundle.recipe.max_batch
         found["options"] = EngineOptions(**({"batches": (1, largest, largest)} | given))
@@ -134,16 +133,16 @@ def _engine_options(bundle: Bundle, options: argparse.Namespace) -> dict[str, An
 
 def verify(options: argparse.Namespace) -> int:
     """Parity chain of a bundle on a runtime."""
-    from algm_deploy.bundle import Bundle
+    from algm_deploy.bundle.store import Bundle
 
     report = _verified(Bundle.open(options.bundle), options)
     return 0 if report.passed else GateError.exit_code
 
 
-def _verified(bundle: Bundle, options: argparse.Namespace) -> ParityReport:
+def _verified(bundle: Bundle, options: argparse.Namespace) -> Parity:
     from algm_deploy.deployment import find_images, verify_bundle
-    from algm_deploy.names import counted
     from algm_deploy.report.tables import text_table
+    from algm_deploy.wording import counted
 
     paths = find_images(options.images) if options.images else []
     report = verify_bundle(bundle, options.runtime, paths, options.count)
@@ -164,7 +163,7 @@ def predict(options: argparse.Namespace) -> int:
     from tqdm import tqdm
 
     from algm_deploy.deployment import find_images
-    from algm_deploy.evaluation.predictor import Predictor
+    from algm_deploy.predictor import Predictor
     from algm_deploy.report.pictures import PictureWriter
 
     photos = find_images(options.images)
@@ -178,7 +177,7 @@ def predict(options: argparse.Namespace) -> int:
 
 def evaluate(options: argparse.Namespace) -> int:
     """mIoU of a bundle on a data set."""
-    from algm_deploy.bundle import Bundle
+    from algm_deploy.bundle.store import Bundle
 
     if problem := _evaluated(Bundle.open(options.bundle), options):
         raise DatasetError(problem)
@@ -194,9 +193,9 @@ def _evaluated(bundle: Bundle, options: argparse.Namespace) -> str:
     if options.limit:
         dataset = dataset.subset(options.limit)
     merge = not options.dense
-    record = evaluate_bundle(bundle, options.runtime, dataset, options.tau if merge else None, merge=merge).record()
+    record = evaluate_bundle(bundle, options.runtime, dataset, options.tau if merge else None, merge=merge)
     print(text_table(*quality_table(record)))
-    failures = record["failures"]
+    failures = record.failures
     for name, reason in failures.items():
         print(f"not evaluated: {name}: {reason}")
     if not failures:
@@ -215,8 +214,8 @@ def _dataset(bundle: Bundle, options: argparse.Namespace) -> Dataset:
 
 def bench(options: argparse.Namespace) -> int:
     """Speed beside the dense network, by protocol."""
-    from algm_deploy.bundle import Bundle
-    from algm_deploy.signature import CLAP_THRESHOLD
+    from algm_deploy.bundle.signature import CLAP_THRESHOLD
+    from algm_deploy.bundle.store import Bundle
     from algm_deploy.timing.protocols import usual_request
 
     bundle = Bundle.open(options.bundle)
@@ -240,7 +239,7 @@ def _timed(bundle: Bundle, options: argparse.Namespace, request: Request) -> Non
 
 def report(options: argparse.Namespace) -> int:
     """One HTML page about a bundle."""
-    from algm_deploy.bundle import Bundle
+    from algm_deploy.bundle.store import Bundle
     from algm_deploy.deployment import find_images
     from algm_deploy.report.gallery import Photo, draw_gallery, labelled_photos
     from algm_deploy.report.page import write_report
@@ -304,7 +303,7 @@ def _built_only(bundle: Bundle, options: argparse.Namespace, reason: str) -> int
 
 def demo(options: argparse.Namespace) -> int:
     """The whole product on an embedded synthetic example."""
-    from algm_deploy.demonstration import demonstrate
+    from algm_deploy.demo.run import demonstrate
 
     print("A small Segmenter trained on drawn street scenes: synthetic throughout, but really trained.\n")
     folder = options.output
@@ -331,7 +330,7 @@ def doctor(options: argparse.Namespace) -> int:
 
 def build_native(options: argparse.Namespace) -> int:
     """Compile the native libraries for this machine."""
-    from algm_deploy.native import BUILT, build
+    from algm_deploy.native_libraries import BUILT, build
 
     built = build(options.libraries or BUILT, options.architectures)
     for name, path in built.items():

@@ -9,7 +9,7 @@ from math import isfinite, nan
 from typing import Any
 
 from algm_deploy.errors import RecipeError
-from algm_deploy.recipes import checked
+from algm_deploy.recipe.reading import checked
 
 SETTINGS = {
     "image_size": "network.image_size",

@@ -15,9 +15,9 @@ from algm_deploy.cli.settings import percent
 from algm_deploy.errors import GateError, PlanError, RecipeError
 
 if TYPE_CHECKING:
-    from algm_deploy.bundle import Bundle
+    from algm_deploy.bundle.store import Bundle
     from algm_deploy.evaluation.datasets import Dataset
-    from algm_deploy.recipes import MergePlan, Recipe
+    from algm_deploy.recipe.schema import MergePlan, Recipe
     from algm_deploy.report.gallery import Example
     from algm_deploy.tuning.ablations import Variant
     from algm_deploy.tuning.findings import Finding, Reference
@@ -28,7 +28,7 @@ PICTURED = 3  # photos of the held-out part on a page
 
 def tune(options: argparse.Namespace) -> int:
     """Thresholds and merge positions from data, as a new recipe."""
-    from algm_deploy.bundle import Bundle
+    from algm_deploy.bundle.store import Bundle
     from algm_deploy.report.tuning import finding_text, write_finding
     from algm_deploy.tuning.recipe_file import write_recipe
 
@@ -71,7 +71,7 @@ def _attention(bundle: Bundle, options: argparse.Namespace) -> Finding:
 
 
 def _objective(bundle: Bundle, options: argparse.Namespace) -> Finding:
-    from algm_deploy.signature import GBM_THRESHOLD
+    from algm_deploy.bundle.signature import GBM_THRESHOLD
     from algm_deploy.timing.protocols import check_verified
     from algm_deploy.tuning.findings import find_threshold
     from algm_deploy.tuning.objective import default_candidates
@@ -112,9 +112,9 @@ class _Evaluator:
         return self._known[key]
 
     def _measured(self, dataset: Dataset, thresholds: Mapping[str, float] | None) -> dict[str, Any]:
+        from algm_deploy.bundle.signature import CLAP_THRESHOLD, GBM_THRESHOLD
         from algm_deploy.deployment import evaluate_bundle
-        from algm_deploy.recipes import DENSE
-        from algm_deploy.signature import CLAP_THRESHOLD, GBM_THRESHOLD
+        from algm_deploy.recipe.schema import DENSE
         from algm_deploy.tuning.objective import with_thresholds
         from algm_deploy.tuning.positions import PlanEvaluator
 
@@ -144,8 +144,8 @@ def _throughput(
     bundle: Bundle, options: argparse.Namespace, dataset: Dataset, tau: float | None, gbm: float | None
 ) -> dict[str, Any]:
     """Pictures a second of the merging network, in batches of different pictures of a data set, in turns with dense."""
+    from algm_deploy.bundle.signature import CLAP_THRESHOLD, GBM_THRESHOLD
     from algm_deploy.deployment import bench_bundle
-    from algm_deploy.signature import CLAP_THRESHOLD, GBM_THRESHOLD
     from algm_deploy.timing.protocols import usual_request
     from algm_deploy.tuning.objective import SPEEDUP, STABLE, THROUGHPUT
 
@@ -160,7 +160,7 @@ def _throughput(
 
 
 def _positions(bundle: Bundle, options: argparse.Namespace) -> Finding:
-    from algm_deploy.recipes import DENSE
+    from algm_deploy.recipe.schema import DENSE
     from algm_deploy.tuning.findings import find_positions
     from algm_deploy.tuning.positions import PlanEvaluator
 
@@ -222,7 +222,7 @@ def _goal(
 
     And that reference, where it is an evaluation that nothing else shows.
     """
-    from algm_deploy.bundle import Bundle
+    from algm_deploy.bundle.store import Bundle
     from algm_deploy.deployment import evaluate_bundle
     from algm_deploy.tuning.objective import Goal
     from algm_deploy.tuning.search import miou_of
@@ -250,7 +250,7 @@ def _goal(
 
 def _pictures(bundle: Bundle, options: argparse.Namespace, finding: Finding) -> list[Example]:
     """A few photos of the held-out part at the thresholds of a finding; also written as one picture."""
-    from algm_deploy.bundle import write_atomically
+    from algm_deploy.bundle.files import write_atomically
     from algm_deploy.report.gallery import draw_thresholds, labelled_photos, threshold_sheet
 
     if finding.thresholds is None or options.variant:

@@ -20,9 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from algm_deploy.errors import DatasetError
-from algm_deploy.evaluation.preprocessing import read_indices
-from algm_deploy.names import dataset_name
-from algm_deploy.recipes import Color
+from algm_deploy.pictures.preprocessing import read_indices
+from algm_deploy.recipe.schema import Color
+from algm_deploy.wording import dataset_title
 
 IGNORE = 255
 """Label of pixels that count for nothing, in every data set after its mapping."""
@@ -56,7 +56,7 @@ class Dataset:
     @property
     def title(self) -> str:
         """Data set and split, for people."""
-        return dataset_name({"dataset": self.name, "split": self.split})
+        return dataset_title(self.name, self.split)
 
     def labels_of(self, sample: Sample) -> NDArray[np.uint8]:
         """Class index of every pixel (H, W), `IGNORE` where a pixel does not count.
@@ -222,7 +222,7 @@ def _matching_layout(name: str, root: Path, split: str, spec: Spec) -> tuple[Lay
                 return layout, base, images
             attempts.append(problem)
     found = _listing(root) if root.is_dir() else "no such folder"
-    title = dataset_name({"dataset": name, "split": split})
+    title = dataset_title(name, split)
     raise DatasetError(f"expected {title} in {root}, looked for {'; or '.join(attempts)}; {root} holds: {found}")
 
 

@@ -10,24 +10,26 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from algm_deploy.bundle.records import Evaluation, Figures, MergeTokens, TokenHistograms, storable
+from algm_deploy.bundle.signature import merge_names
 from algm_deploy.errors import BundleError, DatasetError, ImageError
 from algm_deploy.evaluation.datasets import IGNORE, Dataset, Sample
 from algm_deploy.evaluation.flops import multiply_adds
 from algm_deploy.evaluation.metrics import Agreement, Confusion, agreement, confusion_matrix, quality
-from algm_deploy.evaluation.preprocessing import preprocessing_fingerprint, read_photo
-from algm_deploy.evaluation.sliding import Prediction, ScoresOf, predict_labels
-from algm_deploy.recipes import DENSE, MergePlan, Network, Protocol, Recipe
+from algm_deploy.pictures.preprocessing import preprocessing_fingerprint, read_photo
+from algm_deploy.pictures.sliding import Prediction, ScoresOf, predict_labels
+from algm_deploy.recipe.schema import DENSE, MergePlan, Protocol, Recipe
 
-SCHEMA_VERSION = 1
 STATE_VERSION = 2
 HISTOGRAM_BINS = 32
 
@@ -46,56 +48,6 @@ class ImageResult:
     tokens: list[list[int]]
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """The outcome over a data set; `failures` maps the names of images that could not be used to the reason."""
-
-    dataset: Dataset
-    recipe: Recipe
-    fingerprint: str
-    window_batch: int
-    results: tuple[ImageResult, ...]
-    failures: dict[str, str]
-
-    @property
-    def complete(self) -> bool:
-        """Whether every image of the data set is in the figures."""
-        return not self.failures
-
-    def tokens(self) -> NDArray[np.int64]:
-        """Token counts (windows, M) of all windows."""
-        return _tokens(self.results, self.recipe.merging)
-
-    def record(self) -> dict[str, Any]:
-        """JSON-able record with units and statistics in the names; a figure without a pixel behind it is None."""
-        return {
-            "schema_version": SCHEMA_VERSION,
-            "dataset": self.dataset.name,
-            "split": self.dataset.split,
-            "fingerprint_sha256": self.fingerprint,
-            "preprocessing_sha256": preprocessing_fingerprint(self.recipe.protocol),
-            "protocol": asdict(self.recipe.protocol),
-            "window_batch": self.window_batch,
-            "complete": self.complete,
-            "images_failed": len(self.failures),
-            "failures": self.failures,
-            **_figures(self.results, self.dataset.class_names, self.recipe.merging),
-            **_arithmetic(self.results, self.recipe.network, self.recipe.merging),
-            "token_histograms": _histograms(self.tokens(), self.recipe),
-            "slices": {
-                name: _figures(results, self.dataset.class_names, self.recipe.merging)
-                for name, results in self._slices().items()
-            },
-        }
-
-    def _slices(self) -> dict[str, list[ImageResult]]:
-        slice_of = {sample.name: sample.slice for sample in self.dataset.samples}
-        slices: dict[str, list[ImageResult]] = {}
-        for result in self.results:
-            slices.setdefault(slice_of[result.name], []).append(result)
-        return dict(sorted(slices.items()))
-
-
 def evaluate(
     dataset: Dataset,
     scores_of: ScoresOf,
@@ -103,6 +55,9 @@ def evaluate(
     *,
     artifact: str,
     state_folder: Path,
+    runtime: str,
+    device: str = "not recorded",
+    thresholds: Mapping[str, float] = {},
     window_batch: int = 1,
     progress: bool = True,
 ) -> Evaluation:
@@ -110,7 +65,8 @@ def evaluate(
 
     `artifact` identifies what computes the scores: weights, plan, thresholds in force, runtime, precision. Together
     with the protocol, the data set and `window_batch` it keys the state file in `state_folder`, so results of
-    different networks never mix. `window_batch` is explained at `predict_labels`.
+    different networks never mix. `window_batch` is explained at `predict_labels`. `runtime`, `device` and `thresholds`
+    go into the record.
 
     Raises:
         DatasetError: the data set's classes are not the network's.
@@ -145,8 +101,27 @@ def evaluate(
             except (ImageError, DatasetError) as error:
                 failures[sample.name] = str(error)
                 bar.set_postfix(failed=len(failures))
-    done = tuple(results[sample.name] for sample in dataset.samples if sample.name not in failures)
-    return Evaluation(dataset, recipe, fingerprint, window_batch, done, failures)
+    done = [results[sample.name] for sample in dataset.samples if sample.name not in failures]
+    return Evaluation(
+        runtime=runtime,
+        device=device,
+        thresholds=storable(thresholds),
+        dataset=dataset.name,
+        split=dataset.split,
+        fingerprint_sha256=fingerprint,
+        preprocessing_sha256=preprocessing_fingerprint(recipe.protocol),
+        protocol=recipe.protocol,
+        window_batch=window_batch,
+        failures=failures,
+        **structs.asdict(_figures(done, dataset.class_names, recipe.merging)),
+        gmacs_per_window_mean=_mean_gmacs(done, recipe),
+        gmacs_per_window_dense=multiply_adds(recipe.network, DENSE).gmacs,
+        token_histograms=_histograms(_tokens(done, recipe.merging), recipe),
+        slices={
+            name: _figures(results, dataset.class_names, recipe.merging)
+            for name, results in _by_slice(done, dataset).items()
+        },
+    )
 
 
 def measure_agreement(
@@ -263,33 +238,32 @@ def _check_tokens(prediction: Prediction, plan: MergePlan) -> None:
         )
 
 
-def _figures(results: Sequence[ImageResult], class_names: Sequence[str], plan: MergePlan) -> dict[str, Any]:
+def _by_slice(results: Iterable[ImageResult], dataset: Dataset) -> dict[str, list[ImageResult]]:
+    slice_of = {sample.name: sample.slice for sample in dataset.samples}
+    slices: dict[str, list[ImageResult]] = {}
+    for result in results:
+        slices.setdefault(slice_of[result.name], []).append(result)
+    return dict(sorted(slices.items()))
+
+
+def _figures(results: Sequence[ImageResult], class_names: Sequence[str], plan: MergePlan) -> Figures:
+    """Quality and tokens; a figure without a pixel behind it is None."""
     found = quality(_summed(results, len(class_names)))
     tokens = _tokens(results, plan)
-    figures: dict[str, Any] = {
-        "images": len(results),
-        "windows": len(tokens),
-        "labelled_pixels": found.labelled_pixels,
-        "miou_percent": _number(found.miou_percent),
-        "pixel_accuracy_percent": _number(found.pixel_accuracy_percent),
-        "majority_guess_miou_percent": _number(found.majority_guess_miou_percent),
-        "iou_percent_by_class": dict(zip(class_names, map(_number, found.iou_percent), strict=True)),
-    }
-    for name, counts in zip(merge_names(plan), tokens.T, strict=True):
-        if len(counts):
-            figures |= {
-                f"tokens_after_{name}_mean": float(counts.mean()),
-                f"tokens_after_{name}_min": int(counts.min()),
-                f"tokens_after_{name}_max": int(counts.max()),
-            }
-    return figures
-
-
-def merge_names(plan: MergePlan) -> tuple[str, ...]:
-    """Names of the token counts in the order of `plan.layers`: clap, gbm, or gbm_11 among several of a kind."""
-    kinds = [plan.merge_in(layer) for layer in plan.layers]
-    pairs = zip(kinds, plan.layers, strict=True)
-    return tuple(kind if kinds.count(kind) == 1 else f"{kind}_{layer}" for kind, layer in pairs)
+    return Figures(
+        images=len(results),
+        windows=len(tokens),
+        labelled_pixels=found.labelled_pixels,
+        miou_percent=_number(found.miou_percent),
+        pixel_accuracy_percent=_number(found.pixel_accuracy_percent),
+        majority_guess_miou_percent=_number(found.majority_guess_miou_percent),
+        iou_percent_by_class=dict(zip(class_names, map(_number, found.iou_percent), strict=True)),
+        tokens=tuple(
+            MergeTokens(merge=name, mean=float(counts.mean()), min=int(counts.min()), max=int(counts.max()))
+            for name, counts in zip(merge_names(plan), tokens.T, strict=True)
+            if len(counts)
+        ),
+    )
 
 
 def _summed(results: Iterable[ImageResult], classes: int) -> Confusion:
@@ -304,26 +278,21 @@ def _tokens(results: Iterable[ImageResult], plan: MergePlan) -> NDArray[np.int64
     return np.array(rows, np.int64).reshape(len(rows), len(plan.layers))
 
 
-def _arithmetic(results: Iterable[ImageResult], network: Network, plan: MergePlan) -> dict[str, Any]:
-    """Mean arithmetic over the windows, each with its own token counts."""
-    dense = multiply_adds(network, DENSE)
-    counts = [multiply_adds(network, plan, row).gmacs for row in _tokens(results, plan).tolist()]
-    mean = _number(float(np.mean(counts))) if counts else None
-    return {
-        "gmacs_per_window_mean": mean,
-        "gflops_per_window_mean": None if mean is None else 2 * mean,
-        "gmacs_per_window_dense": dense.gmacs,
-    }
+def _mean_gmacs(results: Iterable[ImageResult], recipe: Recipe) -> float | None:
+    """Mean multiply-adds over the windows, each with its own token counts, in 10^9."""
+    rows = _tokens(results, recipe.merging).tolist()
+    counts = [multiply_adds(recipe.network, recipe.merging, row).gmacs for row in rows]
+    return float(np.mean(counts)) if counts else None
 
 
-def _histograms(tokens: NDArray[np.int64], recipe: Recipe) -> dict[str, Any]:
+def _histograms(tokens: NDArray[np.int64], recipe: Recipe) -> TokenHistograms:
     patches = recipe.network.grid[0] * recipe.network.grid[1]
     edges = np.linspace(0, patches, HISTOGRAM_BINS + 1)
     counted = {
-        name: np.histogram(counts, edges)[0].tolist()
+        name: tuple(np.histogram(counts, edges)[0].tolist())
         for name, counts in zip(merge_names(recipe.merging), tokens.T, strict=True)
     }
-    return {"token_edges": edges.tolist(), "windows_by_merge": counted}
+    return TokenHistograms(token_edges=tuple(edges.tolist()), windows_by_merge=counted)
 
 
 def _number(value: float) -> float | None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from algm_deploy.errors import PlanError
-from algm_deploy.recipes import MergePlan, Network
+from algm_deploy.recipe.schema import MergePlan, Network
 
 _NORM = 5
 _BILINEAR = 4

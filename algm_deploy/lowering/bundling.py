@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import onnx_ir as ir
 import torch
@@ -13,7 +13,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from algm_deploy.bundle import Bundle, BundleWriter, sha256_of
+from algm_deploy.bundle.files import sha256_of
+from algm_deploy.bundle.signature import signature_of
+from algm_deploy.bundle.store import Bundle, BundleWriter
 from algm_deploy.errors import BundleError, ExportError
 from algm_deploy.lowering.export import base_onnx
 from algm_deploy.lowering.portable import add_function_bodies
@@ -22,8 +24,7 @@ from algm_deploy.models.checkpoints import Checkpoint, state_dict_for
 from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.families import DTYPES, network_module, parameter_shapes
 from algm_deploy.models.vit import VitNetwork
-from algm_deploy.recipes import Recipe
-from algm_deploy.signature import signature_of
+from algm_deploy.recipe.schema import Recipe
 
 WEIGHTS, ONNX, ONNX_DATA = "weights.safetensors", "model.onnx", "model.onnx.data"
 ALIGNMENT = 64
@@ -31,12 +32,10 @@ ALIGNMENT = 64
 EXTERNAL_BYTES = 1024
 
 
-def write_bundle(
-    checkpoint: Checkpoint, recipe: Recipe, target: Path, facts: Mapping[str, Any] | None = None
-) -> Bundle:
+def write_bundle(checkpoint: Checkpoint, recipe: Recipe, target: Path, preprocessing_sha256: str) -> Bundle:
     """Exports a checkpoint to a new bundle at `target`, complete or not at all.
 
-    `facts` are added to the manifest. The peak is about the weights in fp32, once more in the graph's layout.
+    The peak is about the weights in fp32, once more in the graph's layout.
 
     Raises:
         CheckpointError: the weights do not fit the recipe's network.
@@ -49,11 +48,11 @@ def write_bundle(
     model = network_module(recipe.network, weights.state_dict, DTYPES[recipe.precision])
     with BundleWriter(target, recipe) as writer:
         write_network(writer, model, deployed(model, recipe), source)
-        writer.facts |= {
-            "unused_checkpoint_keys": list(weights.unused),
-            "position_embedding_resized_from": weights.resized_from,
-            **(facts or {}),
-        }
+        writer.describe(
+            unused_checkpoint_keys=weights.unused,
+            position_embedding_resized_from=weights.resized_from,
+            preprocessing_sha256=preprocessing_sha256,
+        )
     return Bundle.open(target)
 
 
@@ -68,15 +67,15 @@ def write_network(writer: BundleWriter, model: VitNetwork, network: Deployed, so
         save_file(_contiguous(model.state_dict()), weights)
     except SafetensorError as error:  # a full disk, in an error of its own
         raise OSError(errno.EIO, str(error), str(weights)) from error
-    made_from = {WEIGHTS: writer.record(WEIGHTS, source).sha256}
+    made_from = {WEIGHTS: writer.list_file(WEIGHTS, source).sha256}
     graph = base_onnx(network, recipe.merging, signature_of(recipe).image.dtype)
     with writer.path(ONNX_DATA).open("wb") as data:
         move_weights(graph, data, ONNX_DATA)
     add_function_bodies(graph)
     ir.save(graph, writer.path(ONNX))
-    writer.record(ONNX_DATA, made_from)
-    writer.record(ONNX, made_from, uses=(ONNX_DATA,))
-    writer.facts["signature"] = signature_of(recipe).to_table()
+    writer.list_file(ONNX_DATA, made_from)
+    writer.list_file(ONNX, made_from, uses=(ONNX_DATA,))
+    writer.describe(signature=signature_of(recipe))
 
 
 def load_network(bundle: Bundle, dtype: torch.dtype | None = None) -> VitNetwork:

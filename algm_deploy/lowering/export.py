@@ -18,13 +18,13 @@ import torch
 from onnxscript import values
 from torch import Tensor, nn
 
+from algm_deploy.bundle.signature import CLAP_THRESHOLD, GBM_THRESHOLD, merge_names, output_names, threshold_defaults
 from algm_deploy.errors import ExportError
 from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.vit import MergeInputs
 from algm_deploy.ops.bodies import OPSET
 from algm_deploy.ops.schema import DOMAIN, SCHEMAS, VERSION
-from algm_deploy.recipes import Merge, MergePlan
-from algm_deploy.signature import CLAP_THRESHOLD, GBM_THRESHOLD, merge_names, output_names, threshold_defaults
+from algm_deploy.recipe.schema import Merge, MergePlan
 
 IR_VERSION = 10  # what ONNX Runtime 1.20 reads, the oldest supported
 

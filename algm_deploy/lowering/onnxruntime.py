@@ -32,14 +32,14 @@ import onnx_ir as ir
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from algm_deploy.bundle import Bundle
+from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BundleError, ExportError
 from algm_deploy.lowering.bundling import ONNX, ONNX_DATA
-from algm_deploy.lowering.onnxruntime_stretches import stretches
+from algm_deploy.lowering.onnxruntime_segments import stretches
 from algm_deploy.lowering.portable import operator_of
 from algm_deploy.ops.bodies import OPSET
 from algm_deploy.ops.schema import DOMAIN, VERSION
-from algm_deploy.recipes import Recipe
+from algm_deploy.recipe.schema import Recipe
 
 CONTRIB = "com.microsoft"
 Provider = Literal["cpu", "cuda"]
@@ -68,11 +68,11 @@ def single_image(recipe: Recipe, provider: Provider) -> bool:
     return provider == "cpu" and recipe.merging.batch == "per_image"
 
 
-def write_onnxruntime_onnx(bundle: Bundle, provider: Provider, custom_operators: bool) -> Counter[str]:
-    """Adds the provider's graph to the bundle; returns how often each rewrite fired.
+def write_onnxruntime_onnx(bundle: Bundle, provider: Provider, custom_operators: bool) -> tuple[Counter[str], int]:
+    """Adds the provider's graph to the bundle; returns how often each rewrite fired, and the number of segments.
 
-    On CUDA, with custom operators and images that decide alone, the graph is added once more in stretches for CUDA
-    graphs; their number is among the counts. ToMe has no custom operator, and its body asks the host for a size.
+    On CUDA, with custom operators and images that decide alone, the graph is added once more in segments for CUDA
+    graphs. ToMe has no custom operator, and its body asks the host for a size.
 
     Raises:
         BundleError: the portable graph cannot be read, or was not written by this package.
@@ -80,16 +80,15 @@ def write_onnxruntime_onnx(bundle: Bundle, provider: Provider, custom_operators:
     model = _portable(bundle.file(ONNX))
     counts = rewrite(model, provider, custom_operators, single_image(bundle.recipe, provider))
     files = [(graph_file(provider), model)]
-    plan = bundle.recipe.merging
+    plan, parts = bundle.recipe.merging, []
     if provider == "cuda" and custom_operators and plan.batch == "per_image" and not plan.tome_r:
         parts = stretches(model)
         files += [(stretch_file(index), part) for index, part in enumerate(parts)]
-        counts["stretches"] = len(parts)
     made_from = {ONNX: bundle.files[ONNX].sha256}
     for name, written in files:
         with bundle.add(name, made_from, uses=(ONNX_DATA,)) as path:
             ir.save(written, path)
-    return counts
+    return counts, len(parts)
 
 
 def _portable(path: Path) -> ir.Model:

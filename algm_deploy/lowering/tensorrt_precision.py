@@ -14,7 +14,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from algm_deploy.errors import ExportError
-from algm_deploy.recipes import Precision
+from algm_deploy.recipe.schema import Precision
 
 ONNX_TYPE: dict[Precision, int] = {
     "fp32": TensorProto.FLOAT,

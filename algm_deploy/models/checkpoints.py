@@ -24,7 +24,8 @@ from torch import Tensor
 from algm_deploy.errors import CheckpointError, PlanError, RecipeError, shown
 from algm_deploy.models.families import NAMINGS, parameter_shapes
 from algm_deploy.models.naming import Naming
-from algm_deploy.recipes import (
+from algm_deploy.recipe.reading import flatten, resolve
+from algm_deploy.recipe.schema import (
     DENSE,
     Decoder,
     MergePlan,
@@ -35,8 +36,6 @@ from algm_deploy.recipes import (
     Settings,
     Size,
     dataset_ratio,
-    flatten,
-    resolve,
 )
 
 CHECKPOINT_FILE = "checkpoint.pth"

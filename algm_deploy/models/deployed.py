@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from algm_deploy.models.scores import labels_of, upsample_scores
 from algm_deploy.models.vit import MergeInputs, PatchEmbedding, VitNetwork, padded, share_parameters
-from algm_deploy.recipes import Network, Output, Size
+from algm_deploy.recipe.schema import Network, Output, Size
 
 # (mean, deviation) of the pixels in 0..1, red, green, blue, by the name the official configuration uses.
 NORMALIZATIONS = {

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from algm_deploy.models.naming import Naming, joined_tokens, layer_scales
 from algm_deploy.models.scores import GridNetwork, scores_of_masks, to_grid
 from algm_deploy.models.vit import Block, Tokens, encoder_of
-from algm_deploy.recipes import Network
+from algm_deploy.recipe.schema import Network
 
 EPS = 1e-6
 _BACKBONE = "network.encoder.backbone."

@@ -12,7 +12,7 @@ from algm_deploy.models import eomt, linear, segvit, setr
 from algm_deploy.models.naming import Naming
 from algm_deploy.models.segmenter import Segmenter
 from algm_deploy.models.vit import VitNetwork
-from algm_deploy.recipes import Network
+from algm_deploy.recipe.schema import Network
 
 FAMILIES: dict[str, Callable[[Network], VitNetwork]] = {
     "segmenter": Segmenter,

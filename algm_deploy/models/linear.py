@@ -21,7 +21,7 @@ from algm_deploy.models.naming import BATCH_NORM_EPS, Made, Naming, joined_token
 from algm_deploy.models.scores import GridScores, Scores, TokenScores, to_grid
 from algm_deploy.models.vit import MergeInputs, VitNetwork, encoder_of
 from algm_deploy.ops._rows import wide
-from algm_deploy.recipes import Network, Size
+from algm_deploy.recipe.schema import Network, Size
 
 EPS = 1e-6
 _HEAD = "decode_head."

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from algm_deploy.recipes import Network, Size
+from algm_deploy.recipe.schema import Network, Size
 
 Shapes = Mapping[str, tuple[int, ...]]
 BATCH_NORM_EPS = 1e-5

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from algm_deploy.models.scores import TokenScores
 from algm_deploy.models.vit import Block, MergeInputs, Tokens, VitNetwork, encoder_of
 from algm_deploy.ops._rows import wide
-from algm_deploy.recipes import Network
+from algm_deploy.recipe.schema import Network
 
 
 def _unit(x: Tensor) -> Tensor:

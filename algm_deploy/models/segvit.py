@@ -17,7 +17,7 @@ from algm_deploy.models.naming import Naming, dropped, mmseg_encoder
 from algm_deploy.models.scores import GridNetwork, scores_of_masks, to_grid
 from algm_deploy.models.vit import Attention, Tokens, encoder_of
 from algm_deploy.ops._rows import wide
-from algm_deploy.recipes import Network
+from algm_deploy.recipe.schema import Network
 
 ENCODER_EPS = 1e-6
 

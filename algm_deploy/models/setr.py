@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from algm_deploy.models.naming import Naming, dropped, mmseg_encoder
 from algm_deploy.models.scores import GridNetwork, resize, to_grid
 from algm_deploy.models.vit import Tokens, encoder_of
-from algm_deploy.recipes import Network
+from algm_deploy.recipe.schema import Network
 
 EPS = 1e-6
 # Convolutions of a one-level head, their kernel, and the factor its scores are enlarged by before the last resize.

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from algm_deploy.recipes import Network, Size, patch_margins
+from algm_deploy.recipe.schema import Network, Size, patch_margins
 
 
 class Tokens(NamedTuple):

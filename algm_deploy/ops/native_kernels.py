@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from algm_deploy.errors import ExecutionError
-from algm_deploy.native import find_library
+from algm_deploy.native_libraries import find_library
 from algm_deploy.ops.clap import clap
 from algm_deploy.ops.gbm import gbm
 from algm_deploy.ops.label_map import label_dtype, label_map

@@ -15,47 +15,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from algm_deploy.bundle import Bundle
+from algm_deploy.bundle.records import Link, Parity
+from algm_deploy.bundle.signature import CLAP_THRESHOLD, GBM_THRESHOLD, signature_of, threshold_defaults
+from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BundleError, ExecutionError
 from algm_deploy.models.families import DTYPES
 from algm_deploy.parity.comparison import Decided, Decisions, Labels, Numbers, output_problem
-from algm_deploy.parity.links import Link, graph_link, network_link, operators_link
+from algm_deploy.parity.links import graph_link, network_link, operators_link
 from algm_deploy.parity.replay import Replayed, Replays
-from algm_deploy.recipes import MergePlan
+from algm_deploy.recipe.schema import MergePlan
 from algm_deploy.runners.contract import Array, Runner, runner
-from algm_deploy.runners.torch import TorchRunner
-from algm_deploy.signature import CLAP_THRESHOLD, GBM_THRESHOLD, signature_of, threshold_defaults
+from algm_deploy.runners.torch.runner import TorchRunner
 
-SCHEMA_VERSION = 1
 OPERATOR_IMAGES = 2  # the NumPy definitions are loops
 NOTHING_MERGES = {CLAP_THRESHOLD: np.inf, GBM_THRESHOLD: np.inf}
 EVERYTHING_MERGES = {CLAP_THRESHOLD: -2.0, GBM_THRESHOLD: -1000.0}
-
-
-@dataclass(frozen=True)
-class ParityReport:
-    """The chain for one runtime on one set of images."""
-
-    runtime: str
-    images: int
-    batches: tuple[int, ...]
-    links: tuple[Link, ...]
-
-    @property
-    def passed(self) -> bool:
-        """Whether every link holds."""
-        return all(link.passed for link in self.links)
-
-    def record(self) -> dict[str, Any]:
-        """JSON-able form."""
-        return {"schema_version": SCHEMA_VERSION, "passed": self.passed, **asdict(self)}
 
 
 @dataclass(frozen=True)
@@ -82,7 +62,7 @@ def trials_of(images: int, max_batch: int, plan: MergePlan) -> list[Trial]:
     return singles + batches + (extremes if names else [])
 
 
-def verify(bundle: Bundle, runtime: str, images: Array, progress: bool = True) -> ParityReport:
+def verify(bundle: Bundle, runtime: str, images: Array, progress: bool = True) -> Parity:
     """Runs the chain for one runtime.
 
     Args:
@@ -114,7 +94,7 @@ def verify(bundle: Bundle, runtime: str, images: Array, progress: bool = True) -
                     bar.update()
         links = [network, *chain.links(trials)]
     batches = sorted({len(trial.images) for trial in trials})
-    return ParityReport(runtime, len(images), tuple(batches), tuple(links))
+    return Parity(runtime=runtime, images=len(images), batches=tuple(batches), links=tuple(links))
 
 
 class _Chain:

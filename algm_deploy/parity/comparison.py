@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from algm_deploy.bundle.records import Link
+from algm_deploy.bundle.signature import Signature
 from algm_deploy.parity.decisions import Ints, clap_problems, differing, gbm_problems, map_problem, tome_problems
-from algm_deploy.parity.links import Link
 from algm_deploy.parity.replay import Doubles, Error, Replayed, clap_facts, error_of, gbm_facts, tome_facts, torch_maps
-from algm_deploy.recipes import MergePlan, Recipe
+from algm_deploy.recipe.schema import MergePlan, Recipe
 from algm_deploy.runners.contract import Array
-from algm_deploy.signature import Signature
 
 ERROR_FACTOR = 2.0  # a runtime may err twice as much as PyTorch in the same precision
 LARGEST_FACTOR = 4.0  # the largest of a million errors scatters more than their mean
@@ -66,7 +66,14 @@ class Numbers:
             self._problems.append(f"{len(self._pytorch)} of {expected} images could be compared")
         within, measured, gate, facts = (self._of_labels if self._labels else self._of_scores)()
         facts |= {"images_compared": len(self._pytorch), "problems": self._problems}
-        return Link(4, "numbers", within and not self._problems, "; ".join(self._problems[:1]) or measured, gate, facts)
+        return Link(
+            number=4,
+            name="numbers",
+            passed=within and not self._problems,
+            measured="; ".join(self._problems[:1]) or measured,
+            gate=gate,
+            facts=facts,
+        )
 
     def _allowed(self) -> list[Error]:
         """Image by image, what PyTorch errs."""
@@ -209,12 +216,12 @@ class Decisions:
         excused = f"{equal} of {runs} images equal, {runs - equal} excused by noise"
         against_truth = f"{100 * share:.2g} % of decisions not as in fp64"
         return Link(
-            5,
-            "decisions",
-            not problems and others <= limit,
-            problems[0] if problems else f"{excused}, {against_truth}",
-            f"0 unexcused, {100 * allowed:.2g} % of decisions",
-            {
+            number=5,
+            name="decisions",
+            passed=not problems and others <= limit,
+            measured=problems[0] if problems else f"{excused}, {against_truth}",
+            gate=f"0 unexcused, {100 * allowed:.2g} % of decisions",
+            facts={
                 "images": runs,
                 "images_equal": equal,
                 "merges_equal_share": 1 - float(np.mean([count.unequal for count in merges])) if merges else None,
@@ -288,12 +295,12 @@ class Labels:
             else f" (PyTorch in {self._recipe.precision}: {100 * baseline:.3f} %)"
         )
         return Link(
-            6,
-            "labels",
-            complete and mean >= gate,
-            measured if complete else f"{len(self._agreement)} of {expected} images could be compared",
-            f"{100 * gate:.4g} %{beside}",
-            {
+            number=6,
+            name="labels",
+            passed=complete and mean >= gate,
+            measured=measured if complete else f"{len(self._agreement)} of {expected} images could be compared",
+            gate=f"{100 * gate:.4g} %{beside}",
+            facts={
                 "label_agreement_mean": mean,
                 "label_agreement_min": worst,
                 "label_agreement_free_mean": float(np.mean(self._free)) if self._free else 0.0,

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from algm_deploy.ops.clap import window_members
 from algm_deploy.ops.gbm import first_source
-from algm_deploy.recipes import MergePlan, Network, Size
+from algm_deploy.recipe.schema import MergePlan, Network, Size
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 import onnx
 
+from algm_deploy.bundle.signature import Signature, Tensor, signature_of
 from algm_deploy.errors import BundleError
 from algm_deploy.lowering.portable import operator_of
 from algm_deploy.merging import tome_merges
 from algm_deploy.ops.schema import DOMAIN
-from algm_deploy.recipes import Merge, MergePlan, Network, Recipe
-from algm_deploy.signature import Tensor, signature_of
+from algm_deploy.recipe.schema import Merge, MergePlan, Network, Recipe
 
 
 def graph_facts(path: Path) -> dict[str, Any]:
@@ -64,13 +63,13 @@ def graph_problems(facts: dict[str, Any], recipe: Recipe) -> list[str]:
     return problems + [f"decoder: expected no merging, found {node}" for node in surplus]
 
 
-def signature_problems(table: Mapping[str, Any], recipe: Recipe) -> list[str]:
+def signature_problems(found: Signature, recipe: Recipe) -> list[str]:
     """Where the manifest tells runners something else than the recipe says; empty where it does not."""
-    wanted = json.loads(json.dumps(signature_of(recipe).to_table()))
+    wanted = signature_of(recipe)
     return [
-        f"manifest: expected signature.{key} {wanted[key]}, found {table.get(key)}"
-        for key in wanted
-        if table.get(key) != wanted[key]
+        f"manifest: expected signature.{item.name} {getattr(wanted, item.name)}, found {getattr(found, item.name)}"
+        for item in fields(wanted)
+        if getattr(found, item.name) != getattr(wanted, item.name)
     ]
 
 

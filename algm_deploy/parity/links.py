@@ -1,9 +1,8 @@
-"""What a link of the parity chain is, and links 1 to 3, which hold whatever runtime is verified."""
+"""Links 1 to 3 of the parity chain, which hold whatever runtime is verified."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from algm_deploy.bundle import Bundle
+from algm_deploy.bundle.records import Link
+from algm_deploy.bundle.store import Bundle
 from algm_deploy.lowering.bundling import ONNX, load_network
 from algm_deploy.merging import insert_merging, merge_inputs
 from algm_deploy.models.deployed import NORMALIZATIONS, Deployed
@@ -24,21 +24,9 @@ from algm_deploy.ops.gbm import first_source, gbm_similarity
 from algm_deploy.ops.tome import SEMANTICS, tome_similarity
 from algm_deploy.parity.graph import graph_facts, graph_problems, signature_problems
 from algm_deploy.parity.replay import Replayed, merges_in, rms
-from algm_deploy.recipes import DENSE, MergePlan, Network
+from algm_deploy.recipe.schema import DENSE, MergePlan, Network
 
 FOLD_ERROR = 1e-9  # fp64 leaves 1e-14; a deviation off by its seventh digit would not pass
-
-
-@dataclass(frozen=True)
-class Link:
-    """One link. `measured` and `gate` are for people; `facts` hold the numbers, units in their names."""
-
-    number: int
-    name: str
-    passed: bool
-    measured: str
-    gate: str
-    facts: dict[str, Any] = field(default_factory=dict)
 
 
 # --- link 1 -----------------------------------------------------------------------------------------------------------
@@ -55,12 +43,12 @@ def network_link(bundle: Bundle, image: NDArray[Any]) -> Link:
     equal = bool(torch.equal(plain, emptied))
     error = _fold_error(bundle, pixels)
     return Link(
-        1,
-        "network",
-        equal and error <= FOLD_ERROR,
-        f"{'equal bit for bit' if equal else 'differs'} without merging, normalisation folded to {error:.0e}",
-        f"bit for bit, {FOLD_ERROR:.0e}",
-        {"equal_without_merging": equal, "fold_relative_rms_error_fp64": error},
+        number=1,
+        name="network",
+        passed=equal and error <= FOLD_ERROR,
+        measured=f"{'equal bit for bit' if equal else 'differs'} without merging, normalisation folded to {error:.0e}",
+        gate=f"bit for bit, {FOLD_ERROR:.0e}",
+        facts={"equal_without_merging": equal, "fold_relative_rms_error_fp64": error},
     )
 
 
@@ -99,12 +87,12 @@ def operators_link(plan: MergePlan, network: Network, replays: Sequence[Replayed
     wrong = sum(not equal for _, equal in results)
     measured = f"similarity {worst:.1e}, {wrong} of {len(results)} decisions differ"
     return Link(
-        2,
-        "operators",
-        worst <= bound and wrong == 0 and bool(results or not plan.layers),
-        measured if results or plan.layers else "nothing merges",
-        f"{bound:.1e}, 0",
-        {
+        number=2,
+        name="operators",
+        passed=worst <= bound and wrong == 0 and bool(results or not plan.layers),
+        measured=measured if results or plan.layers else "nothing merges",
+        gate=f"{bound:.1e}, 0",
+        facts={
             "similarity_error": worst if np.isfinite(worst) else None,
             "similarity_error_allowed": bound,
             "decisions": len(results),
@@ -171,12 +159,14 @@ def _tome(plan: MergePlan, layer: int, network: Network, tokens: Tokens) -> tupl
 def graph_link(bundle: Bundle) -> Link:
     """The exported graph and the manifest's signature are what the recipe asks for."""
     facts = graph_facts(bundle.file(ONNX))
-    problems = signature_problems(bundle.fact("signature"), bundle.recipe) + graph_problems(facts, bundle.recipe)
+    problems = signature_problems(bundle.signature, bundle.recipe) + graph_problems(facts, bundle.recipe)
     return Link(
-        3,
-        "graph",
-        not problems,
-        problems[0] if problems else f"{len(facts['algm_nodes'])} algm nodes, opset {facts['opset']['ai.onnx']}",
-        "as the recipe",
-        {"problems": problems},
+        number=3,
+        name="graph",
+        passed=not problems,
+        measured=problems[0]
+        if problems
+        else f"{len(facts['algm_nodes'])} algm nodes, opset {facts['opset']['ai.onnx']}",
+        gate="as the recipe",
+        facts={"problems": problems},
     )

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from algm_deploy.bundle import Bundle
+from algm_deploy.bundle.store import Bundle
 from algm_deploy.lowering.bundling import load_network
 from algm_deploy.merging import Replay, merge_inputs, replay_merging, tome_merges
 from algm_deploy.models.deployed import Deployed
@@ -27,7 +27,7 @@ from algm_deploy.ops.clap import clap_decisions, clap_rows, window_similarity
 from algm_deploy.ops.gbm import gbm_decisions, gbm_rows, gbm_scores, gbm_similarity, gbm_threshold
 from algm_deploy.ops.tome import SEMANTICS, tome_rows, tome_similarity
 from algm_deploy.parity.decisions import ClapFacts, GbmFacts, Ints
-from algm_deploy.recipes import MergePlan, Network
+from algm_deploy.recipe.schema import MergePlan, Network
 
 # Two implementations may each err twice as much as the baseline errs.
 NOISE_FACTOR = 4

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from algm_deploy.evaluation.datasets import SPECS, Classes
-from algm_deploy.recipes import Color, Recipe
+from algm_deploy.recipe.schema import Color, Recipe
 
 # Steps that fill hue, saturation and value evenly, however many colours are taken (the R3 low-discrepancy sequence).
 _STEPS = np.array([0.8191725134, 0.6710436067, 0.5497004779])

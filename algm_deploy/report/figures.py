@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
-from algm_deploy.recipes import Color, Size
+from algm_deploy.recipe.schema import Color, Size
 from algm_deploy.report.colors import value_colors
 
 Rgb = NDArray[np.uint8]

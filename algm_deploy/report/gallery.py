@@ -14,15 +14,15 @@ from numpy.typing import NDArray
 from PIL import Image
 from tqdm import tqdm
 
-from algm_deploy.bundle import Bundle
+from algm_deploy.bundle.signature import CLAP_THRESHOLD
+from algm_deploy.bundle.store import Bundle
 from algm_deploy.evaluation.datasets import IGNORE, Classes, Dataset
-from algm_deploy.evaluation.predictor import Predictor
-from algm_deploy.evaluation.preprocessing import read_photo
-from algm_deploy.evaluation.sliding import Labels, Prediction
+from algm_deploy.pictures.preprocessing import read_photo
+from algm_deploy.pictures.sliding import Labels, Prediction
+from algm_deploy.predictor import Predictor
 from algm_deploy.report.colors import classes_of
 from algm_deploy.report.figures import Panel, Rgb, sheet
 from algm_deploy.report.pictures import SimilarityOf, final_tokens, token_panels, window_similarity_of
-from algm_deploy.signature import CLAP_THRESHOLD
 
 _WIDTH = 720  # pixels of a picture in a page
 _WRONG, _UNLABELLED = (213, 94, 0), (255, 255, 255)
@@ -84,8 +84,8 @@ def draw_gallery(bundle: Bundle, runtime: str, photos: Sequence[Photo], progress
             examples.append(Example(photo.name, tuple(panels)))
             seen |= {int(index) for p in predictions for index in np.unique(p.labels)}
     legend = tuple((classes.names[index], classes.palette[index]) for index in sorted(seen))
-    tuned = [record["pictured"] for record in bundle.section("tuning").values() if record["pictured"]][-1:]
-    rows = [draw_thresholds(bundle, runtime, photos, one["name"], one["values"], progress) for one in tuned]
+    tuned = [one.pictured for one in bundle.manifest.tunings if one.pictured][-1:]
+    rows = [draw_thresholds(bundle, runtime, photos, *one, progress) for one in tuned]
     return Gallery(runtime, tuple(examples), legend, tuple(row for part in rows for row in part))
 
 

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from algm_deploy import __version__
-from algm_deploy.bundle import Bundle, write_atomically
+from algm_deploy.bundle.files import write_atomically
+from algm_deploy.bundle.records import NOT_RUN
+from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BundleError
-from algm_deploy.facts import NOT_RUN
-from algm_deploy.names import counted, dataset_name, merge_title, shown_merges
-from algm_deploy.recipes import Network
+from algm_deploy.recipe.schema import Network
 from algm_deploy.report.gallery import Example, Gallery, data_url
 from algm_deploy.report.plots import Series, histogram, scatter
 from algm_deploy.report.published import Published, published_beside, read_published
@@ -56,6 +56,7 @@ from algm_deploy.report.tables import (
 )
 from algm_deploy.report.tuning import tuning_section
 from algm_deploy.runners.contract import RUNTIMES
+from algm_deploy.wording import counted, dataset_name, merge_title, shown_merges
 
 _STYLE = Path(__file__).with_name("page.css")
 _MANY_CLASSES = 30

@@ -12,16 +12,17 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from algm_deploy.bundle import Bundle, write_atomically
+from algm_deploy.bundle.files import write_atomically
+from algm_deploy.bundle.signature import CLAP_THRESHOLD
+from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import GateError, ImageError
 from algm_deploy.evaluation.datasets import Classes
-from algm_deploy.evaluation.predictor import Predictor, network_canvas
-from algm_deploy.evaluation.preprocessing import Pixels, read_photo
-from algm_deploy.evaluation.sliding import Labels, Prediction
-from algm_deploy.recipes import MergePlan, Size, patch_margins
+from algm_deploy.pictures.preprocessing import Pixels, read_photo
+from algm_deploy.pictures.sliding import Labels, Prediction
+from algm_deploy.predictor import Predictor, network_canvas
+from algm_deploy.recipe.schema import MergePlan, Size, patch_margins
 from algm_deploy.report.colors import classes_of, value_colors
 from algm_deploy.report.figures import INK, Panel, Rgb, columns_for, legend, scale, sheet
-from algm_deploy.signature import CLAP_THRESHOLD
 
 LABELS, OVERLAY, TOKENS = ".labels.png", ".overlay.png", ".tokens.png"
 

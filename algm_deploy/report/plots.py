@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from html import escape
 from math import ceil, floor, log10
 
-from algm_deploy.names import merge_title
+from algm_deploy.wording import merge_title
 
 # Okabe and Ito's colours, which people with the common kinds of colour blindness can tell apart.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from algm_deploy.content import content
 from algm_deploy.errors import RecipeError
-from algm_deploy.recipes import Network, Recipe
+from algm_deploy.package_data import content
+from algm_deploy.recipe.schema import Network, Recipe
 
 SCHEMA = 1
 FILE = "published.toml"

@@ -1,33 +1,21 @@
-"""Records of one or several bundles as rows, and which of them may stand side by side.
-
-A manifest holds its records in sections, by keys that start with the runtime's name:
-
-- `parity`: `ParityReport.record` of parity/chain.py.
-- `evaluation`: `Evaluation.record` of evaluation/evaluate.py with the `thresholds` in force.
-- `speed`: one record a variant and protocol: `variant` (dense, merged, truncated), `protocol`, `batch`, `thresholds`,
-  `stable`, and figures with unit and statistic in their names, such as `latency_ms_p50`, `throughput_img_per_s`,
-  `tokens_after_clap_mean`, `speedup`, `merge_efficiency`.
-- `not_run`: the reason in words why a step has no record, by step and runtime: `parity tensorrt-rtx`.
-
-Each record may name its `device`.
-"""
+"""Records of one or several bundles as rows, and which of them may stand side by side."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import inf
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from algm_deploy.bundle import Bundle
-from algm_deploy.recipes import DENSE, MergePlan
-from algm_deploy.signature import CLAP_THRESHOLD, GBM_THRESHOLD
+from algm_deploy.bundle.records import Engine, Evaluation, Parity, Speed
+from algm_deploy.bundle.signature import CLAP_THRESHOLD, GBM_THRESHOLD
+from algm_deploy.bundle.store import Bundle
+from algm_deploy.recipe.schema import DENSE, MergePlan
 
-PARITY, EVALUATION, SPEED = "parity", "evaluation", "speed"
 WEIGHTS = "weights.safetensors"
+Kind = TypeVar("Kind", Parity, Evaluation, Speed)
 
 
 @dataclass(frozen=True)
@@ -45,13 +33,17 @@ class Artifact:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """One record of a bundle, which its folder names; `runtime` executed it."""
+class Measured(Generic[Kind]):
+    """One record of a bundle, which its folder names, and what it was measured on."""
 
     bundle: str
-    runtime: str
     artifact: Artifact
-    record: Mapping[str, Any]
+    record: Kind
+
+    @property
+    def runtime(self) -> str:
+        """What executed it."""
+        return self.record.runtime
 
 
 def may_share_row(accuracy: Artifact, speed: Artifact) -> bool:
@@ -59,25 +51,24 @@ def may_share_row(accuracy: Artifact, speed: Artifact) -> bool:
     return accuracy == replace(speed, output=accuracy.output) and not speed.truncated
 
 
-def measured(bundle: Bundle, section: str) -> list[Measured]:
-    """The records in a section of a manifest; where they do not name their runtime, their keys start with it."""
-    found = []
-    for key, record in bundle.section(section).items():
-        runtime = record.get("runtime") or key.partition(" ")[0]
-        found.append(Measured(bundle.path.name, runtime, artifact_of(bundle, runtime, record), record))
-    return found
+def measured(bundle: Bundle, kind: type[Kind]) -> list[Measured[Kind]]:
+    """The records of a kind in a bundle's manifest."""
+    records: tuple[Kind, ...] = getattr(bundle.manifest, kind.section)
+    return [Measured(bundle.path.name, artifact_of(bundle, one), one) for one in records]
 
 
-def artifact_of(bundle: Bundle, runtime: str, record: Mapping[str, Any]) -> Artifact:
+def artifact_of(bundle: Bundle, record: Parity | Evaluation | Speed) -> Artifact:
     """What a record was measured on.
 
     An engine may have another precision than the bundle it was built from, and a speed record tells which variant of
     the network it timed.
     """
-    recipe, variant = bundle.recipe, record.get("variant", "merged")
-    engine = bundle.section("engines").get(runtime)
-    precision = engine["facts"]["precision"] if engine else recipe.precision
-    plan = DENSE if variant == "dense" else plan_in_force(recipe.merging, record.get("thresholds", {}))
+    recipe = bundle.recipe
+    variant = record.variant if isinstance(record, Speed) else "merged"
+    engine = bundle.found(Engine, record.runtime)
+    thresholds = {} if isinstance(record, Parity) else record.thresholds
+    plan = DENSE if variant == "dense" else plan_in_force(recipe.merging, thresholds)
+    precision = engine.precision if engine else recipe.precision
     return Artifact(bundle.files[WEIGHTS].sha256, plan, precision, recipe.output, truncated=variant == "truncated")
 
 
@@ -123,37 +114,35 @@ def plan_name(plan: MergePlan, reference: MergePlan) -> str:
     return ", ".join(parts)
 
 
-def comparable(rows: Sequence[Measured]) -> list[list[Measured]]:
+def comparable(rows: Sequence[Measured[Evaluation]]) -> list[list[Measured[Evaluation]]]:
     """Evaluations grouped by what must be equal for their mIoU to be compared: all but plan, threshold and output.
 
     Equal are weights, precision, runtime, protocol and the pictures, as far as their number and labelled pixels tell.
     Within a group the order is from most multiply-adds, or tokens, to fewest.
     """
-    groups: dict[str, list[Measured]] = {}
+    groups: dict[tuple[Any, ...], list[Measured[Evaluation]]] = {}
     for row in rows:
-        record = row.record
-        key = (
-            row.artifact.weights_sha256,
-            row.artifact.precision,
-            row.runtime,
-            *(record[name] for name in ("dataset", "split", "protocol", "images", "labelled_pixels")),
-        )
-        groups.setdefault(json.dumps(key, sort_keys=True), []).append(row)
-    return [sorted(group, key=lambda row: -(row.record["gmacs_per_window_mean"] or 0)) for group in groups.values()]
+        one = row.record
+        pictures = (one.dataset, one.split, one.protocol, one.images, one.labelled_pixels)
+        key = (row.artifact.weights_sha256, row.artifact.precision, row.runtime, *pictures)
+        groups.setdefault(key, []).append(row)
+    return [sorted(group, key=lambda row: -(row.record.gmacs_per_window_mean or 0)) for group in groups.values()]
 
 
-def baseline(group: Sequence[Measured]) -> Measured | None:
+def baseline(group: Sequence[Measured[Evaluation]]) -> Measured[Evaluation] | None:
     """The evaluation without merging in a comparable group."""
     return next((row for row in group if not row.artifact.plan.layers), None)
 
 
-def joined(accuracy: Sequence[Measured], speed: Sequence[Measured]) -> list[tuple[Measured, Measured]]:
+def joined(
+    accuracy: Sequence[Measured[Evaluation]], speed: Sequence[Measured[Speed]]
+) -> list[tuple[Measured[Evaluation], Measured[Speed]]]:
     """Each speed record with an accuracy that may share its row: by preference its own runtime's, on most images."""
     pairs = []
     for one in speed:
         fitting = [row for row in accuracy if may_share_row(row.artifact, one.artifact)]
         if fitting:
-            pairs.append((max(fitting, key=lambda row: (row.runtime == one.runtime, row.record["images"])), one))
+            pairs.append((max(fitting, key=lambda row: (row.runtime == one.runtime, row.record.images)), one))
     return pairs
 
 

@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any, NamedTuple
 
-from algm_deploy.names import counted, dataset_name, merge_title, shown_merges
+from algm_deploy.bundle.records import Engine, Evaluation, Figures, MergeTokens, Parity, Speed, tokens_by_merge
+from algm_deploy.environment import Environment
 from algm_deploy.report.published import NO_REDUCTION, Published
 from algm_deploy.report.records import Measured, baseline, may_share_row, plan_name
+from algm_deploy.wording import counted, dataset_title, merge_titles
 
 Row = Sequence[str]
-Record = Mapping[str, Any]
 
 UNKNOWN = "-"
 _NUMBER = re.compile(r"[-+]?\d[\d.,]*(e[-+]?\d+)?( %)?( \([-+][\d.]+\)| \(-?[\d.]+ to -?[\d.]+\))?|-")
@@ -27,8 +28,8 @@ LINKS = {
     "labels": "label maps equal those of PyTorch deciding for itself, or alike where noise decided",
 }
 
-# Columns of a speed table, in order; a column appears where a record holds its key.
-_SPEED = (
+# Columns of a speed table, in order, with digits of numbers; a column appears where a record holds its field.
+_FIGURES = (
     ("variant", "variant", None),
     ("protocol", "protocol", None),
     ("batch", "batch", 0),
@@ -38,17 +39,14 @@ _SPEED = (
     ("merge_efficiency", "merge efficiency (middle half of rounds)", 2),
     ("latency_ms_p90", "p90 ms", 2),
     ("latency_ms_p99", "p99 ms", 2),
-    ("tokens_after_clap_mean", "tokens after CLAP", 0),
-    ("tokens_after_gbm_mean", "tokens after GBM", 0),
+)
+_CONDITIONS = (
     ("gmacs_per_window_mean", "GMACs per window", 2),
     ("device", "device", None),
     ("pictures", "pictures", None),
 )
 
 _CONDITION_COLUMNS = ("runtime", "bundle", "precision", "output", "protocol", "batch", "device", "pictures")
-
-# What a run was timed under; records of a run hold all of it.
-CONDITIONS = {"pictures", "pictures_timed", "rounds", "clock", "representative", "drift_percent"}
 
 
 class Table(NamedTuple):
@@ -61,41 +59,42 @@ class Table(NamedTuple):
 # ------------------------------------------------------------------------------------------------------------- records
 
 
-def parity_table(record: Record) -> Table:
+def parity_table(record: Parity) -> Table:
     """The links of one parity record."""
     rows = [
         (
-            str(link["number"]),
-            link["name"],
-            LINKS.get(link["name"], UNKNOWN),
-            "passed" if link["passed"] else "FAILED",
-            link["measured"],
-            link["gate"],
+            str(link.number),
+            link.name,
+            LINKS.get(link.name, UNKNOWN),
+            "passed" if link.passed else "FAILED",
+            link.measured,
+            link.gate,
         )
-        for link in record["links"]
+        for link in record.links
     ]
     return Table(("", "link", "what is compared", "result", "measured", "would pass at"), rows)
 
 
-def quality_table(record: Record) -> Table:
+def quality_table(record: Evaluation) -> Table:
     """One evaluation record: the whole data set, then its slices where there are several."""
-    merges = merges_of(record)
-    parts = [("all", record), *(record["slices"].items() if len(record["slices"]) > 1 else [])]
-    header = ("slice", "images", "mIoU %", "pixel accuracy %", *(f"tokens after {merge_title(m)}" for m in merges))
+    titles = merge_titles([one.merge for one in record.tokens])
+    parts: list[tuple[str, Figures]] = [("all", record)]
+    parts += record.slices.items() if len(record.slices) > 1 else []
+    header = ("slice", "images", "mIoU %", "pixel accuracy %", *(f"tokens after {t}" for t in titles.values()))
     rows = [
         (
             name,
-            str(part["images"]),
-            shown(part["miou_percent"], 2),
-            shown(part["pixel_accuracy_percent"], 2),
-            *(shown(part.get(f"tokens_after_{merge}_mean"), 0) for merge in merges),
+            str(part.images),
+            shown(part.miou_percent, 2),
+            shown(part.pixel_accuracy_percent, 2),
+            *_token_cells(part.tokens, titles),
         )
         for name, part in parts
     ]
     return Table(header, rows)
 
 
-def runs_table(rows: Sequence[Measured]) -> Table:
+def runs_table(rows: Sequence[Measured[Evaluation]]) -> Table:
     """Evaluation records beside each other: one row a record."""
     header = ("runtime", "device", "plan", "precision", "output", "data set", "images", "mIoU %", "GMACs per window")
     return Table(
@@ -103,25 +102,25 @@ def runs_table(rows: Sequence[Measured]) -> Table:
         [
             (
                 row.runtime,
-                row.record.get("device", "not recorded"),
+                row.record.device,
                 plan_name(row.artifact.plan, merged_plan(rows)),
                 row.artifact.precision,
                 row.artifact.output,
-                dataset_name(row.record),
-                str(row.record["images"]),
-                shown(row.record["miou_percent"], 2),
-                shown(row.record["gmacs_per_window_mean"], 2),
+                dataset_title(row.record.dataset, row.record.split),
+                str(row.record.images),
+                shown(row.record.miou_percent, 2),
+                shown(row.record.gmacs_per_window_mean, 2),
             )
             for row in rows
         ],
     )
 
 
-def cost_table(group: Sequence[Measured]) -> Table:
+def cost_table(group: Sequence[Measured[Evaluation]]) -> Table:
     """Comparable evaluations, one row a plan: what merging saves and what it costs against the one without merging."""
     reference = baseline(group)
-    base = reference.record["miou_percent"] if reference else None
-    merges = max((merges_of(row.record) for row in group), key=len)
+    base = reference.record.miou_percent if reference else None
+    titles = merge_titles(max(([one.merge for one in row.record.tokens] for row in group), key=len))
     rows = []
     for row in group:
         record = row.record
@@ -129,40 +128,59 @@ def cost_table(group: Sequence[Measured]) -> Table:
             (
                 plan_name(row.artifact.plan, merged_plan(group)),
                 row.bundle,
-                with_difference(record["miou_percent"], base, row is reference),
-                shown(record["gmacs_per_window_mean"], 2),
-                *(shown(record.get(f"tokens_after_{merge}_mean", patches_of(record)), 0) for merge in merges),
+                with_difference(record.miou_percent, base, row is reference),
+                shown(record.gmacs_per_window_mean, 2),
+                *_token_cells(record.tokens, titles, record.token_histograms.patches),
             )
         )
-    tokens = (f"tokens after {merge_title(merge)}" for merge in merges)
+    tokens = (f"tokens after {title}" for title in titles.values())
     return Table(("plan", "bundle", "mIoU %", "GMACs per window", *tokens), rows)
 
 
-def slice_table(group: Sequence[Measured]) -> Table:
+def slice_table(group: Sequence[Measured[Evaluation]]) -> Table:
     """Comparable evaluations by slice: one column a plan, differences to the one without merging in brackets."""
-    return _parts_table(
-        group, "slice", {name: [r.record["slices"].get(name) for r in group] for name in _slices(group)}
-    )
+    reference = baseline(group)
+    at = group.index(reference) if reference else None
+    rows = []
+    for name in sorted({name for row in group for name in row.record.slices}):
+        parts = [row.record.slices.get(name) for row in group]
+        values = [part.miou_percent if part else None for part in parts]
+        base = values[at] if at is not None else None
+        images = next((str(part.images) for part in parts if part), UNKNOWN)
+        rows.append((name, images, *(with_difference(v, base, i == at) for i, v in enumerate(values))))
+    names = (f"mIoU %, {plan_name(row.artifact.plan, merged_plan(group))}" for row in group)
+    return Table(("slice", "images", *names), rows)
 
 
-def class_table(group: Sequence[Measured]) -> Table:
+def class_table(group: Sequence[Measured[Evaluation]]) -> Table:
     """IoU in percent by class: one column a record, differences to the one without merging in brackets."""
     reference = baseline(group)
     rows = []
-    for name in group[0].record["iou_percent_by_class"]:
-        base = reference.record["iou_percent_by_class"].get(name) if reference else None
-        values = [(row, row.record["iou_percent_by_class"].get(name)) for row in group]
+    for name in group[0].record.iou_percent_by_class:
+        base = reference.record.iou_percent_by_class.get(name) if reference else None
+        values = [(row, row.record.iou_percent_by_class.get(name)) for row in group]
         rows.append((name, *(with_difference(value, base, row is reference) for row, value in values)))
     return Table(("class", *(f"IoU %, {plan_name(row.artifact.plan, merged_plan(group))}" for row in group)), rows)
 
 
-def speed_table(rows: Sequence[Measured]) -> Table:
+def speed_table(rows: Sequence[Measured[Speed]]) -> Table:
     """Speed records, one row each; a run that was not stable shows that instead of numbers."""
-    columns = [column for column in _SPEED if any(row.record.get(column[0]) is not None for row in rows)]
-    header = ("runtime", "bundle", "precision", "output", *(title for _, title, _ in columns))
+    figures, conditions = (
+        [one for one in columns if any(getattr(row.record, one[0]) is not None for row in rows)]
+        for columns in (_FIGURES, _CONDITIONS)
+    )
+    merges = dict.fromkeys(one.merge for row in rows for one in row.record.tokens)
+    titles = merge_titles([*merges])
+    header = (
+        *("runtime", "bundle", "precision", "output", *(title for _, title, _ in figures)),
+        *(f"tokens after {title}" for title in titles.values()),
+        *(title for _, title, _ in conditions),
+    )
     lines = []
     for row in rows:
-        cells = [_speed_cell(row.record, key, digits) for key, _, digits in columns]
+        cells = [_speed_cell(row.record, name, digits) for name, _, digits in figures]
+        cells += _token_cells(row.record.tokens, titles)
+        cells += [_speed_cell(row.record, name, digits) for name, _, digits in conditions]
         lines.append((row.runtime, row.bundle, row.artifact.precision, row.artifact.output, *cells))
     return Table(header, lines)
 
@@ -179,36 +197,37 @@ def condensed(table: Table) -> tuple[Table, str]:
     return narrow, ", ".join(f"{title} {value}" for title, value in shared.items())
 
 
-def speed_notes(rows: Sequence[Measured]) -> list[str]:
+def speed_notes(rows: Sequence[Measured[Speed]]) -> list[str]:
     """What a reader of speed records of one run must know beside the figures, one line each."""
     first = rows[0].record
-    pictures, kind = first["pictures_timed"], first["pictures"]
-    notes = [f"{counted(pictures, kind)}, {first['rounds']} rounds, clock: {first['clock']}"]
-    if not first["representative"]:
+    notes = [
+        f"{counted(first.pictures_timed or 0, first.pictures or 'pictures')}, {first.rounds} rounds, clock: {first.clock}"
+    ]
+    if not first.representative:
         notes.append("not representative: how much merges depends on the picture, give --images with photos of yours")
-    if not first["stable"]:
-        drifts = ", ".join(f"{row.record['variant']} {shown(row.record['drift_percent'], 1)} %" for row in rows)
+    if not first.stable:
+        drifts = ", ".join(f"{row.record.variant} {shown(row.record.drift_percent, 1)} %" for row in rows)
         notes.append(f"not stable: the halves of the run differ ({drifts}): close what else runs here, then repeat")
-    elif "stages" in first:
-        notes += [f"p50 of {row.record['variant']}: {_stages(row.record['stages'])}" for row in rows]
-    return notes + [f"{row.record['variant']} ran {told}" for row in rows if (told := _executed(row.record))]
+    elif first.stages:
+        notes += [f"p50 of {row.record.variant}: {_stages(row.record.stages)}" for row in rows]
+    return notes + [f"{row.record.variant} ran {told}" for row in rows if (told := _executed(row.record))]
 
 
-def _executed(record: Record) -> str:
+def _executed(record: Speed) -> str:
     """How a network really ran: what its runner tells, and where its nodes were executed."""
-    told = [f"{name.replace('_', ' ')} {value}" for name, value in record.get("execution", {}).items()]
-    told += [f"{count} nodes on {provider}" for provider, count in record.get("nodes_by_provider", {}).items()]
-    if copies := record.get("host_device_copies"):
+    told = [f"{name.replace('_', ' ')} {value}" for name, value in record.execution.items()]
+    told += [f"{count} nodes on {provider}" for provider, count in record.nodes_by_provider.items()]
+    if copies := record.host_device_copies:
         told.append(f"{copies} copies between host and device")
     return ", ".join(told)
 
 
-def _stages(stages: Record) -> str:
+def _stages(stages: Mapping[str, float]) -> str:
     """Parts of a latency in milliseconds: `network_ms_p50` becomes `network 12.3 ms`."""
     return ", ".join(f"{name.removesuffix('_ms_p50').replace('_', ' ')} {ms:.1f} ms" for name, ms in stages.items())
 
 
-def joined_table(pairs: Sequence[tuple[Measured, Measured]]) -> Table:
+def joined_table(pairs: Sequence[tuple[Measured[Evaluation], Measured[Speed]]]) -> Table:
     """Accuracy and speed of the same weights, plan and precision in one row, which names both outputs.
 
     Raises:
@@ -225,14 +244,14 @@ def joined_table(pairs: Sequence[tuple[Measured, Measured]]) -> Table:
             (
                 plan_name(accuracy.artifact.plan, pairs[0][0].artifact.plan),
                 accuracy.artifact.precision,
-                shown(accuracy.record["miou_percent"], 2),
+                shown(accuracy.record.miou_percent, 2),
                 f"{accuracy.runtime}, {accuracy.artifact.output}",
                 _speed_cell(speed.record, "throughput_img_per_s", 1),
                 _speed_cell(speed.record, "latency_ms_p50", 2),
                 _speed_cell(speed.record, "batch", 0),
-                speed.record.get("protocol", UNKNOWN),
+                speed.record.protocol,
                 f"{speed.runtime}, {speed.artifact.output}",
-                speed.record.get("device", "not recorded"),
+                speed.record.device,
             )
         )
     return Table(header, rows)
@@ -263,32 +282,32 @@ def published_name(row: Published) -> str:
     return ", ".join(filter(None, ("dense" if row.method == NO_REDUCTION else row.method, row.setting)))
 
 
-def environment_table(facts: Record) -> Table:
+def environment_table(facts: Environment) -> Table:
     """Versions and devices as a bundle's manifest holds them."""
-    rows = [("Python", facts["python"]), ("platform", facts["platform"])]
-    rows.append(("CPU", f"{facts['cpu']}, {facts['cpu_count']} cores"))
-    rows.append(("NVIDIA driver", facts["driver"] or "none"))
-    for device in facts["devices"]:
-        memory = f"{device['memory_bytes'] / 2**30:.0f} GiB"
-        rows.append(("GPU", f"{device['name']}, compute capability {device['compute_capability']}, {memory}"))
-    rows += list(facts["packages"].items())
+    rows = [("Python", facts.python), ("platform", facts.platform)]
+    rows.append(("CPU", f"{facts.cpu}, {facts.cpu_count} cores"))
+    rows.append(("NVIDIA driver", facts.driver or "none"))
+    for device in facts.devices:
+        memory = f"{device.memory_bytes / 2**30:.0f} GiB"
+        rows.append(("GPU", f"{device.name}, compute capability {device.compute_capability}, {memory}"))
+    rows += list(facts.packages.items())
     return Table(("", "version or device"), rows)
 
 
-def engine_table(engines: Mapping[str, Record]) -> Table:
+def engine_table(engines: Sequence[Engine]) -> Table:
     """Engines as a bundle's manifest describes them: what they were built with and for, and with which plugins."""
     header = ("runtime", "version", "precision", "batches", "built for compute capability", "plugins", "build s")
     rows = [
         (
-            runtime,
-            record["facts"]["version"],
-            record["facts"]["precision"],
-            ", ".join(map(str, record["facts"]["batches"])),
-            ", ".join(record["facts"]["compute_capabilities"]),
-            ", ".join(sorted({plugin["plugin"] for plugin in record["parsed_network"]["plugins"]})) or "none",
-            shown(record["build_seconds"], 0),
+            one.runtime,
+            one.version,
+            one.precision,
+            ", ".join(map(str, one.batches)),
+            ", ".join(one.compute_capabilities),
+            ", ".join(sorted({plugin.plugin for plugin in one.parsed_network.plugins})) or "none",
+            shown(one.build_seconds, 0),
         )
-        for runtime, record in engines.items()
+        for one in engines
     ]
     return Table(header, rows)
 
@@ -310,48 +329,25 @@ def with_difference(value: float | None, base: float | None, is_base: bool) -> s
     return f"{value:.2f} ({value - base:+.2f})"
 
 
-def merges_of(record: Record) -> list[str]:
-    """The merges to show of an evaluation or speed record, by name, in the order they run."""
-    counted_after = (re.fullmatch(r"tokens_after_(.+)_mean", key) for key in record)
-    return shown_merges([found[1] for found in counted_after if found])
-
-
-def patches_of(record: Record) -> float:
-    """Patches of a window: the tokens that a network without merging keeps."""
-    return float(record["token_histograms"]["token_edges"][-1])
-
-
 def merged_plan(group: Sequence[Measured]) -> Any:
     """The first plan of a group that merges, which names of plans refer to; the dense one where none does."""
     plans = [row.artifact.plan for row in group]
     return next((plan for plan in plans if plan.layers), plans[0])
 
 
-def _slices(group: Sequence[Measured]) -> list[str]:
-    return sorted({name for row in group for name in row.record["slices"]})
+def _token_cells(tokens: Sequence[MergeTokens], titles: Mapping[str, str], otherwise: float | None = None) -> list[str]:
+    """Mean tokens after each of the merges in `titles`; `otherwise` where a record has none of that merge."""
+    means = tokens_by_merge(tokens)
+    return [shown(means.get(merge, otherwise), 0) for merge in titles]
 
 
-def _parts_table(group: Sequence[Measured], title: str, parts: Mapping[str, Sequence[Record | None]]) -> Table:
-    reference = baseline(group)
-    at = group.index(reference) if reference else None
-    rows = []
-    for name, records in parts.items():
-        values = [record["miou_percent"] if record else None for record in records]
-        base = values[at] if at is not None else None
-        images = next((str(record["images"]) for record in records if record), UNKNOWN)
-        rows.append((name, images, *(with_difference(v, base, i == at) for i, v in enumerate(values))))
-    names = (f"mIoU %, {plan_name(row.artifact.plan, merged_plan(group))}" for row in group)
-    return Table((title, "images", *names), rows)
-
-
-def _speed_cell(record: Record, key: str, digits: int | None) -> str:
-    value = record.get(key)
-    is_count = key.startswith(("tokens_", "gmacs_"))
-    if record.get("stable") is False and isinstance(value, float) and not is_count:
+def _speed_cell(record: Speed, name: str, digits: int | None) -> str:
+    value = getattr(record, name)
+    if not record.stable and isinstance(value, float) and name != "gmacs_per_window_mean":
         return "not stable"
-    spread = record.get("merge_efficiency_by_round") if key == "merge_efficiency" else None
+    spread = record.merge_efficiency_by_round if name == "merge_efficiency" else None
     if spread:
-        return f"{shown(value, digits)} ({shown(spread['p25'], digits)} to {shown(spread['p75'], digits)})"
+        return f"{shown(value, digits)} ({shown(spread.p25, digits)} to {shown(spread.p75, digits)})"
     return str(value) if isinstance(value, str) else shown(value, digits)
 
 

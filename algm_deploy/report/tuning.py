@@ -7,7 +7,8 @@ from html import escape
 from pathlib import Path
 
 from algm_deploy import __version__
-from algm_deploy.bundle import Bundle, write_atomically
+from algm_deploy.bundle.files import write_atomically
+from algm_deploy.bundle.store import Bundle
 from algm_deploy.report.gallery import Example, data_url
 from algm_deploy.report.plots import Series, histogram, scatter
 from algm_deploy.report.tables import html_table, text_table

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from algm_deploy.bundle import Bundle
+from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import (
     AlgmDeployError,
     BuildError,
@@ -26,16 +26,15 @@ from algm_deploy.errors import (
     RuntimeUnavailableError,
     out_of_memory,
 )
-from algm_deploy.signature import Signature
 
 Array = NDArray[Any]
 
 RUNTIMES = {
-    "torch": "algm_deploy.runners.torch:TorchRunner",
-    "onnxruntime-cpu": "algm_deploy.runners.onnxruntime:OnnxRuntimeCpuRunner",
-    "onnxruntime-cuda": "algm_deploy.runners.onnxruntime:OnnxRuntimeCudaRunner",
-    "tensorrt": "algm_deploy.runners.tensorrt:TensorRTRunner",
-    "tensorrt-rtx": "algm_deploy.runners.tensorrt:TensorRTRtxRunner",
+    "torch": "algm_deploy.runners.torch.runner:TorchRunner",
+    "onnxruntime-cpu": "algm_deploy.runners.onnxruntime.runner:OnnxRuntimeCpuRunner",
+    "onnxruntime-cuda": "algm_deploy.runners.onnxruntime.runner:OnnxRuntimeCudaRunner",
+    "tensorrt": "algm_deploy.runners.tensorrt.runner:TensorRTRunner",
+    "tensorrt-rtx": "algm_deploy.runners.tensorrt.runner:TensorRTRtxRunner",
 }
 
 
@@ -50,7 +49,7 @@ class Runner(ABC):
 
     def __init__(self, bundle: Bundle) -> None:
         self.bundle = bundle
-        self.signature = Signature.from_table(bundle.fact("signature"))
+        self.signature = bundle.signature
         self._opened = False
 
     @classmethod  # noqa: B027 - most need no more than their package

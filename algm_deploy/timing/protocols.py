@@ -17,29 +17,30 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from shlex import quote
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
+from msgspec import structs
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from algm_deploy.bundle import Bundle
-from algm_deploy.environment import environment, gpu_state
+from algm_deploy.bundle.records import ByPicture, MergeTokens, Parity, ProtocolName, Speed, VariantName, storable
+from algm_deploy.bundle.signature import merge_names, threshold_defaults
+from algm_deploy.bundle.store import Bundle
+from algm_deploy.environment import GpuState, environment, gpu_state
 from algm_deploy.errors import BundleError, GateError
-from algm_deploy.evaluation.evaluate import merge_names
 from algm_deploy.evaluation.flops import multiply_adds
-from algm_deploy.evaluation.predictor import network_canvas
-from algm_deploy.evaluation.preprocessing import read_photo
-from algm_deploy.evaluation.sliding import best_labels
 from algm_deploy.parity.chain import verify
-from algm_deploy.recipes import DENSE, Recipe
+from algm_deploy.pictures.preprocessing import read_photo
+from algm_deploy.pictures.sliding import best_labels
+from algm_deploy.predictor import network_canvas
+from algm_deploy.recipe.schema import DENSE, Recipe
 from algm_deploy.runners.contract import Array, Runner, runner
-from algm_deploy.signature import threshold_defaults
 from algm_deploy.timing.timers import (
     MOST_DRIFT,
     SAMPLES_FOR_P99,
@@ -57,10 +58,8 @@ from algm_deploy.timing.timers import (
     typical_ms,
 )
 from algm_deploy.timing.variant_bundles import executables, variant_bundle, variant_runner
-from algm_deploy.timing.variants import VARIANTS, Variant
+from algm_deploy.timing.variants import VARIANTS
 
-SCHEMA_VERSION = 1
-ProtocolName = Literal["duplicate", "mixed", "latency"]
 _STAGE_EFFORT = Effort(warmup=1, rounds=2, most_rounds=2)
 
 
@@ -77,7 +76,7 @@ class Request:
     batch: int = 1
     effort: Effort = field(default_factory=Effort)
     thresholds: Mapping[str, float] = field(default_factory=dict)
-    variants: tuple[Variant, ...] = VARIANTS
+    variants: tuple[VariantName, ...] = VARIANTS
 
     def __post_init__(self) -> None:
         if self.protocol == "latency" and self.batch != 1:
@@ -140,7 +139,7 @@ class Placed(Protocol):
 
 def benchmark(
     bundle: Bundle, runtime: str, windows: Array, request: Request, progress: bool = True
-) -> dict[Variant, dict[str, Any]]:
+) -> dict[VariantName, Speed]:
     """Times a bundle and its variants on one runtime; returns a record each.
 
     Args:
@@ -168,10 +167,14 @@ def benchmark(
         _check_truncated(runners.get("truncated"), windows, mean)
         contestants = {name: _Contestant(one, bundle.recipe, request.thresholds) for name, one in runners.items()}
         times, stages = _times(contestants, [windows[list(batch)] for batch in batches], request, progress)
-        common = {**_conditions(contestants["merged" if "merged" in runners else "dense"]), **_work(request, windows)}
+        common = _conditions(contestants["merged" if "merged" in runners else "dense"]) | {
+            "runtime": runtime,
+            "pictures_timed": len(windows),
+            "warmup_calls": request.effort.warmup,
+        }
         executed = {name: one.executed(windows[list(batches[0])]) for name, one in contestants.items()}
-    records = _records(bundle.recipe, times, stages, request, tokens)
-    return {name: {"runtime": runtime, **record, **executed[name], **common} for name, record in records.items()}
+    figures = _figures(bundle.recipe, times, stages, request, tokens)
+    return {name: Speed(**found, **executed[name], **common) for name, found in figures.items()}
 
 
 def check_verified(bundle: Bundle, runtime: str) -> None:
@@ -182,15 +185,15 @@ def check_verified(bundle: Bundle, runtime: str) -> None:
         BundleError: it was never run, or not on the files there are now.
         GateError: it failed.
     """
-    record = bundle.section("parity").get(runtime)
+    record = bundle.found(Parity, runtime)
     command = f"`algm-deploy verify {quote(str(bundle.path))} --runtime {runtime}`"
     if record is None:
         with runner(bundle, runtime):  # what keeps it from running here keeps it from being verified: that comes first
             pass
         raise BundleError(f"expected a bundle that was verified on {runtime}, this one was not: run {command} first")
-    if not record["passed"]:
+    if not record.passed:
         raise GateError(f"the parity chain failed on {runtime}, so nothing is timed: {command} shows where")
-    if record.get("files") not in (None, executables(bundle, runtime)):
+    if record.files not in (None, executables(bundle, runtime)):
         raise BundleError(
             f"expected the files that were verified on {runtime}, some were built since: run {command} again"
         )
@@ -219,7 +222,7 @@ def batches_of(protocol: ProtocolName, pictures: int, batch: int) -> list[tuple[
 
 def _bundles(
     bundle: Bundle, runtime: str, windows: Array, request: Request, tokens: Sequence[int]
-) -> dict[Variant, Bundle]:
+) -> dict[VariantName, Bundle]:
     """The networks to time; a bundle that merges nothing is its own dense network."""
     if not bundle.recipe.merging.layers:
         return {"dense": bundle}
@@ -233,11 +236,10 @@ def _verify_dense(dense: Bundle, runtime: str, windows: Array, bundle: Bundle) -
     """The chain on one picture, unless it has passed before."""
     with variant_runner(dense, runtime, bundle):
         pass  # builds what is missing, so that what is verified is what is timed
-    known = dense.section("parity")
-    passed = known.get(runtime, {}).get("passed") and known[runtime].get("files") == executables(dense, runtime)
-    if not passed:
-        report = verify(dense, runtime, windows[:1], progress=False)
-        dense.record("parity", runtime, {**report.record(), "files": executables(dense, runtime)})
+    known = dense.found(Parity, runtime)
+    if known is None or not known.passed or known.files != executables(dense, runtime):
+        found = verify(dense, runtime, windows[:1], progress=False)
+        dense.record(structs.replace(found, files=executables(dense, runtime)))
     check_verified(dense, runtime)
 
 
@@ -321,7 +323,7 @@ Stages = dict[str, dict[str, float]]
 
 
 def _times(
-    contestants: Mapping[Variant, _Contestant], batches: Sequence[Array], request: Request, progress: bool
+    contestants: Mapping[VariantName, _Contestant], batches: Sequence[Array], request: Request, progress: bool
 ) -> tuple[dict[str, Times], Stages]:
     """Times of each contestant; for latency also what parts of it take, by contestant."""
     effort, latency = request.effort, request.protocol == "latency"
@@ -348,22 +350,22 @@ def _stages(whole: Times, parts: Mapping[str, Times]) -> dict[str, float]:
 # -------------------------------------------------------------------------------------------------------------- records
 
 
-def _records(
+def _figures(
     recipe: Recipe, times: Mapping[str, Times], stages: Stages, request: Request, tokens: NDArray[np.int64]
-) -> dict[Variant, dict[str, Any]]:
-    """One record a variant, with speed-ups against the dense network. One that is not steady spoils all."""
+) -> dict[VariantName, dict[str, Any]]:
+    """Fields of `Speed` by variant, with speed-ups against the dense network. One that is not steady spoils all."""
     stable = all(steady(one) for one in times.values())
     typical = {name: typical_ms(one) for name, one in times.items()}
-    records: dict[Variant, dict[str, Any]] = {}
+    defaults = threshold_defaults(recipe.merging)
+    figures: dict[VariantName, dict[str, Any]] = {}
     for name in VARIANTS:
         if name not in times:
             continue
-        record: dict[str, Any] = {
-            "schema_version": SCHEMA_VERSION,
+        figures[name] = {
             "variant": name,
             "protocol": request.protocol,
             "batch": request.batch,
-            "thresholds": _thresholds(recipe, request) if name == "merged" else {},
+            "thresholds": storable({n: request.thresholds.get(n, default) for n, default in defaults.items()}),
             "stable": stable,
             "drift_percent": 100 * drift(times[name]),
             "drift_percent_allowed": 100 * MOST_DRIFT,
@@ -371,58 +373,49 @@ def _records(
             "samples": int(times[name].size),
             "throughput_img_per_s": 1e3 * request.batch / typical[name],
             "batch_ms_mean_of_medians": typical[name],
+            **_tokens(recipe, name, tokens),
+            **_against_dense(name, typical),
         }
         if request.protocol == "latency":
-            record |= {f"latency_ms_{share}": value for share, value in percentiles(times[name]).items()}
-            record["stages"] = stages[name]
-        records[name] = record | _tokens(recipe, name, tokens) | _against_dense(name, typical)
-    if request.protocol == "latency" and "merged" in records:
-        records["merged"]["by_picture"] = _by_picture(recipe, times["merged"], tokens)
-    if "merge_efficiency" in records.get("merged", {}):
-        records["merged"]["merge_efficiency_by_round"] = efficiency_by_round(*(times[name] for name in VARIANTS))
-    return records
+            figures[name] |= {f"latency_ms_{share}": value for share, value in percentiles(times[name]).items()}
+            figures[name]["stages"] = stages[name]
+    if request.protocol == "latency" and "merged" in figures:
+        figures["merged"]["by_picture"] = _by_picture(recipe, times["merged"], tokens)
+    if "merge_efficiency" in figures.get("merged", {}):
+        figures["merged"]["merge_efficiency_by_round"] = efficiency_by_round(*(times[name] for name in VARIANTS))
+    return figures
 
 
-def _thresholds(recipe: Recipe, request: Request) -> dict[str, float | str]:
-    """Thresholds in force; texts where infinite, as JSON has no infinity."""
-    defaults = threshold_defaults(recipe.merging)
-    found = {name: request.thresholds.get(name, default) for name, default in defaults.items()}
-    return {name: value if math.isfinite(value) else str(value) for name, value in found.items()}
-
-
-def _tokens(recipe: Recipe, variant: Variant, tokens: NDArray[np.int64]) -> dict[str, Any]:
-    """Mean token counts behind each merge, the figure the truncated network was cut to, and multiply-adds."""
+def _tokens(recipe: Recipe, variant: VariantName, tokens: NDArray[np.int64]) -> dict[str, Any]:
+    """Mean token counts after each merge, the figure the truncated network was cut to, and multiply-adds."""
     plan, network = recipe.merging, recipe.network
     patches = network.grid[0] * network.grid[1]
     kept = np.full_like(tokens, patches) if variant == "dense" else tokens
     if variant == "truncated":
         kept = np.broadcast_to(np.rint(tokens.mean(0)).astype(int), tokens.shape)
-    means = {f"tokens_after_{n}_mean": float(c) for n, c in zip(merge_names(plan), kept.mean(0), strict=True)}
-    if variant == "merged":
-        gmacs = float(np.mean([multiply_adds(network, plan, row.tolist()).gmacs for row in kept]))
-    elif variant == "dense":
-        gmacs = multiply_adds(network, DENSE).gmacs
-    else:
+    pairs = zip(merge_names(plan), kept.mean(0).tolist(), strict=True)
+    means = {"tokens": tuple(MergeTokens(merge=name, mean=mean) for name, mean in pairs)}
+    if variant == "truncated":
         return means
-    return {**means, "gmacs_per_window_mean": gmacs}
+    rows = kept.tolist() if variant == "merged" else []
+    gmacs = [multiply_adds(network, plan, row).gmacs for row in rows] or [multiply_adds(network, DENSE).gmacs]
+    return {**means, "gmacs_per_window_mean": float(np.mean(gmacs))}
 
 
-def _by_picture(recipe: Recipe, times: Times, tokens: NDArray[np.int64]) -> dict[str, list[float]]:
-    """Latency of each picture beside its own token counts, in the order they were timed."""
-    names = (f"tokens_after_{name}" for name in merge_names(recipe.merging))
-    return {
-        "latency_ms_p50": np.median(times, axis=0).tolist(),
-        **dict(zip(names, tokens.T.tolist(), strict=True)),
-    }
+def _by_picture(recipe: Recipe, times: Times, tokens: NDArray[np.int64]) -> ByPicture:
+    counts = (tuple(column) for column in tokens.T.tolist())
+    return ByPicture(
+        latency_ms_p50=tuple(np.median(times, axis=0).tolist()),
+        tokens_by_merge=dict(zip(merge_names(recipe.merging), counts, strict=True)),
+    )
 
 
-def _against_dense(variant: Variant, typical: Mapping[str, float]) -> dict[str, float]:
+def _against_dense(variant: VariantName, typical: Mapping[str, float]) -> dict[str, float | None]:
     if variant == "dense" or "dense" not in typical:
         return {}
-    found = {"speedup": typical["dense"] / typical[variant]}
+    found: dict[str, float | None] = {"speedup": typical["dense"] / typical[variant]}
     if variant == "merged" and "truncated" in typical:
-        efficiency = merge_efficiency(typical["dense"], typical["merged"], typical["truncated"])
-        found |= {} if efficiency is None else {"merge_efficiency": efficiency}
+        found["merge_efficiency"] = merge_efficiency(typical["dense"], typical["merged"], typical["truncated"])
     return found
 
 
@@ -433,26 +426,21 @@ def _conditions(contestant: _Contestant) -> dict[str, Any]:
         "clock": "CUDA events" if contestant.on_cuda else "host",
         "provider": getattr(run, "provider_name", None),
         "executable": getattr(run, "graph", None),
-        "custom_operators": list(getattr(run, "custom_operators", ())),
+        "custom_operators": tuple(getattr(run, "custom_operators", ())),
         "precision": run.bundle.recipe.precision,
         "output": run.bundle.recipe.output,
         "torch_threads": torch.get_num_threads(),
         "cpus_usable": len(os.sched_getaffinity(0)),
         "load_average_1_minute": os.getloadavg()[0],
-        "environment": asdict(environment(devices=contestant.on_cuda)),
+        "environment": environment(devices=contestant.on_cuda),
         "gpu": _gpu() if contestant.on_cuda else None,
     }
 
 
-def _gpu() -> dict[str, Any] | None:
-    """Clocks, power and temperature of the current device, right behind the last timed call."""
+def _gpu() -> GpuState | None:
+    """Clocks, power and temperature of the current device, right after the last timed call."""
     uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
-    state = gpu_state(f"GPU-{uuid}")
-    return asdict(state) if state else None
-
-
-def _work(request: Request, windows: Array) -> dict[str, Any]:
-    return {"pictures_timed": len(windows), "warmup_calls": request.effort.warmup}
+    return gpu_state(f"GPU-{uuid}")
 
 
 def reading_ms(paths: Sequence[Path], recipe: Recipe) -> dict[str, float]:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from algm_deploy.bundle.records import Spread
 from algm_deploy.errors import BundleError
 
 Call = Callable[[], object]
@@ -126,17 +127,17 @@ def percentiles(times: Times) -> dict[str, float | None]:
     }
 
 
-def efficiency_by_round(dense: Times, merged: Times, truncated: Times) -> dict[str, float]:
+def efficiency_by_round(dense: Times, merged: Times, truncated: Times) -> Spread | None:
     """Spread of `merge_efficiency` over single rounds: how far it can be trusted, as it divides small differences.
 
-    Rounds in which dropping saves nothing have no efficiency and are not counted in `rounds`; empty without any.
+    Rounds in which dropping saves nothing have no efficiency and are not counted in `rounds`; None without any.
     """
     rounds = zip(dense.mean(1), merged.mean(1), truncated.mean(1), strict=True)
     known = [found for one in rounds if (found := merge_efficiency(*map(float, one))) is not None]
     if not known:
-        return {}
+        return None
     low, p25, p75, high = np.percentile(known, (0, 25, 75, 100)).tolist()
-    return {"rounds": len(known), "min": low, "p25": p25, "p75": p75, "max": high}
+    return Spread(rounds=len(known), min=low, p25=p25, p75=p75, max=high)
 
 
 def merge_efficiency(dense: float, merged: float, truncated: float) -> float | None:

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import count, takewhile
 from typing import Any
 
-from algm_deploy.bundle import MANIFEST, Bundle, BundleWriter
+from algm_deploy.bundle.manifest import MANIFEST
+from algm_deploy.bundle.records import VariantName, VariantOrigin
+from algm_deploy.bundle.signature import Signature, signature_of
+from algm_deploy.bundle.store import Bundle, BundleWriter
 from algm_deploy.errors import BundleError
 from algm_deploy.lowering.bundling import ONNX, WEIGHTS, load_network, write_network
 from algm_deploy.lowering.onnxruntime import stretch_file
 from algm_deploy.models.deployed import Deployed
 from algm_deploy.runners.contract import Runner, runner, runner_type
-from algm_deploy.runners.torch import TorchRunner
-from algm_deploy.timing.variants import Variant, truncate, variant_network, variant_recipe
+from algm_deploy.runners.torch.runner import TorchRunner
+from algm_deploy.timing.variants import truncate, variant_network, variant_recipe
 
 CUDA = "onnxruntime-cuda"
-FACT = "variant"  # in the manifest of a variant: which one, of which files, rows kept behind each layer
 
 
-def variant_bundle(bundle: Bundle, variant: Variant, tokens: Sequence[int]) -> Bundle:
+def variant_bundle(bundle: Bundle, variant: VariantName, tokens: Sequence[int]) -> Bundle:
     """`variants/dense` or `variants/truncated` of a bundle, written where it is missing or of another make.
 
     Args:
@@ -31,27 +34,33 @@ def variant_bundle(bundle: Bundle, variant: Variant, tokens: Sequence[int]) -> B
         return bundle
     target = bundle.path / "variants" / variant
     made_from = {name: bundle.files[name].sha256 for name in (WEIGHTS, ONNX)}
-    fact = {"name": variant, "made_from": made_from, "rows_by_layer": _rows(bundle, variant, tokens)}
+    origin = VariantOrigin(name=variant, made_from=made_from, rows_by_layer=_rows(bundle, variant, tokens))
     named = variant_recipe(bundle.recipe, variant)
     if (target / MANIFEST).is_file():
         found = Bundle.open(target)
-        if found.manifest.get(FACT) == fact and found.recipe == named:
+        if found.manifest.variant == origin and found.recipe == named:
             return found
     model = load_network(bundle)
     network, _ = variant_network(model, bundle.recipe, variant, tokens)
     with BundleWriter(target, named) as writer:
         write_network(writer, model, network, {WEIGHTS: made_from[WEIGHTS]})
         if variant == "truncated":
-            writer.facts["signature"]["outputs"][1]["shape"] = (-1, len(tokens))
-        writer.facts |= {FACT: fact, "preprocessing_sha256": bundle.fact("preprocessing_sha256")}
+            writer.describe(signature=_with_counts(signature_of(named), len(tokens)))
+        writer.describe(variant=origin, preprocessing_sha256=bundle.manifest.preprocessing_sha256)
     return Bundle.open(target)
 
 
-def _rows(bundle: Bundle, variant: Variant, tokens: Sequence[int]) -> list[list[int]]:
+def _with_counts(signature: Signature, merges: int) -> Signature:
+    """A truncated network names no merges, and still counts the tokens after each."""
+    main, counts, *maps = signature.outputs
+    return replace(signature, outputs=(main, replace(counts, shape=(-1, merges)), *maps))
+
+
+def _rows(bundle: Bundle, variant: VariantName, tokens: Sequence[int]) -> tuple[tuple[int, int], ...]:
     """Pairs of layer and rows that a truncated network keeps behind it, prefix counted; none for `dense`."""
     prefix, layers = bundle.recipe.network.prefix, bundle.recipe.merging.layers
     pairs = zip(layers, tokens, strict=True) if variant == "truncated" else ()
-    return [[layer, prefix + count] for layer, count in pairs]
+    return tuple((layer, prefix + count) for layer, count in pairs)
 
 
 def executables(bundle: Bundle, runtime: str) -> dict[str, str]:
@@ -94,7 +103,8 @@ class VariantTorchRunner(TorchRunner):
     """PyTorch on a variant: dropping tokens is no merge plan, so a truncated network is made by its fact."""
 
     def _network(self) -> Deployed:
-        rows = dict(self.bundle.fact(FACT, {"rows_by_layer": ()})["rows_by_layer"])
+        origin = self.bundle.manifest.variant
+        rows = dict(origin.rows_by_layer) if origin else {}
         if not rows:
             return super()._network()
         recipe = self.bundle.recipe

@@ -8,23 +8,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 import onnx_ir as ir
 import torch
 from torch import nn
 
+from algm_deploy.bundle.records import VariantName
+from algm_deploy.bundle.signature import signature_of
 from algm_deploy.lowering.export import base_onnx
 from algm_deploy.lowering.onnxruntime import Provider, rewrite, single_image
 from algm_deploy.lowering.portable import add_function_bodies
 from algm_deploy.merging import count_sizes, insert_merging
 from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.vit import MergeInputs, Model, Tokens, VitNetwork, share_parameters
-from algm_deploy.recipes import DENSE, Method, Recipe
-from algm_deploy.signature import signature_of
+from algm_deploy.recipe.schema import DENSE, Method, Recipe
 
-Variant = Literal["dense", "merged", "truncated"]
-VARIANTS: tuple[Variant, ...] = ("dense", "merged", "truncated")
+VARIANTS: tuple[VariantName, ...] = ("dense", "merged", "truncated")
 
 
 class KeepFirst(nn.Module):
@@ -55,7 +54,7 @@ def truncate(model: Model, rows: Mapping[int, int], method: Method = "algm") -> 
 
 
 def variant_network(
-    model: VitNetwork, recipe: Recipe, variant: Variant, tokens: Sequence[int]
+    model: VitNetwork, recipe: Recipe, variant: VariantName, tokens: Sequence[int]
 ) -> tuple[Deployed, Recipe]:
     """The deployed network of a variant, and the recipe that names its inputs and outputs.
 
@@ -78,7 +77,7 @@ def variant_network(
     return Deployed(network, recipe.network, recipe.output).eval(), variant_recipe(recipe, variant)
 
 
-def variant_recipe(recipe: Recipe, variant: Variant) -> Recipe:
+def variant_recipe(recipe: Recipe, variant: VariantName) -> Recipe:
     """The recipe that names a variant's inputs and outputs: without merges, but for `merged`."""
     if variant == "merged":
         return recipe
@@ -87,7 +86,7 @@ def variant_recipe(recipe: Recipe, variant: Variant) -> Recipe:
 
 
 def variant_graph(
-    model: VitNetwork, recipe: Recipe, variant: Variant, tokens: Sequence[int], provider: Provider, custom: bool
+    model: VitNetwork, recipe: Recipe, variant: VariantName, tokens: Sequence[int], provider: Provider, custom: bool
 ) -> ir.Model:
     """A variant's graph for a provider of ONNX Runtime, weights inside; the first arguments as for `variant_network`.
 

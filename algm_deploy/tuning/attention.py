@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from algm_deploy.bundle import Bundle
+from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import DatasetError, PlanError
 from algm_deploy.evaluation.datasets import Dataset
 from algm_deploy.lowering.bundling import deployed, load_network
 from algm_deploy.merging import merge_inputs
 from algm_deploy.models.vit import Block, Tokens, VisionTransformer
-from algm_deploy.recipes import DENSE, MergePlan, Recipe
+from algm_deploy.recipe.schema import DENSE, MergePlan, Recipe
 from algm_deploy.tuning.similarity import Picture, pictures_of, windows_of
 
 Array = NDArray[np.float64]

@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
-from algm_deploy.bundle import Bundle
+from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import PlanError
 from algm_deploy.evaluation.datasets import Dataset
 from algm_deploy.evaluation.evaluate import merge_names
-from algm_deploy.names import counted, dataset_name, merge_title, shown_merges
-from algm_deploy.recipes import MergePlan, Recipe
+from algm_deploy.recipe.schema import MergePlan, Recipe
 from algm_deploy.tuning.attention import AttentionMass, measure_attention
 from algm_deploy.tuning.objective import (
     KNOBS,
@@ -30,6 +29,7 @@ from algm_deploy.tuning.objective import (
 from algm_deploy.tuning.positions import EvaluatePlan, earliest_gbm
 from algm_deploy.tuning.search import Point, miou_of
 from algm_deploy.tuning.similarity import ALL, WINDOWS, Groups, Picture, Similarity, measure_similarity
+from algm_deploy.wording import counted, dataset_name, merge_title, shown_merges
 
 DENSE, RECIPE, CHOSEN, NEAREST = "dense", "recipe", "chosen", "nearest"
 

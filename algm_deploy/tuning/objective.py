@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
+from algm_deploy.bundle.signature import CLAP_THRESHOLD, GBM_THRESHOLD
 from algm_deploy.errors import DatasetError, PlanError
 from algm_deploy.evaluation.datasets import Dataset, Sample
-from algm_deploy.recipes import MergePlan, Recipe
-from algm_deploy.signature import CLAP_THRESHOLD, GBM_THRESHOLD
+from algm_deploy.recipe.schema import MergePlan, Recipe
 from algm_deploy.tuning.search import Curve, Point, best, first_that_keeps, miou_of, steps
 
 Record = Mapping[str, Any]

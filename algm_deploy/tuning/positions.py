@@ -12,16 +12,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from algm_deploy.bundle import Bundle
+from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BundleError, PlanError
 from algm_deploy.evaluation.datasets import Dataset
 from algm_deploy.evaluation.evaluate import evaluate
-from algm_deploy.evaluation.preprocessing import Pixels
-from algm_deploy.evaluation.sliding import ScoresOf
 from algm_deploy.lowering.bundling import deployed, load_network
 from algm_deploy.merging import merge_inputs
 from algm_deploy.models.vit import VitNetwork
-from algm_deploy.recipes import MergePlan, Recipe
+from algm_deploy.pictures.preprocessing import Pixels
+from algm_deploy.pictures.sliding import ScoresOf
+from algm_deploy.recipe.schema import MergePlan, Recipe
 from algm_deploy.tuning.ablations import ALGM, Variant, apply_variant
 from algm_deploy.tuning.objective import Goal, Record, Tuned, search
 

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from algm_deploy.bundle import write_atomically
-from algm_deploy.recipes import Recipe, to_table
+from algm_deploy.bundle.files import write_atomically
+from algm_deploy.recipe.reading import to_table
+from algm_deploy.recipe.schema import Recipe
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from algm_deploy.errors import GateError, RecipeError
-from algm_deploy.names import dataset_name
+from algm_deploy.wording import dataset_name
 
 PROBES = 5
 

@@ -29,21 +29,22 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from algm_deploy.bundle import Bundle, write_atomically
+from algm_deploy.bundle.files import write_atomically
+from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BundleError, DatasetError
 from algm_deploy.evaluation.datasets import IGNORE, Dataset
-from algm_deploy.evaluation.preprocessing import (
+from algm_deploy.lowering.bundling import load_network
+from algm_deploy.models.deployed import Deployed
+from algm_deploy.models.vit import MergeInputs, Tokens, VisionTransformer
+from algm_deploy.ops.clap import window_members
+from algm_deploy.pictures.preprocessing import (
     Pixels,
     canvas_of,
     preprocessing_fingerprint,
     read_photo,
     window_anchors,
 )
-from algm_deploy.lowering.bundling import load_network
-from algm_deploy.models.deployed import Deployed
-from algm_deploy.models.vit import MergeInputs, Tokens, VisionTransformer
-from algm_deploy.ops.clap import window_members
-from algm_deploy.recipes import Recipe, Size, patch_margins
+from algm_deploy.recipe.schema import Recipe, Size, patch_margins
 
 ALL = "all"
 WINDOWS = range(2, 9)

@@ -15,7 +15,8 @@ from algm_deploy.merging import insert_merging, merge_inputs
 from algm_deploy.models.checkpoints import Checkpoint, read_checkpoint, recipe_from_variant, state_dict_for
 from algm_deploy.models.scores import upsample_scores
 from algm_deploy.models.segmenter import Segmenter
-from algm_deploy.recipes import DENSE, flatten, recipe, recipe_settings, resolve
+from algm_deploy.recipe.reading import flatten, recipe, recipe_settings, resolve
+from algm_deploy.recipe.schema import DENSE
 
 MEGABYTE = 1_000_000
 

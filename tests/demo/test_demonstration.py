@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from algm_deploy import demonstration
-from algm_deploy.demonstration import demonstrate, generated_scenes, labelled_pictures
+from algm_deploy.demo import run as demonstration
+from algm_deploy.demo.run import demonstrate, generated_scenes, labelled_pictures
 from algm_deploy.errors import GateError
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from algm_deploy.models.checkpoints import read_checkpoint, state_dict_for
-from algm_deploy.recipes import recipe
+from algm_deploy.recipe.reading import recipe
 
 
 @pytest.mark.slow

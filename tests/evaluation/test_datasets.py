@@ -13,7 +13,7 @@ from PIL import Image
 
 from algm_deploy.errors import DatasetError, ImageError
 from algm_deploy.evaluation.datasets import IGNORE, SPECS, Dataset, open_dataset, read_classes
-from algm_deploy.names import dataset_name
+from algm_deploy.wording import dataset_name
 
 
 def photo(path: Path) -> None:

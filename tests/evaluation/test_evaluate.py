@@ -16,9 +16,9 @@ from algm_deploy.errors import BundleError, DatasetError, GateError
 from algm_deploy.evaluation.datasets import Dataset, open_dataset
 from algm_deploy.evaluation.evaluate import Evaluation, evaluate, measure_agreement, merge_names
 from algm_deploy.evaluation.flops import multiply_adds
-from algm_deploy.evaluation.preprocessing import Pixels
-from algm_deploy.names import merge_title, shown_merges
-from algm_deploy.recipes import DENSE, MergePlan, Network, Protocol, Recipe
+from algm_deploy.pictures.preprocessing import Pixels
+from algm_deploy.recipe.schema import DENSE, MergePlan, Network, Protocol, Recipe
+from algm_deploy.wording import merge_title, shown_merges
 
 NETWORK = Network("segmenter", 128, 6, 2, 3, (32, 32))
 PLAN = MergePlan(clap_layers=(1,), gbm_layers=(5,))

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from algm_deploy.errors import PlanError
 from algm_deploy.evaluation.flops import multiply_adds
-from algm_deploy.recipes import DENSE, MergePlan, Network, recipe
+from algm_deploy.recipe.reading import recipe
+from algm_deploy.recipe.schema import DENSE, MergePlan, Network
 
 
 def segmenter(dim: int, depth: int, classes: int, side: int, decoder_depth: int = 2) -> Network:

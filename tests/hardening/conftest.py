@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-from algm_deploy.bundle import Bundle, BundleWriter
-from algm_deploy.evaluation.preprocessing import preprocessing_fingerprint
+from algm_deploy.bundle.store import Bundle, BundleWriter
 from algm_deploy.lowering.bundling import deployed, write_network
 from algm_deploy.models.families import DTYPES, network_module, parameter_shapes
 from algm_deploy.models.vit import VitNetwork
-from algm_deploy.recipes import MergePlan, Network, Protocol, Recipe
+from algm_deploy.pictures.preprocessing import preprocessing_fingerprint
+from algm_deploy.recipe.schema import MergePlan, Network, Protocol, Recipe
 
 Weights = dict[str, torch.Tensor]
 PLAN = MergePlan(clap_layers=(1,), gbm_layers=(2,), clap_threshold=0.8)
@@ -33,7 +33,7 @@ import contextlib, io
 from algm_deploy.cli import main
 if mib is not None:
     import resource
-    import algm_deploy.runners.torch, algm_deploy.report.pictures
+    import algm_deploy.runners.torch.runner, algm_deploy.report.pictures
     used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + (mib << 20),) * 2)
 for command in commands:

@@ -16,7 +16,8 @@ import torch
 import yaml
 from PIL import Image
 
-from algm_deploy.bundle import MANIFEST, Bundle
+from algm_deploy.bundle.manifest import MANIFEST
+from algm_deploy.bundle.store import Bundle
 from algm_deploy.cli import main
 from algm_deploy.lowering.bundling import ONNX, ONNX_DATA, WEIGHTS
 
@@ -313,7 +314,7 @@ def test_memory_that_ran_out_is_one_sentence(
     def exhausted(*_: object) -> None:
         np.empty(1 << 48)
 
-    monkeypatch.setattr("algm_deploy.evaluation.predictor.read_photo", exhausted)
+    monkeypatch.setattr("algm_deploy.predictor.read_photo", exhausted)
     monkeypatch.setattr("algm_deploy.report.pictures.read_photo", exhausted)
     assert main([word.format(**vars(place)) for word in ON_TORCH]) == 2
     errors = capfd.readouterr().err

@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from algm_deploy.bundle import Bundle
+from algm_deploy.bundle.store import Bundle
 from algm_deploy.demo.scenes import scene
-from algm_deploy.recipes import read_recipe
+from algm_deploy.recipe.reading import read_recipe
 
 Run = Callable[..., tuple[int, float]]
 InNewProcess = Callable[..., list[tuple[int, str]]]
@@ -30,8 +30,9 @@ InNewProcess = Callable[..., list[tuple[int, str]]]
 KILLER = """
 import json, os, signal, sys, time
 from algm_deploy.cli import main
-from algm_deploy import demonstration
-from algm_deploy.runners import onnxruntime, torch
+from algm_deploy.demo import run as demonstration
+from algm_deploy.runners.onnxruntime import runner as onnxruntime
+from algm_deploy.runners.torch import runner as torch
 from algm_deploy.report import tuning
 for line in sys.stdin:
     words, delay = json.loads(line)

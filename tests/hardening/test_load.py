@@ -14,11 +14,11 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_state
 
-from algm_deploy.bundle import Bundle
+from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import ExecutionError, RuntimeUnavailableError
-from algm_deploy.recipes import Network
+from algm_deploy.recipe.schema import Network
 from algm_deploy.runners.contract import Array, Runner, runner
-from algm_deploy.runners.onnxruntime import ORT_ERRORS
+from algm_deploy.runners.onnxruntime.runner import ORT_ERRORS
 
 CPU_RUNTIMES = ("torch", "onnxruntime-cpu")
 

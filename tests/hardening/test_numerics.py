@@ -16,9 +16,8 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 from torch import Tensor, nn
 
-from algm_deploy.bundle import Bundle
+from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import ExportError, GateError
-from algm_deploy.evaluation.predictor import Predictor
 from algm_deploy.lowering.export import base_onnx
 from algm_deploy.lowering.portable import add_function_bodies
 from algm_deploy.lowering.tensorrt import TOPK_LIMIT, tensorrt_from_base
@@ -27,7 +26,8 @@ from algm_deploy.merging import insert_merging
 from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.scores import resize, scores_of_masks
 from algm_deploy.parity.chain import verify
-from algm_deploy.recipes import MergePlan
+from algm_deploy.predictor import Predictor
+from algm_deploy.recipe.schema import MergePlan
 
 Export = Callable[..., ir.Model]
 PLAN = MergePlan(clap_layers=(1,), gbm_layers=(2,))

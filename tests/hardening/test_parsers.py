@@ -16,17 +16,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from algm_deploy.bundle import MANIFEST, Bundle
+from algm_deploy.bundle.manifest import MANIFEST
+from algm_deploy.bundle.records import SECTIONS
+from algm_deploy.bundle.signature import Signature
+from algm_deploy.bundle.store import Bundle
 from algm_deploy.cli.settings import parsed
-from algm_deploy.content import content
-from algm_deploy.demonstration import SHORT, generated_scenes
+from algm_deploy.demo.run import SHORT, generated_scenes
 from algm_deploy.deployment import bench_bundle, evaluate_bundle, verify_bundle
 from algm_deploy.errors import AlgmDeployError, BundleError, CheckpointError, GateError, RecipeError
-from algm_deploy.facts import SECTIONS
 from algm_deploy.models.checkpoints import Checkpoint, read_variant, settings_from_variant
-from algm_deploy.recipes import checked, read_recipe, recipe_settings
+from algm_deploy.package_data import content
+from algm_deploy.recipe.reading import checked, read_recipe, recipe_settings
 from algm_deploy.report.page import report_page
-from algm_deploy.signature import Signature
 from algm_deploy.timing.protocols import check_verified
 from algm_deploy.timing.timers import Effort
 

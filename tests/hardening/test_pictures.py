@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from algm_deploy.bundle import Bundle
+from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import RecipeError
-from algm_deploy.evaluation.predictor import Predictor
 from algm_deploy.parity.chain import ParityReport, verify
-from algm_deploy.recipes import MergePlan, Network
+from algm_deploy.predictor import Predictor
+from algm_deploy.recipe.schema import MergePlan, Network
 from algm_deploy.runners.contract import Runner, runner, runner_type
 
 # ONNX Runtime runs the portable graph until `build` has added its own.

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from algm_deploy.bundle.signature import output_names, threshold_defaults
 from algm_deploy.lowering.export import base_onnx
 from algm_deploy.lowering.portable import add_function_bodies
 from algm_deploy.merging import insert_merging, merge_inputs
 from algm_deploy.models.deployed import Deployed
-from algm_deploy.recipes import DENSE, MergePlan, Network, Output
-from algm_deploy.signature import output_names, threshold_defaults
+from algm_deploy.recipe.schema import DENSE, MergePlan, Network, Output
 
 PLAN = MergePlan(clap_layers=(1,), gbm_layers=(3,), clap_threshold=0.7)
 

@@ -16,7 +16,9 @@ import onnx_ir as ir
 import pytest
 import torch
 
-from algm_deploy.bundle import Bundle, sha256_of
+from algm_deploy.bundle.files import sha256_of
+from algm_deploy.bundle.signature import Signature, signature_of
+from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BundleError, CheckpointError, ExportError
 from algm_deploy.lowering.bundling import (
     ALIGNMENT,
@@ -31,7 +33,6 @@ from algm_deploy.lowering.bundling import (
 )
 from algm_deploy.merging import merge_inputs
 from algm_deploy.models.checkpoints import read_checkpoint, recipe_from_variant
-from algm_deploy.signature import Signature, signature_of
 
 
 def external(path: Path) -> dict[str, tuple[int, int]]:

@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from algm_deploy.bundle.signature import merge_names, output_names, threshold_defaults
 from algm_deploy.errors import ExportError
 from algm_deploy.lowering.export import base_onnx
 from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.families import FAMILIES
 from algm_deploy.models.segmenter import Segmenter
 from algm_deploy.models.vit import Tokens
-from algm_deploy.recipes import DENSE, MergePlan, Network
-from algm_deploy.signature import merge_names, output_names, threshold_defaults
+from algm_deploy.recipe.schema import DENSE, MergePlan, Network
 
 Exports = Callable[[str], Any]
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from algm_deploy.bundle import Bundle
+from algm_deploy.bundle.store import Bundle
 from algm_deploy.demo.scenes import scene
 from algm_deploy.deployment import export
 from algm_deploy.errors import ExportError
@@ -28,7 +28,7 @@ from algm_deploy.lowering.onnxruntime import (
 )
 from algm_deploy.models.families import FAMILIES
 from algm_deploy.ops.bodies import Body
-from algm_deploy.recipes import MergePlan, Network
+from algm_deploy.recipe.schema import MergePlan, Network
 
 BLOCKS = 4 + 2  # encoder and decoder of the tiny network
 

@@ -28,7 +28,7 @@ from algm_deploy.models.segmenter import Segmenter
 from algm_deploy.ops import reference
 from algm_deploy.ops.attention import reference as attention_reference
 from algm_deploy.ops.label_map import reference as label_map_reference
-from algm_deploy.recipes import MergePlan, Network, Precision
+from algm_deploy.recipe.schema import MergePlan, Network, Precision
 
 FLOAT, HALF, INT64 = TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.INT64
 GRID, PREFIX, WIDTH = (4, 6), 1, 8

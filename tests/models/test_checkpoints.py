@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from algm_deploy.errors import CheckpointError
 from algm_deploy.models import checkpoints
-from algm_deploy.recipes import DENSE, MergePlan, Network, Protocol
+from algm_deploy.recipe.schema import DENSE, MergePlan, Network, Protocol
 
 TINY = Network("segmenter", embed_dim=32, depth=2, heads=2, classes=5, image_size=(64, 96), decoder_depth=1)
 LINEAR = Network("segmenter", 32, 2, 2, 5, (64, 96), decoder="linear", decoder_depth=0)

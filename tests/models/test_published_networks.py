@@ -20,7 +20,7 @@ from algm_deploy.models.checkpoints import Checkpoint, read_checkpoint, state_di
 from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.families import FAMILIES, NAMINGS, network_module, parameter_shapes
 from algm_deploy.models.vit import VitNetwork
-from algm_deploy.recipes import MergePlan, Network
+from algm_deploy.recipe.schema import MergePlan, Network
 
 FOLDER = Path(__file__).parents[1] / "data" / "published"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.npz") if path.stem != "images")

@@ -23,7 +23,7 @@ from algm_deploy.models.checkpoints import Checkpoint, read_checkpoint, state_di
 from algm_deploy.models.deployed import NORMALIZATIONS, Deployed, PixelEmbedding
 from algm_deploy.models.families import NAMINGS, network_module, parameter_shapes
 from algm_deploy.models.vit import PatchEmbedding, VitNetwork, padded
-from algm_deploy.recipes import MergePlan, Network, Protocol, Recipe
+from algm_deploy.recipe.schema import MergePlan, Network, Protocol, Recipe
 
 DINOV2 = Network("dinov2", 16, 2, 2, 5, (56, 56), patch_size=14, decoder="linear", normalization="deit")
 REGISTERS = replace(DINOV2, extra_tokens=4)

@@ -12,7 +12,7 @@ from algm_deploy.models.checkpoints import expected_shapes
 from algm_deploy.models.scores import TokenScores, upsample_scores
 from algm_deploy.models.segmenter import Segmenter
 from algm_deploy.models.vit import Tokens
-from algm_deploy.recipes import Network
+from algm_deploy.recipe.schema import Network
 
 Golden = Callable[[str], Segmenter]
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from algm_deploy.merging import insert_merging, merge_inputs, replay_merging, tome_merges
 from algm_deploy.models.vit import VisionTransformer, VitNetwork
-from algm_deploy.recipes import MergePlan
+from algm_deploy.recipe.schema import MergePlan
 
 DATA = Path(__file__).parents[1] / "data"
 CASES = ("constant", "schedule", "one_block", "halves", "distilled", "no_cls")

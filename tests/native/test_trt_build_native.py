@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from algm_deploy import native
+from algm_deploy import native_libraries as native
 from algm_deploy.errors import BuildError
 
 NVCC = '#!/bin/sh\nprintf "compute_80\\ncompute_86\\ncompute_90\\ncompute_90a\\n"\n'

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from algm_deploy import native
+from algm_deploy import native_libraries as native
 
 # What holds the registry: package, file.
 RUNTIMES = {

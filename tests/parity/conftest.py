@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from algm_deploy.bundle import Bundle
+from algm_deploy.bundle.store import Bundle
 from algm_deploy.deployment import parity_windows
 from algm_deploy.parity import chain
 from algm_deploy.runners import contract
 from algm_deploy.runners.contract import Array
-from algm_deploy.runners.torch import TorchRunner
+from algm_deploy.runners.torch.runner import TorchRunner
 
 sys.path.insert(0, str(Path(__file__).parent))
 Outputs = dict[str, Array]

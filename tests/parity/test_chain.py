@@ -14,7 +14,7 @@ import pytest
 import torch
 from parity_cases import Outputs, broken, edit_constant, edit_graph, edit_weight, measured, rewrite
 
-from algm_deploy.bundle import Bundle
+from algm_deploy.bundle.store import Bundle
 from algm_deploy.deployment import export
 from algm_deploy.errors import BundleError
 from algm_deploy.models.deployed import PIXEL_SCALE, PixelEmbedding
@@ -22,9 +22,9 @@ from algm_deploy.ops.clap import window_members, window_of_patch
 from algm_deploy.parity import chain, comparison, replay
 from algm_deploy.parity.chain import ParityReport, Trial, trials_of, verify
 from algm_deploy.parity.comparison import unexplained_labels
-from algm_deploy.recipes import DENSE, MergePlan
+from algm_deploy.recipe.schema import DENSE, MergePlan
 from algm_deploy.runners.contract import Array
-from algm_deploy.runners.torch import TorchRunner
+from algm_deploy.runners.torch.runner import TorchRunner
 
 Tamper = Callable[[Callable[[Outputs, Array], Outputs]], str]
 ORT = "onnxruntime-cpu"

@@ -16,7 +16,7 @@ from algm_deploy.parity.decisions import (
     map_problem,
     tome_problems,
 )
-from algm_deploy.recipes import MergePlan, Network
+from algm_deploy.recipe.schema import MergePlan, Network
 
 GRID, PREFIX = (4, 4), 1  # four windows of 2x2
 NOISE = 1e-3

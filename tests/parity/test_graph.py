@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from algm_deploy.bundle import Bundle
+from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BundleError
 from algm_deploy.parity.graph import graph_facts, graph_problems, signature_problems
-from algm_deploy.recipes import MergePlan
+from algm_deploy.recipe.schema import MergePlan
 
 Facts = dict[str, Any]
 

@@ -10,7 +10,8 @@ import pytest
 from algm_deploy.parity.comparison import Numbers
 from algm_deploy.parity.links import Link
 from algm_deploy.parity.replay import Error, Replayed, error_of
-from algm_deploy.recipes import Output, recipe
+from algm_deploy.recipe.reading import recipe
+from algm_deploy.recipe.schema import Output
 
 TRUTH = np.linspace(-1.0, 1.0, 24).reshape(2, 3, 4)
 SIGNS = 1.0 - 2.0 * (np.indices(TRUTH.shape).sum(0) % 2)  # the classes of a pixel err in opposite directions

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from algm_deploy.evaluation.datasets import SPECS
-from algm_deploy.recipes import MergePlan, Network, Protocol, Recipe
+from algm_deploy.recipe.schema import MergePlan, Network, Protocol, Recipe
 from algm_deploy.report.colors import classes_of, distinct_colors, value_colors
 from algm_deploy.report.figures import Panel, columns_for, fitted, legend, printable, scale, sheet, text_width, wrapped
 

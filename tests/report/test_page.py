@@ -20,12 +20,13 @@ import pytest
 from PIL import Image
 
 from algm_deploy import __version__
-from algm_deploy.bundle import Bundle
+from algm_deploy.bundle.store import Bundle
 from algm_deploy.cli import main
 from algm_deploy.demo.scenes import scene
 from algm_deploy.environment import environment
 from algm_deploy.errors import BundleError
-from algm_deploy.recipes import MergePlan, Recipe, recipe, to_table
+from algm_deploy.recipe.reading import recipe, to_table
+from algm_deploy.recipe.schema import MergePlan, Recipe
 from algm_deploy.report.figures import Panel
 from algm_deploy.report.gallery import Example, Gallery, Photo, data_url, draw_gallery
 from algm_deploy.report.page import report_page, write_report

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from algm_deploy.bundle import Bundle
+from algm_deploy.bundle.store import Bundle
 from algm_deploy.demo.scenes import scene
 from algm_deploy.errors import BundleError, GateError, ImageError
 from algm_deploy.evaluation.datasets import SPECS, Classes
-from algm_deploy.evaluation.predictor import Predictor
-from algm_deploy.evaluation.preprocessing import read_indices
-from algm_deploy.recipes import MergePlan
+from algm_deploy.pictures.preprocessing import read_indices
+from algm_deploy.predictor import Predictor
+from algm_deploy.recipe.schema import MergePlan
 from algm_deploy.report import pictures as module
 from algm_deploy.report.figures import Panel
 from algm_deploy.report.pictures import Mosaic, PictureWriter, labels_picture, overlay, write_pictures

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from algm_deploy.recipes import DENSE, MergePlan, recipe
+from algm_deploy.recipe.reading import recipe
+from algm_deploy.recipe.schema import DENSE, MergePlan
 from algm_deploy.report.records import (
     Artifact,
     Measured,

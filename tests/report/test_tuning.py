@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from algm_deploy.bundle import Bundle
+from algm_deploy.bundle.store import Bundle
 from algm_deploy.demo.scenes import scene
 from algm_deploy.errors import BundleError, ImageError
 from algm_deploy.report.gallery import Photo, draw_gallery, draw_thresholds, threshold_sheet

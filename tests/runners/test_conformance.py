@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from algm_deploy.bundle import Bundle
+from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BundleError, RuntimeUnavailableError
-from algm_deploy.native import find_library
+from algm_deploy.native_libraries import find_library
 from algm_deploy.runners.contract import RUNTIMES, Runner, runner, runner_type
 
 MAPS = ["token_map_clap_1", "token_map_gbm_3"]

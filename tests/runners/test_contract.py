@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from algm_deploy.bundle import Bundle
+from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import NotExecutedError, RuntimeUnavailableError
 from algm_deploy.runners.contract import RUNTIMES, Array, Runner, runner, runner_type
 
@@ -51,7 +51,7 @@ def test_names_are_the_runners_own(runtime: str) -> None:
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    monkeypatch.delitem(sys.modules, "algm_deploy.runners.onnxruntime", raising=False)
+    monkeypatch.delitem(sys.modules, "algm_deploy.runners.onnxruntime.runner", raising=False)
     with pytest.raises(
         RuntimeUnavailableError, match=r"package onnxruntime: `pip install 'algm-deploy\[onnxruntime-cpu\]'"
     ):

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from algm_deploy.bundle import Bundle
+from algm_deploy.bundle.store import Bundle
 from algm_deploy.deployment import export
 from algm_deploy.errors import BundleError, RuntimeUnavailableError
-from algm_deploy.native import find_library
+from algm_deploy.native_libraries import find_library
 from algm_deploy.ops.native_kernels import use_kernels
 from algm_deploy.runners.contract import Runner, runner, runner_type
-from algm_deploy.runners.onnxruntime import LIBRARY, OnnxRuntimeCudaRunner
+from algm_deploy.runners.onnxruntime.runner import LIBRARY, OnnxRuntimeCudaRunner
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from algm_deploy.bundle import Bundle
+from algm_deploy.bundle.store import Bundle
 from algm_deploy.demo.scenes import scene
 from algm_deploy.lowering.bundling import load_network
 from algm_deploy.merging import merge_inputs

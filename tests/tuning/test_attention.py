@@ -11,11 +11,11 @@ import pytest
 import torch
 from PIL import Image
 
-from algm_deploy.bundle import Bundle
+from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import DatasetError, PlanError
 from algm_deploy.evaluation.datasets import Dataset, open_dataset
 from algm_deploy.models.vit import Block, Tokens
-from algm_deploy.recipes import DENSE, MergePlan
+from algm_deploy.recipe.schema import DENSE, MergePlan
 from algm_deploy.tuning.attention import AttentionMass, class_mass, measure_attention, token_classes
 from algm_deploy.tuning.findings import find_attention
 

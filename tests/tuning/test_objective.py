@@ -13,7 +13,8 @@ import pytest
 
 from algm_deploy.errors import DatasetError, PlanError
 from algm_deploy.evaluation.datasets import Dataset, Sample
-from algm_deploy.recipes import MergePlan, recipe
+from algm_deploy.recipe.reading import recipe
+from algm_deploy.recipe.schema import MergePlan
 from algm_deploy.tuning.findings import Page, find_threshold
 from algm_deploy.tuning.objective import (
     AIMS,

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from algm_deploy.bundle import Bundle
+from algm_deploy.bundle.store import Bundle
 from algm_deploy.deployment import evaluate_bundle
 from algm_deploy.errors import BundleError, PlanError
 from algm_deploy.evaluation.datasets import Dataset, open_dataset
-from algm_deploy.recipes import DENSE, MergePlan
+from algm_deploy.recipe.schema import DENSE, MergePlan
 from algm_deploy.tuning.findings import find_positions
 from algm_deploy.tuning.objective import Goal, halves
 from algm_deploy.tuning.positions import PlanEvaluator, earliest_gbm

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from algm_deploy.recipes import read_recipe, recipe, recipe_names
+from algm_deploy.recipe.reading import read_recipe, recipe, recipe_names
 from algm_deploy.tuning.recipe_file import recipe_toml, write_recipe
 
 

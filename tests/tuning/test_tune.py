@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from algm_deploy.bundle import Bundle
+from algm_deploy.bundle.store import Bundle
 from algm_deploy.cli import main
-from algm_deploy.recipes import read_recipe
+from algm_deploy.recipe.reading import read_recipe
 
 
 @pytest.fixture

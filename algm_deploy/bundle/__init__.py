@@ -1,0 +1,1 @@
+"""The folder that runtimes execute, and what its manifest holds."""

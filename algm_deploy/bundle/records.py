@@ -1,0 +1,407 @@
+"""What a manifest holds: one type for each record, strict and frozen. Steps return them, the bundle stores them.
+
+Units and statistics stand in the names of figures. A record that was measured has an `identity`: a later one of the
+same identity takes its place. Old manifests are brought into these types by `bundle/upgrade.py`.
+"""
+
+# Annotations are evaluated: msgspec reads them.
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any, ClassVar, Literal
+
+from msgspec import Struct, field
+
+from algm_deploy.bundle.signature import Signature
+from algm_deploy.environment import Environment, GpuState
+from algm_deploy.recipe.schema import Output, Precision, Protocol, Recipe
+
+SCHEMA = 2
+
+Threshold = float | Literal["inf", "-inf"]  # JSON has no infinity
+VariantName = Literal["dense", "merged", "truncated"]
+ProtocolName = Literal["duplicate", "mixed", "latency"]
+Step = Literal["parity", "evaluation", "speed"]
+
+
+class Record(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Base of all records."""
+
+
+class Measurement(Record, frozen=True, kw_only=True):
+    """A record of one step on one runtime; `section` is where manifests keep its kind."""
+
+    section: ClassVar[str]
+    step: ClassVar[Step | None] = None
+
+    runtime: str
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """What a later record must share to take this one's place."""
+        return (self.runtime,)
+
+
+class FileEntry(Record, frozen=True, kw_only=True):
+    """A file of a bundle. `made_from` maps a source's name to its sha256; `uses` names files that it cannot do without.
+
+    A source that is itself a file of the bundle must still have that hash, otherwise the entry is out of date.
+    """
+
+    sha256: str
+    size_bytes: int
+    made_from: dict[str, str] = {}
+    uses: tuple[str, ...] = ()
+
+
+class VariantOrigin(Record, frozen=True, kw_only=True):
+    """Which network a variant of a bundle holds, of which files, and the rows kept after each layer, prefix counted."""
+
+    name: VariantName
+    made_from: dict[str, str]
+    rows_by_layer: tuple[tuple[int, int], ...] = ()
+
+
+class NotRun(Record, frozen=True, kw_only=True):
+    """Why a step has no record for a runtime."""
+
+    step: Step
+    runtime: str
+    reason: str
+
+
+# -------------------------------------------------------------------------------------------------------------- parity
+
+
+class Link(Record, frozen=True, kw_only=True):
+    """One link of the parity chain. `measured` and `gate` are for people; `facts` hold numbers with units in names."""
+
+    number: int
+    name: str
+    passed: bool
+    measured: str
+    gate: str
+    facts: dict[str, Any] = {}
+
+
+class Parity(Measurement, frozen=True, kw_only=True):
+    """The parity chain on one runtime. `files`: those that were executed, by SHA-256; `pictures`: of what kind."""
+
+    section: ClassVar[str] = "parity"
+    step: ClassVar[Step] = "parity"
+
+    images: int
+    batches: tuple[int, ...]
+    links: tuple[Link, ...]
+    pictures: str = "pictures"
+    device: str = "not recorded"
+    files: dict[str, str] | None = None
+
+    @property
+    def passed(self) -> bool:
+        """Whether there are links and all of them hold."""
+        return bool(self.links) and all(link.passed for link in self.links)
+
+
+# ---------------------------------------------------------------------------------------------------------- evaluation
+
+
+class MergeTokens(Record, frozen=True, kw_only=True):
+    """Patch tokens left after one merge, over windows or pictures. `merge` is its name in the signature: `clap_1`."""
+
+    merge: str
+    mean: float
+    min: int | None = None
+    max: int | None = None
+
+
+class Figures(Record, frozen=True, kw_only=True):
+    """Quality and token counts on the images of a data set, or of one of its slices; None without a labelled pixel."""
+
+    images: int
+    miou_percent: float | None
+    pixel_accuracy_percent: float | None
+    windows: int = 0
+    labelled_pixels: int = 0
+    majority_guess_miou_percent: float | None = None
+    iou_percent_by_class: dict[str, float | None] = {}
+    tokens: tuple[MergeTokens, ...] = ()
+
+
+class TokenHistograms(Record, frozen=True, kw_only=True):
+    """How many windows have how many tokens after each merge: counts between two edges."""
+
+    token_edges: tuple[float, ...]
+    windows_by_merge: dict[str, tuple[int, ...]]
+
+    def __post_init__(self) -> None:
+        rising = len(self.token_edges) > 1 and all(low < high for low, high in pairwise(self.token_edges))
+        counts = self.windows_by_merge.values()
+        if not rising or any(len(one) != len(self.token_edges) - 1 or min(one) < 0 for one in counts):
+            raise ValueError("expected rising edges and a count between two of them")
+
+    @property
+    def patches(self) -> float:
+        """Patches of a window: the tokens that a network without merging keeps."""
+        return self.token_edges[-1]
+
+
+class Evaluation(Measurement, Figures, frozen=True, kw_only=True):
+    """One evaluation of a data set; `failures` maps the names of images that could not be used to the reason.
+
+    `thresholds` are those in force. Multiply-adds are in 10^9 of a window, `_dense` those without merges.
+    """
+
+    section: ClassVar[str] = "evaluations"
+    step: ClassVar[Step] = "evaluation"
+
+    dataset: str
+    split: str
+    protocol: Protocol
+    window_batch: int = 1
+    thresholds: dict[str, Threshold] = {}
+    device: str = "not recorded"
+    fingerprint_sha256: str = ""
+    preprocessing_sha256: str = ""
+    gmacs_per_window_mean: float | None = None
+    gmacs_per_window_dense: float | None = None
+    token_histograms: TokenHistograms
+    slices: dict[str, Figures] = {}
+    failures: dict[str, str] = {}
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """One evaluation of so many images at these thresholds."""
+        images = self.images + len(self.failures)
+        return (self.runtime, self.dataset, self.split, images, *sorted(self.thresholds.items()))
+
+
+# --------------------------------------------------------------------------------------------------------------- speed
+
+
+class Spread(Record, frozen=True, kw_only=True):
+    """A figure over the rounds of a run that have one."""
+
+    rounds: int
+    min: float
+    p25: float
+    p75: float
+    max: float
+
+
+class ByPicture(Record, frozen=True, kw_only=True):
+    """Latency of each picture beside its own token counts by merge, in the order they were timed."""
+
+    latency_ms_p50: tuple[float, ...]
+    tokens_by_merge: dict[str, tuple[int, ...]]
+
+    def __post_init__(self) -> None:
+        if any(len(counts) != len(self.latency_ms_p50) for counts in self.tokens_by_merge.values()):
+            raise ValueError("expected as many token counts as latencies")
+
+
+class Speed(Measurement, frozen=True, kw_only=True):
+    """One network under one protocol, timed in turns with the others of its run.
+
+    `thresholds` are those in force of the merged network in this run. `stages` are medians in milliseconds of parts of
+    a latency. `representative`: the pictures are photos. A run that is not `stable` has no figure worth telling.
+    """
+
+    section: ClassVar[str] = "speeds"
+    step: ClassVar[Step] = "speed"
+
+    variant: VariantName
+    protocol: ProtocolName
+    batch: int
+    stable: bool
+    thresholds: dict[str, Threshold] = {}
+    device: str = "not recorded"
+    precision: Precision | None = None
+    output: Output | None = None
+    # figures
+    throughput_img_per_s: float | None = None
+    batch_ms_mean_of_medians: float | None = None
+    latency_ms_p50: float | None = None
+    latency_ms_p90: float | None = None
+    latency_ms_p99: float | None = None
+    stages: dict[str, float] = {}
+    speedup: float | None = None
+    merge_efficiency: float | None = None
+    merge_efficiency_by_round: Spread | None = None
+    tokens: tuple[MergeTokens, ...] = ()
+    gmacs_per_window_mean: float | None = None
+    by_picture: ByPicture | None = None
+    # conditions
+    drift_percent: float | None = None
+    drift_percent_allowed: float | None = None
+    rounds: int | None = None
+    samples: int | None = None
+    warmup_calls: int | None = None
+    pictures: str | None = None
+    pictures_timed: int | None = None
+    representative: bool | None = None
+    clock: str | None = None
+    execution: dict[str, str] = {}
+    nodes_by_provider: dict[str, int] = {}
+    host_device_copies: int | None = None
+    provider: str | None = None
+    executable: str | None = None
+    custom_operators: tuple[str, ...] = ()
+    torch_threads: int | None = None
+    cpus_usable: int | None = None
+    load_average_1_minute: float | None = None
+    environment: Environment | None = None
+    gpu: GpuState | None = None
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """One network under one protocol at these thresholds."""
+        return (self.runtime, self.protocol, self.variant, self.batch, *sorted(self.thresholds.items()))
+
+
+# --------------------------------------------------------------------------------------------------------- executables
+
+
+class ParsedTensor(Record, frozen=True, kw_only=True):
+    """An input or output of a network as its builder sees it; -1 is the batch."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Plugin(Record, frozen=True, kw_only=True):
+    """A plugin of a parsed network: the node's name, the plugin's, and the types of its outputs."""
+
+    plugin: str
+    name: str = ""
+    dtypes: tuple[str, ...] = ()
+
+
+class ParsedNetwork(Record, frozen=True, kw_only=True):
+    """What a builder was given; `layers` counts layers by type and output dtype."""
+
+    plugins: tuple[Plugin, ...]
+    inputs: tuple[ParsedTensor, ...] = ()
+    outputs: tuple[ParsedTensor, ...] = ()
+    layers: dict[str, dict[str, int]] = {}
+
+
+class TimingCache(Record, frozen=True, kw_only=True):
+    """SHA-256 of a timing cache before and after a build: equal ones say that no kernel was measured anew."""
+
+    sha256_before: str | None
+    sha256_after: str | None
+
+
+class Engine(Measurement, frozen=True, kw_only=True):
+    """What an engine was made of and for, and the evidence about it; a runner refuses an engine whose facts do not fit.
+
+    `compute_capabilities` names the GPUs it was built for. `engine_layers` comes from the engine inspector where the
+    engine can be loaded, else it is None and `engine_layers_reason` says why. `builder_layers` (name, kind) are the
+    finished engine's layers as the builder's log tells them, fused attention and plugins among them; it needs no GPU.
+    `log` holds the builder's other lines, `rewrites` how often each lowering fired.
+    """
+
+    section: ClassVar[str] = "engines"
+
+    version: str
+    precision: Precision
+    batches: tuple[int, int, int]
+    compute_capabilities: tuple[str, ...]
+    version_compatible: bool
+    hardware_compatible: bool
+    onnx_hash: str
+    plugin_hash: str | None
+    engine_bytes: int
+    parsed_network: ParsedNetwork
+    engine_layers: list[Any] | None = None
+    engine_layers_reason: str | None = None
+    builder_layers: tuple[tuple[str, str], ...] = ()
+    log: tuple[str, ...] = ()
+    build_seconds: float
+    timing_cache: TimingCache | None = None
+    rewrites: dict[str, int] = {}
+
+
+class OptimizedGraph(Measurement, frozen=True, kw_only=True):
+    """A runtime's own ONNX graph: how often each rewrite fired, and how many segments there are for CUDA graphs."""
+
+    section: ClassVar[str] = "optimized_graphs"
+
+    rewrites: dict[str, int]
+    segments: int = 0
+
+
+class Rebuilds(Measurement, frozen=True, kw_only=True):
+    """How far several builds of one executable differ; None where nothing here can execute it."""
+
+    section: ClassVar[str] = "rebuilds"
+
+    builds: int
+    distinct_files: int
+    pictures: int
+    labels_equal_percent_min: float | None = None
+    network_ms_by_build: tuple[float, ...] | None = None
+    device: str = "not recorded"
+
+
+# -------------------------------------------------------------------------------------------------------------- tuning
+
+
+class Tuning(Record, frozen=True, kw_only=True):
+    """What `tune` found, called `title`: the sentences, tables and plots that people read, and the figures behind them.
+
+    `pictured` are a threshold's name and the values of it that pictures show.
+    """
+
+    section: ClassVar[str] = "tunings"
+    step: ClassVar[Step | None] = None
+
+    title: str
+    page: dict[str, Any]
+    pictured: tuple[str, tuple[float, ...]] | None = None
+    figures: dict[str, Any] = {}
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """One of this title."""
+        return (self.title,)
+
+
+# ------------------------------------------------------------------------------------------------------------ manifest
+
+Stored = Parity | Evaluation | Speed | Engine | OptimizedGraph | Rebuilds | Tuning
+
+
+class Manifest(Record, frozen=True, kw_only=True):
+    """Everything a bundle knows about itself. `replacing`: files that a stopped `add` may have put in place."""
+
+    schema: int = field(default=SCHEMA)
+    environment: Environment
+    recipe: Recipe
+    files: dict[str, FileEntry]
+    replacing: dict[str, FileEntry] = {}
+    signature: Signature | None = None
+    preprocessing_sha256: str | None = None
+    unused_checkpoint_keys: tuple[str, ...] = ()
+    position_embedding_resized_from: tuple[int, int] | None = None
+    variant: VariantOrigin | None = None
+    not_run: tuple[NotRun, ...] = ()
+    parity: tuple[Parity, ...] = ()
+    evaluations: tuple[Evaluation, ...] = ()
+    speeds: tuple[Speed, ...] = ()
+    engines: tuple[Engine, ...] = ()
+    optimized_graphs: tuple[OptimizedGraph, ...] = ()
+    rebuilds: tuple[Rebuilds, ...] = ()
+    tunings: tuple[Tuning, ...] = ()
+
+
+def storable(thresholds: Mapping[str, float]) -> dict[str, Threshold]:
+    """Thresholds as records hold them: infinite ones as texts. `float` turns them back."""
+    texts: dict[float, Threshold] = {float("inf"): "inf", float("-inf"): "-inf"}
+    return {name: texts.get(value, value) for name, value in thresholds.items()}
+
+
+def tokens_by_merge(tokens: Sequence[MergeTokens]) -> dict[str, float]:
+    """Mean tokens by the merge's name, in the order they run."""
+    return {one.merge: one.mean for one in tokens}

@@ -1,0 +1,289 @@
+"""What a recipe holds: everything a person decides about a deployment, as frozen dataclasses that check themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from algm_deploy.errors import PlanError, RecipeError
+
+Size = tuple[int, int]
+Color = tuple[int, int, int]
+Family = Literal["segmenter", "setr", "segvit", "dinov2", "deit", "eomt"]
+Decoder = Literal[
+    "mask_transformer", "linear", "linear_ms", "naive", "pup", "mla", "naive_mmseg", "mla_mmseg", "atm", "queries"
+]
+Normalization = Literal["vit", "deit"]
+Semantics = Literal["code", "paper"]
+Batching = Literal["per_image", "batch_min"]
+TokenOrder = Literal["published", "raster"]
+GbmMode = Literal["adaptive", "fixed"]
+Method = Literal["algm", "tome"]
+Merge = Literal["clap", "gbm", "tome"]
+Resize = Literal["double", "single"]
+Output = Literal["labels", "scores"]
+Precision = Literal["fp32", "fp16", "bf16"]
+Settings = Mapping[str, Any]
+
+
+# Decoders of each family, and encoder blocks a decoder reads (where not the last alone).
+_DECODERS = {
+    "segmenter": ("mask_transformer", "linear"),
+    "setr": ("naive", "pup", "mla", "naive_mmseg", "mla_mmseg"),
+    "segvit": ("atm",),
+    "dinov2": ("linear", "linear_ms"),
+    "deit": ("linear",),
+    "eomt": ("queries",),
+}
+_STAGES = {"mla": 4, "mla_mmseg": 4, "atm": 3, "linear_ms": 4}
+_WITHOUT_CLS = ("mla", "mla_mmseg", "atm")
+# Most tokens beside cls that stand in front of the patches: a distillation token, or registers.
+_EXTRA_TOKENS = {"segmenter": 1, "deit": 1, "dinov2": 16, "eomt": 16}
+# Pictures of other families are cut into whole patches; DINOv2's evaluation pads them with zeros.
+_PADDED = "dinov2"
+
+
+@dataclass(frozen=True)
+class Network:
+    """Shape of a plain-ViT segmenter. Sizes are (height, width) in pixels; `embed_dim` is the width of a token.
+
+    `stages` are the 1-based encoder blocks whose tokens the decoder reads, where it reads several. `decoder_dim` is the
+    width of a SETR or SegViT decoder. `naive_mmseg` and `mla_mmseg` are mmsegmentation's, which differ from SETR's own.
+    `extra_tokens` stand behind cls: DINOv2's registers or DeiT's distillation token. `queries` join the last
+    `decoder_depth` of EoMT's `depth` blocks.
+    """
+
+    family: Family
+    embed_dim: int
+    depth: int
+    heads: int
+    classes: int
+    image_size: Size
+    patch_size: int = 16
+    decoder: Decoder = "mask_transformer"
+    decoder_depth: int = 2
+    normalization: Normalization = "vit"
+    stages: tuple[int, ...] = ()
+    decoder_dim: int = 256
+    extra_tokens: int = 0
+    queries: int = 0
+
+    def __post_init__(self) -> None:
+        _check_ranges("network", self, decoder_dim=(1, 8192), stages=(1, self.depth))
+        _check_ranges("network", self, embed_dim=(1, 8192), depth=(1, 256), heads=(1, 256), classes=(1, 65535))
+        _check_ranges("network", self, patch_size=(1, 256), decoder_depth=(0, 256), image_size=(self.patch_size, 16384))
+        _check_ranges("network", self, extra_tokens=(0, _EXTRA_TOKENS.get(self.family, 0)), queries=(0, 1024))
+        if self.embed_dim % self.heads:
+            raise RecipeError(f"expected network.heads to divide the width {self.embed_dim}, got {self.heads}")
+        if self.family != _PADDED and any(side % self.patch_size for side in self.image_size):
+            raise RecipeError(
+                f"expected network.image_size in multiples of the patch size {self.patch_size}, got {self.image_size}"
+            )
+        self._check_decoder()
+
+    def _check_decoder(self) -> None:
+        known = _DECODERS[self.family]
+        if self.decoder not in known:
+            raise RecipeError(f"expected {' or '.join(known)} as network.decoder of {self.family}, got {self.decoder}")
+        count = _STAGES.get(self.decoder, 0)
+        if len(self.stages) != count or sorted(set(self.stages)) != list(self.stages):
+            raise RecipeError(
+                f"expected {count} ascending blocks as network.stages for decoder {self.decoder}, got {self.stages}"
+            )
+        if self.decoder == "atm" and (self.decoder_dim % self.heads or self.decoder_depth < 1):
+            raise RecipeError(
+                f"expected network.decoder_depth of at least 1 and network.heads to divide network.decoder_dim for "
+                f"decoder atm, got {self.decoder_depth} and {self.heads} in {self.decoder_dim}"
+            )
+        if self.decoder == "queries" and not (self.queries and 1 <= self.decoder_depth < self.depth):
+            raise RecipeError(
+                f"expected network.queries of at least 1 and network.decoder_depth from 1 to {self.depth - 1} for "
+                f"decoder queries, got {self.queries} and {self.decoder_depth}"
+            )
+
+    @property
+    def prefix(self) -> int:
+        """Leading rows of the sequence that are no patches: cls, which some networks drop, and `extra_tokens`."""
+        return 0 if self.decoder in _WITHOUT_CLS else 1 + self.extra_tokens
+
+    @property
+    def encoder_depth(self) -> int:
+        """Blocks that may merge tokens: all, but for those that EoMT's queries pass."""
+        return self.depth - self.decoder_depth if self.decoder == "queries" else self.depth
+
+    @property
+    def grid(self) -> Size:
+        """Patch grid (rows, columns)."""
+        height, width = self.image_size
+        return -(-height // self.patch_size), -(-width // self.patch_size)
+
+
+def patch_margins(size: Size, patch_size: int) -> tuple[Size, Size]:
+    """What is added to a picture (above, below), (left, right) so that its sides are whole patches: half on each side.
+
+    As DINOv2's evaluation does (facebookresearch/dinov2, CenterPadding); an odd one goes below or to the right.
+    """
+    rows, columns = (-side % patch_size for side in size)
+    return (rows // 2, rows - rows // 2), (columns // 2, columns - columns // 2)
+
+
+@dataclass(frozen=True)
+class MergePlan:
+    """Where and how a network merges tokens. Layers are 1-based encoder blocks, as in the published code.
+
+    `clap_threshold` is CLAP's cosine-similarity threshold (tau). `gbm_threshold` is the multiplier of the standard
+    deviation's share in `adaptive` mode (published: 1) and the similarity threshold in `fixed` mode.
+
+    With method `tome`, the baseline, `tome_r` says how many tokens vanish in each block from the first, none behind its
+    end; of everything else nothing is read, and `clap_layers` and `gbm_layers` are empty.
+    """
+
+    clap_layers: tuple[int, ...] = (1,)
+    gbm_layers: tuple[int, ...] = (5,)
+    window: Size = (2, 2)
+    clap_threshold: float = 1.0
+    gbm_threshold: float = 1.0
+    gbm_mode: GbmMode = "adaptive"
+    semantics: Semantics = "code"
+    batch: Batching = "per_image"
+    order: TokenOrder = "published"
+    method: Method = "algm"
+    tome_r: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        self._check_method()
+        layers = (*self.clap_layers, *self.gbm_layers)
+        if len(set(layers)) != len(layers) or any(layer < 1 for layer in layers):
+            raise PlanError(
+                f"merge layers must be distinct and at least 1, got CLAP {self.clap_layers}, GBM {self.gbm_layers}"
+            )
+        if len(self.clap_layers) > 1:
+            raise PlanError(f"CLAP works on the full patch grid and fits one layer only, got {self.clap_layers}")
+        if self.clap_layers and self.gbm_layers and min(self.gbm_layers) < self.clap_layers[0]:
+            raise PlanError(
+                f"CLAP needs the full patch grid: layer {self.clap_layers[0]} lies behind GBM {self.gbm_layers}"
+            )
+        if min(self.window) < 1 or self.window[0] * self.window[1] < 2:
+            raise PlanError(f"a CLAP window covers at least two patches, got {self.window[0]}x{self.window[1]}")
+
+    def _check_method(self) -> None:
+        if self.method == "tome" and (self.clap_layers or self.gbm_layers):
+            raise PlanError(
+                f"method tome has neither CLAP nor GBM, got layers {self.clap_layers} and {self.gbm_layers}: set "
+                "merging.clap_layers and merging.gbm_layers to []"
+            )
+        if self.method != "tome" and self.tome_r:
+            raise PlanError(f"merging.tome_r is read by method tome, got {self.tome_r} for {self.method}")
+        if any(r < 0 for r in self.tome_r):
+            raise PlanError(f"merging.tome_r counts the tokens that vanish in each block, got {self.tome_r}")
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """All merging layers in the order they run."""
+        tome = (layer for layer, r in enumerate(self.tome_r, 1) if r)
+        return tuple(sorted((*self.clap_layers, *self.gbm_layers, *tome)))
+
+    def merge_in(self, layer: int) -> Merge:
+        """What merges in one of `layers`."""
+        if self.method == "tome":
+            return "tome"
+        return "clap" if layer in self.clap_layers else "gbm"
+
+
+DENSE = MergePlan(clap_layers=(), gbm_layers=())
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How a photo becomes windows and windows become a label map (spec: published evaluation).
+
+    The photo is resized with its aspect kept so that its short side is `short_side` and its long side at most
+    `max_ratio * short_side`; square windows of `window` pixels move by `stride`; scores are averaged.
+
+    `resize` matters where `short_side` is below `window`, as for Segmenter-L on ADE20K: `double`, the published
+    evaluation's way, resizes the photo to `short_side` and then interpolates it up to the window; `single` resizes it
+    to the window at once, as `--im-size` does there.
+    """
+
+    dataset: str
+    short_side: int
+    window: int
+    stride: int
+    max_ratio: float = 4.0
+    resize: Resize = "double"
+
+    def __post_init__(self) -> None:
+        _check_ranges("protocol", self, short_side=(1, 16384), window=(1, 16384), max_ratio=(1, 100))
+        _check_ranges("protocol", self, stride=(1, self.window))
+
+    @property
+    def resized_side(self) -> int:
+        """Short side in pixels behind the photo's own resize."""
+        return self.short_side if self.resize == "double" else max(self.short_side, self.window)
+
+
+# Largest long side, as a multiple of the short side, in the published evaluation (data/config/*.py of the public code);
+# for the data sets of SegViT alone, whose `min_size` lifts the limit, the longest picture that is taken at all.
+_MAX_RATIO = {"ade20k": 4.0, "cityscapes": 2.0, "pascal_context": 8.0, "pascal_context_59": 8.0, "coco_stuff10k": 8.0}
+
+
+def dataset_ratio(dataset: str) -> float:
+    """`Protocol.max_ratio` of a dataset; 4 where nothing is published."""
+    return _MAX_RATIO.get(dataset, 4.0)
+
+
+@dataclass(frozen=True)
+class Gates:
+    """Values that `verify` holds a bundle to. Shares lie in [0, 1]."""
+
+    label_agreement: float = 0.999
+    excused_decisions: float = 0.01
+    miou_drop_points: float = 0.1
+
+    def __post_init__(self) -> None:
+        _check_ranges("gates", self, label_agreement=(0, 1), excused_decisions=(0, 1), miou_drop_points=(0, 100))
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One published network, or one derived from a checkpoint's `variant.yml`.
+
+    `class_names` and `palette` are empty where those of the dataset apply. `published` holds the figures its authors
+    report: `miou_percent`, `gmacs`, `throughput_img_per_s` with merging, the same with `_dense` without.
+    """
+
+    name: str
+    network: Network
+    merging: MergePlan
+    protocol: Protocol
+    class_names: tuple[str, ...] = ()
+    palette: tuple[Color, ...] = ()
+    output: Output = "scores"
+    precision: Precision = "fp32"
+    max_batch: int = 8
+    gates: Gates = field(default_factory=Gates)
+    published: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check_ranges("recipe", self, max_batch=(1, 1024), palette=(0, 255))
+        _check_ranges("merging", self.merging, clap_threshold=(-2, 2), gbm_threshold=(-1000, 1000))
+        if any(layer > self.network.encoder_depth for layer in self.merging.layers):
+            raise RecipeError(f"expected merging layers up to {self.network.encoder_depth}, got {self.merging.layers}")
+        if any(side > limit for side, limit in zip(self.merging.window, self.network.grid, strict=True)):
+            raise RecipeError(
+                f"expected a merging.window within the grid {self.network.grid}, got {self.merging.window}"
+            )
+        for key, listed in (("class_names", self.class_names), ("palette", self.palette)):
+            if listed and len(listed) != self.network.classes:
+                raise RecipeError(f"expected {key} for {self.network.classes} classes, got {len(listed)}")
+
+
+def _check_ranges(section: str, facts: object, **ranges: tuple[float, float]) -> None:
+    for name, (low, high) in ranges.items():
+        if not all(low <= number <= high for number in _numbers(getattr(facts, name))):
+            raise RecipeError(f"expected {section}.{name} between {low} and {high}, got {getattr(facts, name)}")
+
+
+def _numbers(value: Any) -> list[float]:
+    return [number for part in value for number in _numbers(part)] if isinstance(value, tuple) else [value]

@@ -1,0 +1,320 @@
+"""Small batches without their launches: a network in stretches, each a CUDA graph of ONNX Runtime.
+
+At batch 1 a processor takes longer to start the kernels than the device takes to run them. A CUDA graph starts them at
+once, but has fixed sizes, so the network comes in stretches (`lowering.onnxruntime_stretches`): a stretch ends with a
+merge and the row count, which the host reads; the next one is replayed for the next multiple of `STEP` rows.
+
+What ONNX Runtime asks for: fixed addresses, all nodes on the CUDA provider, no copies to or from the host. A graph
+belongs to the thread that captured it: the thread that opened the session has its own, all others share those of one
+more thread, which costs them the way there and back. A single graph cannot be dropped, so a stretch captures
+`MOST_GRAPHS` and launches other sizes kernel by kernel. And while one is captured, which is at the first run of a size,
+no other thread of the process may allocate device memory: `warm_up` before serving from several.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import onnxruntime as ort
+import torch
+
+from algm_deploy.bundle.signature import CLAP_THRESHOLD, GBM_THRESHOLD
+from algm_deploy.lowering.onnxruntime_segments import ROWS
+from algm_deploy.runners.onnxruntime.sessions import DEVICE, numpy_dtype
+
+STEP = 32  # rows
+MOST_GRAPHS = 128  # of one stretch
+# Every window and every row merges.
+_MERGE_ALL = {CLAP_THRESHOLD: -2.0, GBM_THRESHOLD: -1e6}
+_DTYPES = {
+    "tensor(uint8)": torch.uint8,
+    "tensor(int32)": torch.int32,
+    "tensor(int64)": torch.int64,
+    "tensor(float16)": torch.float16,
+    "tensor(float)": torch.float32,
+}
+
+Shape = Sequence[int | str]
+
+
+class GraphUse(NamedTuple):
+    """Runs of stretches since the session was made: sizes captured, runs replayed, runs launched kernel by kernel."""
+
+    captured: int
+    replayed: int
+    launched: int
+
+
+class _Step(NamedTuple):
+    """A stretch for one size: where its tensors are, and the graph it is kept in."""
+
+    binding: ort.IOBinding
+    options: ort.RunOptions
+    captured: bool
+
+
+class _Stretch:
+    def __init__(self, session: ort.InferenceSession) -> None:
+        self.session = session
+        self.inputs: dict[str, Shape] = {i.name: i.shape for i in session.get_inputs()}
+        self.outputs: dict[str, Shape] = {o.name: o.shape for o in session.get_outputs()}
+        self.dtypes = {v.name: _DTYPES[v.type] for v in (*session.get_inputs(), *session.get_outputs())}
+        # The output that counts rows, and the token axis it is named for.
+        self.rows = next((name for name in self.outputs if name.startswith(ROWS)), None)
+        # The axes that decide its size.
+        self.axes = sorted({d for shape in self.inputs.values() for d in shape if isinstance(d, str)})
+        self.steps: dict[tuple[int, ...], _Step] = {}
+
+
+class StretchedSession:
+    """The stretches of a network, run one after the other.
+
+    Args:
+        open_session: makes the session of a stretch, given the provider options that are wanted besides the usual.
+        count: how many stretches there are.
+        device: a CUDA device, or the CPU, where nothing is captured.
+        images: in the largest batch.
+    """
+
+    def __init__(
+        self,
+        open_session: Callable[[int, dict[str, str]], ort.InferenceSession],
+        count: int,
+        device: torch.device,
+        images: int,
+    ) -> None:
+        self.device = device
+        self._images = images
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        chosen = {}
+        if self._stream is not None:
+            chosen = {"user_compute_stream": str(self._stream.cuda_stream), "enable_cuda_graph": "1"}
+        self._stretches = [_Stretch(open_session(index, chosen)) for index in range(count)]
+        self._shapes = {name: shape for s in self._stretches for name, shape in (s.inputs | s.outputs).items()}
+        self._dtypes = {name: dtype for s in self._stretches for name, dtype in s.dtypes.items()}
+        self._most = _largest_axes(self._stretches)
+        self._cut = {
+            name for s, t in pairwise(self._stretches) for name in s.outputs.keys() & t.inputs.keys()
+            if s.outputs[name] != t.inputs[name]
+        }  # fmt: skip
+        self._claimed: set[tuple[bool, int]] = set()
+        sizes = max((-(-rows // STEP) for rows in self._most.values()), default=1)
+        self._most_claims = max(1, MOST_GRAPHS // sizes)
+        # By images that fit: batches up to a power of two share them, or all sizes would add up.
+        self._buffers: dict[int, dict[str, torch.Tensor]] = {}
+        self._moved: dict[int, dict[str, torch.Tensor]] = {}
+        self._thresholds: dict[str, float] = {}
+        self._scalars = {
+            name: torch.zeros((), device=device) for name in (CLAP_THRESHOLD, GBM_THRESHOLD) if name in self._shapes
+        }
+        self._use = GraphUse(0, 0, 0)
+        self._owner = threading.get_ident()
+        self._worker = ThreadPoolExecutor(1, "onnxruntime-graphs")
+
+    def close(self) -> None:
+        """Ends the thread of the others."""
+        self._worker.shutdown()
+
+    @property
+    def outputs(self) -> list[str]:
+        """Names of everything a stretch writes, what one hands to the next included."""
+        return [name for stretch in self._stretches for name in stretch.outputs]
+
+    @property
+    def use(self) -> GraphUse:
+        """What was captured and replayed so far."""
+        return self._use
+
+    def claim(self, images: int) -> bool:
+        """Whether batches of this many images have graphs in the calling thread; they get them while there is room."""
+        key = (threading.get_ident() == self._owner, images)
+        if len(self._claimed) < self._most_claims:
+            self._claimed.add(key)
+        return key in self._claimed
+
+    def run(
+        self,
+        image: torch.Tensor,
+        thresholds: Mapping[str, float],
+        outputs: Sequence[str],
+        to: torch.device | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """One run between the past and the future work of the caller's current stream.
+
+        Args:
+            image: (b, 3, H, W) in any layout, on the device or the host.
+            thresholds: those that the network does not have are left out.
+            outputs: names.
+            to: device of the results, if not this one.
+        """
+        with DEVICE:
+            axes, where = {"batch": len(image)}, to or self.device
+            results = {
+                name: torch.empty(self._resolved(name, axes), dtype=self._dtypes[name], device=where)
+                for name in outputs
+            }
+            with self._ordered():
+                self._in_thread(self._run, image, thresholds, results)
+        return results
+
+    def warm_up(self, images: int = 1) -> GraphUse:
+        """Captures every size that photos can lead to, for the calling thread, so that its later runs are all alike."""
+        with DEVICE:
+            self._in_thread(self._capture_all, images)
+        return self._use
+
+    @contextmanager
+    def _ordered(self) -> Iterator[None]:
+        """Between the past and the future work of the caller's stream."""
+        if self._stream is None:
+            yield
+            return
+        caller = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(caller)
+        try:
+            yield
+        finally:  # behind an error too, or the caller may give memory away that is still written
+            caller.wait_stream(self._stream)
+
+    def _in_thread(self, work: Callable[..., None], *arguments: Any) -> None:
+        """Runs `work` where the graphs of the calling thread are, on the session's stream."""
+        if threading.get_ident() == self._owner:
+            self._on_stream(work, *arguments)
+        else:
+            self._worker.submit(self._on_stream, work, *arguments).result()
+
+    def _on_stream(self, work: Callable[..., None], *arguments: Any) -> None:
+        if self._stream is None:
+            work(*arguments)
+            return
+        with torch.cuda.stream(self._stream):
+            work(*arguments)
+
+    # --- in one of the two threads -----------------------------------------------------------------------------------
+
+    @torch.inference_mode()  # or it may not write results that the caller made in this mode
+    def _run(self, image: torch.Tensor, thresholds: Mapping[str, float], results: dict[str, torch.Tensor]) -> None:
+        axes = self._enter(image, thresholds)
+        for stretch in self._stretches:
+            self._step(stretch, axes)
+            if stretch.rows is not None:
+                axes[stretch.rows.removeprefix(ROWS)] = self._rows_for(stretch, axes)
+                self._move(stretch, axes)
+        for name, result in results.items():
+            result.copy_(self._view(name, axes))
+
+    @torch.inference_mode()
+    def _capture_all(self, images: int) -> None:
+        shape = self._resolved("image", {"batch": images})
+        axes = self._enter(torch.zeros(shape, dtype=self._dtypes["image"]), _MERGE_ALL)
+        for stretch, following in pairwise(self._stretches):
+            self._step(stretch, axes)
+            assert stretch.rows is not None
+            axis = stretch.rows.removeprefix(ROWS)
+            fewest, most = self._rows_for(stretch, axes), self._most[axis]
+            for rows in [*range(fewest, most, STEP), most]:
+                axes[axis] = rows
+                self._step(following, axes)
+            axes[axis] = fewest
+        self._step(self._stretches[-1], axes)
+
+    def _enter(self, image: torch.Tensor, thresholds: Mapping[str, float]) -> dict[str, int]:
+        """Puts the inputs where the stretches read them; returns the axes known so far."""
+        axes = {"batch": len(image)}
+        fitting = self._fitting(axes)
+        if fitting not in self._buffers:
+            self._buffers[fitting] = {name: self._buffer(name, fitting) for name in self._shapes}
+            # One image's first rows lie where the next stretch looks for them; those of several are moved together.
+            self._moved[fitting] = {name: self._buffer(name, fitting) for name in self._cut} if fitting > 1 else {}
+        self._view("image", axes).copy_(image)
+        for name, scalar in self._scalars.items():
+            if self._thresholds.get(name) != thresholds[name]:
+                scalar.fill_(thresholds[name])
+                self._thresholds[name] = thresholds[name]
+        return axes
+
+    def _buffer(self, name: str, images: int) -> torch.Tensor:
+        """Memory for the largest form of a tensor. Row counts are written to page-locked memory of the host."""
+        if name in self._scalars:
+            return self._scalars[name].reshape(1)
+        size = max(1, math.prod(self._resolved(name, self._most | {"batch": images})))  # an empty one has no address
+        if name.startswith(ROWS):
+            return torch.zeros(size, dtype=torch.int64, pin_memory=self._stream is not None)
+        return torch.zeros(size, dtype=self._dtypes[name], device=self.device)
+
+    def _rows_for(self, stretch: _Stretch, axes: Mapping[str, int]) -> int:
+        """Rows for the stretch behind this one: what its merge counted, and no more than a step above."""
+        assert stretch.rows is not None
+        if self._stream is not None:
+            self._stream.synchronize()
+        counted = int(self._buffers[self._fitting(axes)][stretch.rows])
+        return min(-(-counted // STEP) * STEP, self._most[stretch.rows.removeprefix(ROWS)])
+
+    def _move(self, stretch: _Stretch, axes: Mapping[str, int]) -> None:
+        """Moves the first rows of several images together."""
+        for name in self._moved[self._fitting(axes)].keys() & stretch.outputs.keys():
+            made = self._buffers[self._fitting(axes)][name]
+            made = made[: math.prod(shape := _sizes(stretch.outputs[name], axes))].view(shape)
+            shape = self._resolved(name, axes)
+            self._moved[self._fitting(axes)][name][: math.prod(shape)].view(shape).copy_(made[:, : shape[1]])
+
+    def _step(self, stretch: _Stretch, axes: Mapping[str, int]) -> None:
+        key = (threading.get_ident() == self._owner, *(axes[axis] for axis in stretch.axes))
+        step = stretch.steps.get(key)
+        if step is None:
+            step = stretch.steps[key] = self._bound(stretch, axes)
+            self._use = self._use._replace(captured=self._use.captured + step.captured)
+        stretch.session.run_with_iobinding(step.binding, step.options)
+        kind = "replayed" if step.captured else "launched"
+        self._use = self._use._replace(**{kind: getattr(self._use, kind) + 1})
+
+    def _bound(self, stretch: _Stretch, axes: Mapping[str, int]) -> _Step:
+        binding = stretch.session.io_binding()
+        device = (self.device.type, self.device.index or 0)
+        made = self._buffers[self._fitting(axes)]
+        taken = made | self._moved[self._fitting(axes)]
+        for shapes, tensors, bind in (
+            (stretch.inputs, taken, binding.bind_input),
+            (stretch.outputs, made, binding.bind_output),
+        ):
+            for name, shape in shapes.items():
+                dtype = numpy_dtype(tensors[name]).type
+                bind(name, *device, dtype, _sizes(shape, axes), tensors[name].data_ptr())
+        captured = self._stream is not None and sum(step.captured for step in stretch.steps.values()) < MOST_GRAPHS
+        options = ort.RunOptions()
+        options.add_run_config_entry("gpu_graph_id", str(len(stretch.steps) + 1) if captured else "-1")
+        options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+        return _Step(binding, options, captured)
+
+    def _resolved(self, name: str, axes: Mapping[str, int]) -> list[int]:
+        return _sizes(self._shapes[name], axes)
+
+    def _view(self, name: str, axes: Mapping[str, int]) -> torch.Tensor:
+        shape = self._resolved(name, axes)
+        return self._buffers[self._fitting(axes)][name][: math.prod(shape)].view(shape)
+
+    def _fitting(self, axes: Mapping[str, int]) -> int:
+        """Images that the buffers of a batch are made for: the next power of two, or the most there are."""
+        images = axes["batch"]
+        return max(images, min(1 << (images - 1).bit_length(), self._images))
+
+
+def _sizes(shape: Shape, axes: Mapping[str, int]) -> list[int]:
+    return [axes[d] if isinstance(d, str) else d for d in shape]
+
+
+def _largest_axes(stretches: Sequence[_Stretch]) -> dict[str, int]:
+    """The most rows that every token axis can have: as many as go into its merge."""
+    most: dict[str, int] = {}
+    for before, after in pairwise(stretches):
+        for name in before.outputs.keys() & after.inputs.keys():
+            for made, taken in zip(before.outputs[name], after.inputs[name], strict=True):
+                if made != taken:
+                    most[str(taken)] = most[made] if isinstance(made, str) else made
+    return most

@@ -1,0 +1,354 @@
+"""Runs engines of TensorRT and TensorRT-RTX on a GPU.
+
+Device memory, streams and pinned host memory come from torch, so that a caller's CUDA tensors are used where they lie.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+from algm_deploy.bundle.files import sha256_of
+from algm_deploy.bundle.records import Engine
+from algm_deploy.bundle.store import Bundle
+from algm_deploy.errors import BundleError, NotExecutedError, RuntimeUnavailableError
+from algm_deploy.runners.contract import Array, Runner
+from algm_deploy.runners.tensorrt.build import (
+    build_command,
+    build_engine,
+    engine_name,
+    require_tools,
+)
+from algm_deploy.runners.tensorrt.library import Log, listening, load_bindings, load_plugins
+
+_DTYPES = {
+    "FLOAT": torch.float32,
+    "HALF": torch.float16,
+    "BF16": torch.bfloat16,
+    "INT8": torch.int8,
+    "INT32": torch.int32,
+    "INT64": torch.int64,
+    "UINT8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True)
+class Binding:
+    """An input or output of an engine. `low` and `high` are an input's smallest and largest shape; an output's shape
+    follows from them and stands in both with -1 for the batch.
+    """
+
+    name: str
+    is_input: bool
+    dtype: torch.dtype
+    low: tuple[int, ...]
+    high: tuple[int, ...]
+
+
+class Cuda:
+    """Memory and streams of a CUDA device, through torch: the one that was current when `open` was called."""
+
+    device = torch.device("cuda", 0)
+
+    def open(self) -> tuple[int, int]:
+        """Compute capability of the device; NotExecutedError where none can be used."""
+        if not torch.cuda.is_available():
+            raise NotExecutedError("the engine is built and not executed: torch finds no CUDA device here")
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        return torch.cuda.get_device_capability(self.device)
+
+    def current(self) -> AbstractContextManager[Any]:
+        """Inside the block the device is the calling thread's current one, as everything below expects."""
+        return torch.cuda.device(self.device)
+
+    def new_stream(self) -> Any:
+        """A stream of its own for an execution context."""
+        return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """Work inside the block is queued on `stream`, behind what the caller's stream holds."""
+        stream.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(stream)
+
+    def upload(self, value: Array) -> Tensor:
+        """A copy in device memory, by way of pinned memory; queued."""
+        return torch.from_numpy(value).pin_memory().to(self.device, non_blocking=True)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Device memory for a result."""
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def download(self, tensors: Mapping[str, Tensor]) -> dict[str, Array]:
+        """Copies of results in host memory, when the current stream is done."""
+        host = {
+            n: torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True)
+            for n, t in tensors.items()
+        }
+        torch.cuda.current_stream().synchronize()
+        return {name: tensor.numpy() for name, tensor in host.items()}
+
+    def hand_over(self, stream: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        """The current stream waits for `stream`; memory used on both is reused by the allocator only behind both."""
+        current = torch.cuda.current_stream()
+        current.wait_stream(stream)
+        for tensor in inputs:
+            tensor.record_stream(stream)
+        for tensor in outputs:
+            tensor.record_stream(current)
+
+
+@dataclass(frozen=True)
+class _Lane:
+    """One execution context with the stream it works on; serves one call at a time."""
+
+    context: Any
+    stream: Any
+
+
+@dataclass
+class _Session:
+    """What an open runner holds. Contexts use the engine, the engine uses the runtime."""
+
+    log: Log
+    runtime: Any
+    engine: Any
+    bindings: dict[str, Binding]
+    lanes: queue.Queue[_Lane]
+
+
+class TensorRTRunner(Runner):
+    """The engine of a bundle in TensorRT, with `contexts` execution contexts for as many threads.
+
+    Opening raises NotExecutedError where no device here can run the engine, and BundleError, with the command that
+    rebuilds it, where the engine is stale or foreign.
+    """
+
+    runtime = "tensorrt"
+
+    def __init__(self, bundle: Bundle, contexts: int = 1, device: Cuda | None = None) -> None:
+        super().__init__(bundle)
+        self._contexts = contexts
+        self._device = device or Cuda()
+        self._session: _Session | None = None
+        self._stack = ExitStack()
+
+    @classmethod
+    def require_builder(cls) -> None:
+        """Bindings, plugin library and, but for RTX, a GPU."""
+        require_tools(cls.runtime)
+
+    @classmethod
+    def build(cls, bundle: Bundle, **options: Any) -> list[str]:
+        """Builds the engine; `options` are those of `build_engine`."""
+        built = build_engine(bundle, cls.runtime, **options)
+        plugins = ", ".join(plugin.plugin for plugin in built.parsed_network.plugins)
+        lines = [
+            f"{built.engine_bytes / 1e6:9.1f} MB  {bundle.path / engine_name(cls.runtime)}",
+            f"{built.runtime} {built.version}, {built.precision}, batches {built.batches[0]} to {built.batches[2]}, "
+            f"compute capability {', '.join(built.compute_capabilities)}, built in {built.build_seconds:.1f} s",
+            f"plugins in the network: {plugins}",
+        ]
+        if cache := built.timing_cache:
+            kept = cache.sha256_before == cache.sha256_after
+            found = "it measured nothing anew" if kept else "it measured kernels anew, so another build may differ"
+            lines.append(f"timing cache {str(cache.sha256_after)[:12]}: {found}")
+        if built.engine_layers_reason:
+            lines.append(f"engine layers not inspected: {built.engine_layers_reason}")
+        return lines
+
+    def _open(self) -> None:
+        facts = self._engine()
+        trt = load_bindings(self.runtime)
+        capability = self._device.open()
+        plugins = load_plugins(trt, self.runtime) if facts.plugin_hash else None
+        _check_device(facts, capability)
+        reason = why_stale(facts, self.runtime, trt.__version__, sha256_of(plugins) if plugins else None, capability)
+        if reason:
+            raise self._unusable(reason)
+        with ExitStack() as stack:
+            logger, log = stack.enter_context(listening(trt))
+            self._session = self._load(trt, facts, logger, log)
+            self._stack = stack.pop_all()
+
+    def _load(self, trt: Any, facts: Engine, logger: Any, log: Log) -> _Session:
+        runtime = trt.Runtime(logger)
+        if facts.version_compatible:
+            runtime.engine_host_code_allowed = True  # such an engine carries a lean runtime of its own release
+        engine = runtime.deserialize_cuda_engine(self._engine_file().read_bytes())
+        if engine is None:
+            raise self._unusable(f"TensorRT cannot load it ({'; '.join(log.errors[:2]) or 'it gives no reason'})")
+        lanes: queue.Queue[_Lane] = queue.Queue()
+        for _ in range(self._contexts):
+            context = engine.create_execution_context()
+            if context is None:
+                raise RuntimeUnavailableError(
+                    f"expected enough device memory for an execution context, TensorRT says "
+                    f"{'; '.join(log.errors[:2]) or 'nothing'}: free memory, or build with a smaller --max-batch"
+                )
+            lanes.put(_Lane(context, self._device.new_stream()))
+        return _Session(log, runtime, engine, _bindings(trt, engine), lanes)
+
+    def _close(self) -> None:
+        with self._device.current():
+            self._session = None
+        self._stack.close()
+
+    def _infer(self, feeds: dict[str, Array], outputs: Sequence[str]) -> dict[str, Array]:
+        with self._device.current():
+            device = {name: self._device.upload(value) for name, value in feeds.items()}
+            results = self.infer_tensors(device)
+            return self._device.download({name: results[name] for name in outputs})
+
+    def infer_tensors(self, feeds: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Runs on tensors of the CUDA device without copying them: torch tensors, or anything with DLPack.
+
+        The work is queued behind the current stream, and the current stream waits for it. Results are new tensors: all
+        outputs of the engine.
+
+        Raises:
+            BundleError: an input is missing, or its device, dtype, layout or shape is not what the engine takes.
+        """
+        if self._session is None:
+            raise RuntimeUnavailableError(f"the {self.runtime} runner is closed: use it inside a `with` block")
+        session = self._session
+        inputs = {b.name: _input(b, feeds, self._device.device) for b in session.bindings.values() if b.is_input}
+        with self._device.current(), _lane(session) as lane:
+            with self._device.on(lane.stream):
+                results = self._enqueue(session, lane, inputs)
+            self._device.hand_over(lane.stream, list(inputs.values()), list(results.values()))
+        return results
+
+    def _enqueue(self, session: _Session, lane: _Lane, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        context = lane.context
+        for name, tensor in inputs.items():
+            context.set_input_shape(name, tuple(tensor.shape))
+            context.set_tensor_address(name, tensor.data_ptr())
+        results = {}
+        for binding in session.bindings.values():
+            if not binding.is_input:
+                shape = tuple(context.get_tensor_shape(binding.name))
+                results[binding.name] = self._device.empty(shape, binding.dtype)
+                context.set_tensor_address(binding.name, results[binding.name].data_ptr())
+        before = len(session.log.errors)
+        if not context.execute_async_v3(lane.stream.cuda_stream):
+            said = "; ".join(session.log.errors[before:]) or "it gives no reason"
+            raise RuntimeUnavailableError(f"TensorRT failed to execute the engine ({said}): send smaller batches")
+        return results
+
+    def _engine(self) -> Engine:
+        found = self.bundle.found(Engine, self.runtime)
+        if found is None:
+            command = build_command(self.bundle, self.runtime)
+            raise BundleError(f"{self.bundle.path} holds no engine for {self.runtime}: build one with `{command}`")
+        return found
+
+    def _engine_file(self) -> Any:
+        try:
+            return self.bundle.file(engine_name(self.runtime))
+        except BundleError as error:
+            raise BundleError(f"{error}, with `{build_command(self.bundle, self.runtime)}`") from error
+
+    def _unusable(self, reason: str) -> BundleError:
+        path = self.bundle.path / engine_name(self.runtime)
+        return BundleError(f"{path}: {reason}: rebuild it with `{build_command(self.bundle, self.runtime)}`")
+
+
+class TensorRTRtxRunner(TensorRTRunner):
+    """The engine of a bundle in TensorRT-RTX."""
+
+    runtime = "tensorrt-rtx"
+
+
+def why_stale(
+    facts: Engine, runtime: str, version: str, plugin_hash: str | None, capability: tuple[int, int]
+) -> str | None:
+    """Why an engine made of `facts` does not fit what is here, None where it fits.
+
+    Args:
+        facts: what the engine was made of and for.
+        runtime, version: the runtime in use and the version of its bindings.
+        plugin_hash: SHA-256 of the plugin library in use.
+        capability: compute capability of the device.
+    """
+    here = f"{capability[0]}.{capability[1]}"
+    if facts.runtime != runtime:
+        return f"the engine was built for {facts.runtime}, not for {runtime}"
+    if facts.version != version and not facts.version_compatible:
+        return f"the engine was built with {runtime} {facts.version}, this is {version}"
+    if facts.plugin_hash is not None and facts.plugin_hash != plugin_hash:
+        return "the engine was built with another plugin library than the one here"
+    if facts.hardware_compatible:
+        return (
+            None
+            if capability >= (8, 0)
+            else f"the engine runs on compute capability 8.0 and newer, this GPU has {here}"
+        )
+    if here not in facts.compute_capabilities:
+        return (
+            f"the engine was built for compute capability {', '.join(facts.compute_capabilities)}, this GPU has {here}"
+        )
+    return None
+
+
+def _check_device(facts: Engine, capability: tuple[int, int]) -> None:
+    """NotExecutedError for data-centre GPUs (H100, B200), which TensorRT-RTX refuses whatever it is built for."""
+    if facts.runtime == "tensorrt-rtx" and (9, 0) <= capability < (12, 0):
+        raise NotExecutedError(
+            f"the engine is built and not executed: TensorRT-RTX runs on GeForce and RTX GPUs, this one has compute "
+            f"capability {capability[0]}.{capability[1]}; use --runtime tensorrt here"
+        )
+
+
+def _bindings(trt: Any, engine: Any) -> dict[str, Binding]:
+    found = {}
+    for i in range(engine.num_io_tensors):
+        name = engine.get_tensor_name(i)
+        is_input = engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT
+        shape = tuple(engine.get_tensor_shape(name))
+        low = high = shape
+        if is_input and -1 in shape:
+            low, _, high = (tuple(s) for s in engine.get_tensor_profile_shape(name, 0))
+        found[name] = Binding(name, is_input, _DTYPES[engine.get_tensor_dtype(name).name], low, high)
+    return found
+
+
+def _input(binding: Binding, feeds: Mapping[str, Any], device: torch.device) -> Tensor:
+    """The fed tensor, on the device, dense and within the engine's limits."""
+    if binding.name not in feeds:
+        raise BundleError(f"the input {binding.name!r} is missing: the engine takes it beside {', '.join(feeds)}")
+    value = feeds[binding.name]
+    tensor = value if isinstance(value, Tensor) else from_dlpack(value)
+    shape = tuple(tensor.shape)
+    if tensor.device != device:
+        raise BundleError(f"expected {binding.name} in the memory of {device}, got it in that of {tensor.device}")
+    if tensor.dtype != binding.dtype or not tensor.is_contiguous():
+        layout = "dense" if tensor.is_contiguous() else "strided"
+        raise BundleError(f"expected {binding.name} as dense {binding.dtype}, got {layout} {tensor.dtype}: convert it")
+    fits = len(shape) == len(binding.low) and all(
+        low <= got <= high for low, got, high in zip(binding.low, shape, binding.high, strict=True)
+    )
+    if not fits:
+        limits = f"{binding.low} to {binding.high}" if binding.low != binding.high else f"{binding.low}"
+        raise BundleError(
+            f"expected {binding.name} of shape {limits}, got {shape}: send another batch or rebuild the engine with a "
+            "wider profile"
+        )
+    return tensor
+
+
+@contextmanager
+def _lane(session: _Session) -> Iterator[_Lane]:
+    """A free execution context; waits for one."""
+    lane = session.lanes.get()
+    try:
+        yield lane
+    finally:
+        session.lanes.put(lane)

@@ -1,0 +1,42 @@
+"""How people are told of counts, data sets and merges: the same words in tables, pages, figures and messages."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+_HALF = re.compile(r"(.+)-(first|second)-half")
+
+
+def counted(count: int, things: str) -> str:
+    """`2 photos`, but `1 photo`."""
+    return f"{count} {things.removesuffix('s') if count == 1 else things}"
+
+
+def dataset_title(dataset: str, split: str) -> str:
+    """A data set and its split, for people; a folder without splits is called what it is."""
+    half = _HALF.fullmatch(split)
+    if half:
+        return f"{half[2]} half of {dataset_title(dataset, half[1])}"
+    name = f"{dataset} {split}"
+    return "a folder of pictures" if name == "folder all" else name
+
+
+def merge_titles(names: Sequence[str]) -> dict[str, str]:
+    """Of the merges of a network those that tables show, and how people call them: CLAP, or GBM 11 among several.
+
+    Of a kind that are the first and the last, so that ToMe's, one a block, leave a table readable. `names` are those of
+    the signature, such as `clap_1`.
+    """
+    kinds = [name.partition("_")[0] for name in names]
+    return {
+        name: _merge_title(name, alone=kinds.count(kind) == 1)
+        for i, (name, kind) in enumerate(zip(names, kinds, strict=True))
+        if kind not in kinds[:i] or kind not in kinds[i + 1 :]
+    }
+
+
+def _merge_title(name: str, alone: bool) -> str:
+    kind, _, layer = name.partition("_")
+    title = "ToMe" if kind == "tome" else kind.upper()
+    return title if alone else f"{title} {layer}"

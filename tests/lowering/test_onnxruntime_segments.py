@@ -1,0 +1,179 @@
+"""A CUDA graph in stretches, chained on the CPU, gives exactly what the whole graph gives."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+from algm_deploy.bundle.store import Bundle
+from algm_deploy.deployment import export
+from algm_deploy.errors import ExportError
+from algm_deploy.lowering.onnxruntime import rewrite, stretch_file, write_onnxruntime_onnx
+from algm_deploy.lowering.onnxruntime_segments import ROWS, stretches
+
+THRESHOLDS = {"clap_threshold": np.array(0.8, np.float32), "gbm_threshold": np.array(0.5, np.float32)}
+# Plans beside the tiny network's own, CLAP in block 1 and GBM in block 3.
+PLANS: dict[str, dict[str, Any]] = {
+    "three_gbm": {"merging.clap_layers": [], "merging.gbm_layers": [2, 3, 4]},
+    "dense": {"merging.clap_layers": [], "merging.gbm_layers": []},
+}
+MERGES = {"scores": 2, "labels": 2, "three_gbm": 3, "dense": 0}
+
+
+@pytest.fixture(scope="module", params=MERGES)
+def exported(request: pytest.FixtureRequest, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A plan's name and the folder of its bundle, which belongs to the tests here."""
+    folder = tmp_path_factory.mktemp("stretches") / request.param
+    if request.param in PLANS:
+        return request.param, export(tiny_checkpoint, folder, None, PLANS[request.param]).bundle
+    ready: Bundle = request.getfixturevalue({"scores": "tiny_bundle", "labels": "labels_bundle"}[request.param])
+    return request.param, Bundle.open(shutil.copytree(ready.path, folder))
+
+
+@pytest.fixture
+def session(ort_library: Path) -> Callable[[ir.Model, Path], ort.InferenceSession]:
+    def open_session(model: ir.Model, path: Path) -> ort.InferenceSession:
+        ir.save(model, path)
+        options = ort.SessionOptions()
+        options.log_severity_level = 3
+        options.register_custom_ops_library(str(ort_library))
+        return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+    return open_session
+
+
+def rewritten(bundle: Bundle) -> ir.Model:
+    model = ir.load(bundle.file("model.onnx"))
+    rewrite(model, "cuda", True, False)
+    return model
+
+
+def chained(
+    parts: Sequence[ort.InferenceSession], feeds: dict[str, np.ndarray], step: int, poison: float = 0.0
+) -> dict[str, np.ndarray]:
+    """Runs the stretches; each takes the next multiple of `step` rows, and finds `poison` in those nobody counted."""
+    values = dict(feeds)
+    for part, following in zip(parts, [*parts[1:], None], strict=True):
+        names = [o.name for o in part.get_outputs()]
+        values |= dict(zip(names, part.run(names, {i.name: values[i.name] for i in part.get_inputs()}), strict=True))
+        if following is None:
+            return values
+        (rows,) = (int(values[name]) for name in names if name.startswith(ROWS))
+        axis = next(name for name in names if name.startswith(ROWS)).removeprefix(ROWS)
+        for taken in following.get_inputs():
+            if axis in taken.shape:
+                made = values[taken.name]
+                assert not made[:, rows:].any(), "padding is zero"
+                values[taken.name] = made[:, : -(-rows // step) * step].copy()
+                values[taken.name][:, rows:] = poison
+    raise AssertionError("no stretch")
+
+
+@pytest.mark.parametrize(("step", "poison"), [(1, 0.0), (8, 0.0), (8, 1e4), (1000, 1e4)])
+def test_a_chain_equals_the_whole(exported: Any, session: Any, blob_images: Any, step: int, poison: float) -> None:
+    name, bundle = exported
+    model = rewritten(bundle)
+    whole = session(model, bundle.path / "whole.onnx")
+    parts = [session(part, bundle.path / f"{i}.onnx") for i, part in enumerate(stretches(model))]
+    assert len(parts) == 1 + MERGES[name]
+    image = blob_images(3)[2:] if step == 1 else blob_images(3)
+    feeds = {"image": image, **THRESHOLDS}
+    names = [o.name for o in whole.get_outputs()]
+    expected = dict(zip(names, whole.run(names, {i.name: feeds[i.name] for i in whole.get_inputs()}), strict=True))
+    found = chained(parts, feeds, step, poison)
+    for output, value in expected.items():
+        if output == "scores":
+            np.testing.assert_allclose(found[output], value, rtol=0, atol=2e-5)
+        else:
+            np.testing.assert_array_equal(found[output], value, err_msg=output)
+    if MERGES[name]:
+        assert expected["token_counts"].max() < 64, "nothing merged"
+
+
+def test_a_stretch_holds_the_weights_of_its_own_blocks(tiny_bundle: Bundle) -> None:
+    model = rewritten(tiny_bundle)
+
+    def weights(part: ir.Model) -> set[str]:
+        return {name for name, value in part.graph.initializers.items() if value.const_value.nbytes > 1024}
+
+    parts = [weights(part) for part in stretches(model)]
+    blocks = [{name.split(".")[2] for name in part if name.startswith("encoder.blocks.")} for part in parts]
+    # CLAP stands behind the attention of block 1, GBM behind that of block 3.
+    assert blocks == [{"0"}, {"0", "1", "2"}, {"2", "3"}]
+    assert sum(map(len, parts)) == len(set.union(*parts)) == len(weights(model))
+
+
+def test_what_a_stretch_takes_and_gives(tiny_bundle: Bundle) -> None:
+    first, second, third = stretches(rewritten(tiny_bundle))
+    assert {v.name for v in first.graph.inputs} == {"image", "clap_threshold"}
+    assert {v.name for v in second.graph.inputs} >= {"gbm_threshold", "token_map_clap_1"}
+    assert [v.name for part in (first, second, third) for v in part.graph.outputs if v.name.startswith(ROWS)] == [
+        "rows_of_tokens_clap_1",
+        "rows_of_tokens_gbm_3",
+    ]
+    # No size crosses: it would come from the device, where the next stretch cannot read it without waiting.
+    crossing = {v.name for v in (*second.graph.inputs, *third.graph.inputs)} - {"image", "gbm_threshold"}
+    values = {v.name: v for node in (*first.graph, *second.graph) for v in node.outputs}
+    assert all(values[name].producer().op_type not in ("Shape", "Concat", "Gather") for name in crossing)
+    shapes = {v.name: list(map(str, v.shape)) for v in first.graph.outputs}
+    assert ["batch", "65", "64"] in shapes.values(), "as many rows come out as went in"
+
+
+def test_the_bundle_gets_its_stretches(tiny_bundle: Bundle, tmp_path: Path) -> None:
+    bundle = Bundle.open(shutil.copytree(tiny_bundle.path, tmp_path / "bundle"))
+    assert "stretches" not in write_onnxruntime_onnx(bundle, "cuda", custom_operators=False)
+    assert write_onnxruntime_onnx(bundle, "cuda", custom_operators=True)["stretches"] == 3
+    assert all(bundle.file(stretch_file(index)).stat().st_size < 200_000 for index in range(3))
+
+
+def test_padded_attention_in_16_bits_is_packed(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """Behind CLAP in block 1: three blocks and the decoder's two; their layers are turned by the session."""
+    bundle = export(tiny_checkpoint, tmp_path / "half", None, {"precision": "fp16"}).bundle
+    model = ir.load(bundle.file("model.onnx"))
+    counts = rewrite(model, "cuda", True, False)
+    assert (counts["attention"], counts["packed_attention"]) == (1, 5)
+    packed = [node for node in model.graph if node.op_type == "PackedMultiHeadAttention"]
+    assert [node.attributes["num_heads"].as_int() for node in packed] == [2, 2, 2, 1, 1]
+    # One for CLAP's rows, one for GBM's, one for the decoder's, which begin with the classes.
+    assert len({node.inputs[5] for node in packed}) == sum(n.op_type == "sequence_starts" for n in model.graph) == 3
+    assert sum(map(is_turned, model.graph)) == 5
+    assert [sum(n.op_type.startswith("Packed") for n in part.graph) for part in stretches(model)] == [0, 2, 3]
+    for custom, provider in ((False, "cuda"), (True, "cpu")):
+        other = ir.load(bundle.file("model.onnx"))
+        assert rewrite(other, provider, custom, False)["packed_attention"] == 0
+
+
+def is_turned(node: ir.Node) -> bool:
+    """A matrix product whose weight is no initializer but made of one."""
+    maker = node.inputs[1].producer() if node.op_type == "MatMul" else None
+    return maker is not None and maker.op_type == "Reshape" and maker.inputs[0].producer().op_type == "Transpose"
+
+
+def test_images_that_decide_together_are_not_cut(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    bundle = export(tiny_checkpoint, tmp_path / "coupled", None, {"merging.batch": "batch_min"}).bundle
+    assert "stretches" not in write_onnxruntime_onnx(bundle, "cuda", custom_operators=True)
+    with pytest.raises(ExportError, match="whose images decide alone"):
+        stretches(rewritten(bundle))
+
+
+def test_function_bodies_are_not_cut(tiny_bundle: Bundle) -> None:
+    model = ir.load(tiny_bundle.file("model.onnx"))
+    rewrite(model, "cuda", False, False)
+    with pytest.raises(ExportError, match="custom operator library"):
+        stretches(model)
+
+
+def test_tome_is_not_cut(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """Its body reads a size from the device, which a CUDA graph cannot hold."""
+    tome = {"merging.method": "tome", "merging.tome_r": [8, 8], "merging.clap_layers": [], "merging.gbm_layers": []}
+    bundle = export(tiny_checkpoint, tmp_path / "tome", None, tome).bundle
+    assert "stretches" not in write_onnxruntime_onnx(bundle, "cuda", custom_operators=True)
+    with pytest.raises(ExportError, match="custom operator library"):
+        stretches(rewritten(bundle))

@@ -1,0 +1,334 @@
+"""Recipes: the published ones parse, and whatever is wrong in one is named."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from algm_deploy.errors import PlanError, RecipeError
+from algm_deploy.evaluation.flops import multiply_adds
+from algm_deploy.recipe import reading as recipes
+from algm_deploy.recipe.schema import DENSE, MergePlan, Network, Protocol, Recipe
+
+SMALL = Recipe(
+    "small",
+    Network("segmenter", 32, 6, 2, 3, (64, 96)),
+    MergePlan(clap_threshold=0.9, gbm_layers=(3, 5)),
+    Protocol("camvid", 64, 64, 48),
+    class_names=("sky", "road", "tree"),
+    palette=((1, 2, 3), (4, 5, 6), (7, 8, 9)),
+    published={"miou_percent": 77.5},
+)
+
+
+def toml_of(recipe: Recipe, changes: dict[str, str] | None = None) -> str:
+    """The recipe as TOML, with the source text of some settings replaced."""
+    lines: dict[str, list[str]] = {"": ["schema = 1"]}
+    for key, value in recipes.flatten(recipe).items():
+        section, _, name = key.rpartition(".")
+        inline = "{" + ", ".join(f"{k} = {v}" for k, v in value.items()) + "}" if isinstance(value, dict) else None
+        text = (changes or {}).get(key, inline or json.dumps(value))
+        lines.setdefault(section, []).append(f"{name} = {text}")
+    return "\n".join("\n".join([f"[{section}]" * bool(section), *body]) for section, body in lines.items())
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "small.toml"
+    path.write_text(text)
+    return path
+
+
+PUBLISHED = tuple(name for name in recipes.recipe_names() if name.startswith("segmenter_vit_"))
+OTHERS = tuple(name for name in recipes.recipe_names() if name.startswith(("setr_", "segvit_")))
+PRETRAINED = {
+    "dinov2_vit_s14_ade20k": ("linear", 384, 12, 1, 47.0),
+    "dinov2_vit_b14_ade20k": ("linear", 768, 12, 1, 152.0),
+    "dinov2_vit_l14_ade20k": ("linear", 1024, 24, 1, 507.5),
+    "deit_vit_b16_ade20k": ("linear", 768, 12, 2, 107.5),
+    "segmenter_deit_b16_ade20k": ("mask_transformer", 768, 12, 2, 129.7),
+    "segmenter_deit_b16_linear_ade20k": ("linear", 768, 12, 2, 107.5),
+    "eomt_vit_l16_ade20k": ("queries", 1024, 24, 5, 398.5),
+    "eomt_vit_l16_cityscapes": ("queries", 1024, 24, 5, 2177.7),
+}
+
+
+def test_names() -> None:
+    names = recipes.recipe_names()
+    for size in ("t16", "s16", "b16", "l16"):
+        assert f"segmenter_vit_{size}_ade20k" in names
+    assert len(PUBLISHED) == 12
+    assert len(OTHERS) == 20
+    assert set(names) == {*PUBLISHED, *OTHERS, *PRETRAINED, "demo"}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_every_published_recipe_is_consistent(name: str) -> None:
+    recipe = recipes.recipe(name)
+    size, _, dataset = name.removeprefix("segmenter_vit_").partition("_")
+    width, depth = {"t16": (192, 12), "s16": (384, 12), "b16": (768, 12), "l16": (1024, 24)}[size]
+    classes = {"ade20k": 150, "coco_stuff10k": 171, "cityscapes": 19, "pascal_context": 60, "camvid": 11}[dataset]
+    assert (recipe.name, recipe.protocol.dataset) == (name, dataset)
+    assert (recipe.network.embed_dim, recipe.network.depth, recipe.network.heads) == (width, depth, width // 64)
+    assert recipe.network.classes == classes
+    assert recipe.network.image_size == (recipe.protocol.window, recipe.protocol.window)
+    assert recipe.merging.layers == (1, 7 if size == "l16" else 5)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_recipe_of_other_families_is_consistent(name: str) -> None:
+    recipe = recipes.recipe(name)
+    network, protocol = recipe.network, recipe.protocol
+    kind, _, rest = name.partition("_vit_")
+    size, _, dataset = rest.partition("_")
+    family, *head = kind.split("_")
+    decoder = "_".join(head) if network.decoder.endswith("_mmseg") else "_".join(head).removesuffix("_mmseg")
+    assert (network.family, network.decoder) == (family, decoder or "atm")
+    assert (network.embed_dim, network.depth) == {"b16": (768, 12), "l16": (1024, 24)}[size]
+    assert network.heads == network.embed_dim // 64
+    assert network.image_size == (protocol.window, protocol.window)
+    assert protocol.dataset == dataset
+    classes = {"ade20k": 150, "coco_stuff10k": 171, "cityscapes": 19, "pascal_context": 60, "pascal_context_59": 59}
+    assert network.classes == classes[dataset]
+    assert network.normalization == ("vit" if family == "segvit" else "deit")
+    # ALGM (CVPR 2024), appendix
+    assert recipe.merging.layers == (1, {"setr": 5 if size == "b16" else 13, "segvit": 12}[family])
+    assert network.stages == {"mla": (6, 12, 18, 24), "atm": (8, 16, 24)}.get(
+        network.decoder.removesuffix("_mmseg"), ()
+    )
+
+
+# Data set, short side, window, stride, long limit over short side: Segmenter's data/config and ALGM's eval/miou.py;
+# configs of fudan-zvg/SETR, zbwxp/SegVit, tue-mps/eomt, and of DINOv2's heads. Windows of ADE20K's networks follow the
+# checkpoint's crop.
+PROTOCOLS = {
+    "segmenter": {
+        "ade20k": (512, None, None, 4),
+        "cityscapes": (1024, 768, 512, 2),
+        "pascal_context": (520, 480, 448, 8),
+        "coco_stuff10k": (512, 512, 341, 8),
+    },
+    "setr": {
+        "ade20k": (512, 512, 341, 4),
+        "cityscapes": (1025, 768, 512, 2049 / 1025),
+        "pascal_context": (520, 480, 320, 8),
+    },
+    "segvit": {
+        "ade20k": (640, 640, 608, 2048 / 640),
+        "pascal_context": (520, 480, 320, 8),
+        "pascal_context_59": (520, 480, 320, 8),
+        "coco_stuff10k": (512, 512, 341, 8),
+    },
+    "dinov2": {"ade20k": (512, 512, 341, 4)},
+    "deit": {"ade20k": (512, 512, 341, 4)},
+    "eomt": {"ade20k": (512, 512, 512, 100), "cityscapes": (1024, 1024, 1024, 2)},
+}
+
+
+@pytest.mark.parametrize("name", sorted({*PUBLISHED, *OTHERS, *PRETRAINED} - {"segmenter_vit_s16_camvid"}))
+def test_protocols_are_the_published_ones(name: str) -> None:
+    recipe = recipes.recipe(name)
+    protocol = recipe.protocol
+    short_side, window, stride, ratio = PROTOCOLS[recipe.network.family][protocol.dataset]
+    window = window or recipe.network.image_size[0]
+    expected = Protocol(protocol.dataset, short_side, window, stride or window - 32, ratio)
+    assert protocol == expected
+
+
+def test_the_long_limit_of_a_checkpoint_without_a_recipe() -> None:
+    for dataset, ratio in {"ade20k": 4, "cityscapes": 2, "pascal_context": 8, "pascal_context_59": 8}.items():
+        assert recipes.dataset_ratio(dataset) == ratio
+    for name in PUBLISHED:
+        protocol = recipes.recipe(name).protocol
+        assert protocol.max_ratio == recipes.dataset_ratio(protocol.dataset), name
+
+
+@pytest.mark.parametrize("name", PRETRAINED)
+def test_every_recipe_of_pretrained_vits_is_consistent(name: str) -> None:
+    recipe, (decoder, width, depth, prefix, gmacs) = recipes.recipe(name), PRETRAINED[name]
+    network, protocol = recipe.network, recipe.protocol
+    assert (network.decoder, network.embed_dim, network.depth, network.prefix) == (decoder, width, depth, prefix)
+    assert (network.heads, network.normalization) == (width // 64, "deit")
+    assert network.image_size == (protocol.window, protocol.window)
+    assert network.classes == {"ade20k": 150, "cityscapes": 19}[protocol.dataset]
+    assert name.endswith(protocol.dataset)
+    assert recipe.merging.layers == (1, 7 if width == 1024 else 5)
+    assert recipe.merging.clap_threshold == (0.98 if network.family == "eomt" else 1.0)  # no other is published
+    assert multiply_adds(network, DENSE).gmacs == pytest.approx(gmacs, rel=0.001)
+
+
+@pytest.mark.parametrize(
+    ("name", "threshold", "gmacs"),
+    [
+        ("segmenter_vit_t16_ade20k", 0.9, 8.4),
+        ("segmenter_vit_s16_ade20k", 0.88, 26.3),
+        ("segmenter_vit_b16_ade20k", 0.94, 91),
+        ("segmenter_vit_l16_ade20k", 0.95, 438),
+        ("segmenter_vit_s16_cityscapes", 0.955, 76),
+        ("segmenter_vit_s16_pascal_context", 0.88, 24.6),
+    ],
+)
+def test_published_figures(name: str, threshold: float, gmacs: float) -> None:
+    recipe = recipes.recipe(name)
+    assert recipe.merging.clap_threshold == threshold
+    assert recipe.published["gmacs"] == gmacs
+
+
+def test_an_unpublished_threshold_is_left_to_variant_and_flags() -> None:
+    said = recipes.recipe_settings("segmenter_vit_l16_cityscapes")
+    assert "merging.clap_threshold" not in said
+    assert recipes.resolve([("recipe", said)])[0].merging.clap_threshold == 1.0
+
+
+def test_toml_and_tables_round_trip(tmp_path: Path) -> None:
+    assert recipes.read_recipe(write(tmp_path, toml_of(SMALL))) == SMALL
+    assert recipes.from_table(json.loads(json.dumps(recipes.to_table(SMALL))), "manifest") == SMALL
+
+
+def test_order_of_authority() -> None:
+    variant = recipes.flatten(replace(SMALL, name="folder", merging=MergePlan(clap_threshold=0.8, gbm_layers=(3,))))
+    recipe = {"name": "small", "merging.clap_threshold": 0.9, "merging.gbm_layers": (3,)}
+    flags = {"merging.clap_threshold": recipes.checked("merging.clap_threshold", 0.95)}
+    result, conflicts = recipes.resolve([("variant.yml", variant), ("recipe small", recipe), ("--tau", flags)])
+    assert (result.name, result.merging.clap_threshold, result.merging.gbm_layers) == ("small", 0.95, (3,))
+    assert conflicts == (
+        "merging.clap_threshold: recipe small says 0.9, variant.yml says 0.8; recipe small wins",
+        "merging.clap_threshold: --tau says 0.95, recipe small says 0.9; --tau wins",
+    )
+
+
+# One wrong value for each setting, and what the message says is expected.
+WRONG = {
+    "name": ("3", "a text"),
+    "class_names": ('["sky", "road"]', "class_names for 3 classes, got 2"),
+    "palette": ("[[1, 2], [3, 4], [5, 6]]", "3 whole numbers"),
+    "output": ('"mask"', "labels or scores"),
+    "precision": ('"int8"', "fp32 or fp16 or bf16"),
+    "max_batch": ("0", "recipe.max_batch between 1 and 1024"),
+    "published": ('{miou_percent = "high"}', "a finite number as published.miou_percent"),
+    "network.family": ('"fcn"', "segmenter"),
+    "network.embed_dim": ("32.5", "a whole number"),
+    "network.depth": ("1000000000", "network.depth between 1 and 256"),
+    "network.heads": ("5", "network.heads to divide the width 32"),
+    "network.classes": ("0", "network.classes between 1 and 65535"),
+    "network.image_size": ("[64, 100]", "multiples of the patch size 16"),
+    "network.patch_size": ("-16", "network.patch_size between 1 and 256"),
+    "network.decoder": ('"deeplab_dec"', "mask_transformer or linear"),
+    "network.decoder_depth": ("true", "a whole number"),
+    "network.normalization": ('"imagenet"', "vit or deit"),
+    "network.stages": ("[2, 7]", "network.stages between 1 and 6"),
+    "network.decoder_dim": ("0", "network.decoder_dim between 1 and 8192"),
+    "network.extra_tokens": ("2", "network.extra_tokens between 0 and 1"),
+    "network.queries": ("-1", "network.queries between 0 and 1024"),
+    "merging.clap_layers": ("[1, 2]", "CLAP works on the full patch grid and fits one layer only"),
+    "merging.gbm_layers": ("[3, 7]", "merging layers up to 6"),
+    "merging.window": ("[8, 8]", "a merging.window within the grid (4, 6)"),
+    "merging.clap_threshold": ("nan", "a finite number"),
+    "merging.gbm_threshold": ("1e9", "merging.gbm_threshold between -1000 and 1000"),
+    "merging.gbm_mode": ('"auto"', "adaptive or fixed"),
+    "merging.semantics": ('"both"', "code or paper"),
+    "merging.batch": ("1", "per_image or batch_min"),
+    "merging.order": ('""', "published or raster"),
+    "merging.method": ('"cts"', "algm or tome"),
+    "merging.tome_r": ("[3]", "merging.tome_r is read by method tome, got (3,) for algm"),
+    "protocol.dataset": ("[]", "a text"),
+    "protocol.short_side": ("[64]", "a whole number"),
+    "protocol.window": ("0", "protocol.window between 1 and 16384"),
+    "protocol.stride": ("65", "protocol.stride between 1 and 64"),
+    "protocol.max_ratio": ("inf", "a finite number"),
+    "protocol.resize": ('"twice"', "double or single"),
+    "gates.label_agreement": ("99.9", "gates.label_agreement between 0 and 1"),
+    "gates.excused_decisions": ("-0.1", "gates.excused_decisions between 0 and 1"),
+    "gates.miou_drop_points": ('"0.1"', "a finite number"),
+}
+
+
+def test_every_setting_has_a_wrong_value() -> None:
+    assert set(WRONG) == set(recipes.flatten(SMALL))
+
+
+@pytest.mark.parametrize("key", WRONG)
+def test_every_wrong_setting_is_named(tmp_path: Path, key: str) -> None:
+    text, expected = WRONG[key]
+    path = write(tmp_path, toml_of(SMALL, {key: text}))
+    with pytest.raises(RecipeError) as caught:
+        recipes.read_recipe(path)
+    message = str(caught.value)
+    assert message.startswith(str(path))
+    assert expected in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("key", recipes.flatten(SMALL))
+@pytest.mark.parametrize("value", ["1979-05-27", "{a = {b = []}}", "[[[]]]", "false"])
+def test_other_types_are_refused(tmp_path: Path, key: str, value: str) -> None:
+    with pytest.raises(RecipeError, match=f"expected .* as {key.split('.')[0]}"):
+        recipes.read_recipe(write(tmp_path, toml_of(SMALL, {key: value})))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", r"expected `schema = 1` of this release, got None"),
+        ("schema = 2", r"expected `schema = 1` of this release, got 2"),
+        ("schema = [", "expected a recipe in TOML"),
+        ("schema = " + "[" * 5000, "expected a recipe in TOML"),
+        ("schema = 1\nmaxbatch = 4", "got 'maxbatch': did you mean max_batch?"),
+        (
+            "schema = 1\n[merging]\nclap_treshold = 0.9",
+            "got 'merging.clap_treshold': did you mean merging.clap_threshold?",
+        ),
+        ("schema = 1\nclap_threshold = 0.9", "got 'clap_threshold': did you mean merging.clap_threshold?"),
+        ("schema = 1\n[mergin.x]", "expected a setting such as merging.clap_threshold, got 'mergin'"),
+        ("schema = 1\nnetwork = 3", "expected a table as network, got 3"),
+        ("schema = 1\n[network]\ndepth = 12", "expected network.family, network.embed_dim, .* found none: add"),
+    ],
+)
+def test_wrong_files(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        recipes.read_recipe(write(tmp_path, text))
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
+    for path in (tmp_path / "binary.toml", tmp_path / "absent.toml", tmp_path):
+        with pytest.raises(RecipeError, match="expected a recipe in TOML"):
+            recipes.read_recipe(path)
+
+
+def test_an_unknown_name_is_answered_with_the_nearest_one_and_the_command_that_lists_all() -> None:
+    with pytest.raises(RecipeError, match=r"ade20k': did you mean segmenter_vit_s16_ade20k\? `algm-deploy list` names"):
+        recipes.recipe("segmenter_s16_ade20k")
+    with pytest.raises(RecipeError, match=r"got 'zzz': `algm-deploy list` names them$"):
+        recipes.recipe("zzz")
+
+
+@settings(max_examples=100, deadline=2000)
+@given(
+    st.dictionaries(
+        st.sampled_from([*recipes.to_table(SMALL), "x", ""]),
+        st.recursive(
+            st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+            lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from(["depth", "window", "a.b"]), inner),
+            max_leaves=8,
+        ),
+    )
+)
+def test_changed_tables_never_escape_as_another_error(changes: dict[str, Any]) -> None:
+    try:
+        result = recipes.from_table(recipes.to_table(SMALL) | changes, "manifest")
+    except RecipeError:
+        return
+    assert math.isfinite(result.merging.clap_threshold)
+
+
+def test_plans_that_contradict_themselves() -> None:
+    for wrong in ({"gbm_layers": (1,)}, {"clap_layers": (7,)}, {"gbm_layers": (0,)}, {"window": (1, 1)}):
+        with pytest.raises(PlanError):
+            replace(MergePlan(), **wrong)

@@ -1,0 +1,360 @@
+"""Networks in stretches: on the CPU, where nothing is captured, what runs and how long; on CUDA, the graphs."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+import torch
+
+from algm_deploy.bundle.store import Bundle
+from algm_deploy.deployment import export
+from algm_deploy.lowering.onnxruntime import rewrite
+from algm_deploy.lowering.onnxruntime_segments import stretches
+from algm_deploy.native_libraries import find_library
+from algm_deploy.runners.contract import runner, runner_type
+from algm_deploy.runners.onnxruntime import graphs as graphs_module
+from algm_deploy.runners.onnxruntime import runner as runner_module
+from algm_deploy.runners.onnxruntime.graphs import GraphUse, StretchedSession
+from algm_deploy.runners.onnxruntime.runner import LIBRARY, OnnxRuntimeCudaRunner
+from algm_deploy.runners.onnxruntime.sessions import CudaSession
+
+CUDA = "onnxruntime-cuda"
+NAMES = ["labels", "token_counts", "token_map_clap_1", "token_map_gbm_3"]
+THRESHOLDS = {"clap_threshold": 0.9, "gbm_threshold": 1.0}
+MOST_IMAGES = 6
+
+
+@pytest.fixture(scope="module")
+def folder(labels_bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    """A folder with the whole graph and its stretches, and how many there are."""
+    path = shutil.copytree(labels_bundle.path, tmp_path_factory.mktemp("graphs") / "bundle")
+    model = ir.load(path / "model.onnx")
+    rewrite(model, "cuda", True, False)
+    ir.save(model, path / "whole.onnx")
+    parts = stretches(model)
+    for index, part in enumerate(parts):
+        ir.save(part, path / f"{index}.onnx")
+    return path, len(parts)
+
+
+@pytest.fixture
+def open_file(folder: tuple[Path, int], ort_library: Path) -> Callable[[str], ort.InferenceSession]:
+    def open_file(name: str) -> ort.InferenceSession:
+        options = ort.SessionOptions()
+        options.log_severity_level = 3
+        options.register_custom_ops_library(str(ort_library))
+        return ort.InferenceSession(folder[0] / f"{name}.onnx", options, providers=["CPUExecutionProvider"])
+
+    return open_file
+
+
+@pytest.fixture
+def session(folder: tuple[Path, int], open_file: Any) -> Iterator[StretchedSession]:
+    opened = StretchedSession(lambda index, _: open_file(str(index)), folder[1], torch.device("cpu"), MOST_IMAGES)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def whole(open_file: Any) -> Callable[..., dict[str, np.ndarray]]:
+    session = open_file("whole")
+
+    def run(image: np.ndarray, **thresholds: float) -> dict[str, np.ndarray]:
+        scalars = {name: np.array(value, np.float32) for name, value in (THRESHOLDS | thresholds).items()}
+        return dict(zip(NAMES, session.run(NAMES, {"image": image, **scalars}), strict=True))
+
+    return run
+
+
+def run(session: StretchedSession, image: np.ndarray, **thresholds: float) -> dict[str, np.ndarray]:
+    found = session.run(torch.from_numpy(image), THRESHOLDS | thresholds, NAMES)
+    return {name: value.numpy() for name, value in found.items()}
+
+
+def assert_equal(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert list(found) == list(expected)
+    for name, value in found.items():
+        np.testing.assert_array_equal(value, expected[name], err_msg=name)
+
+
+@pytest.mark.parametrize("images", [1, 2, 3])
+def test_equals_the_whole_graph(session: StretchedSession, whole: Any, blob_images: Any, images: int) -> None:
+    """Whatever the sizes before: buffers hold what earlier, longer runs left there."""
+    for clap in (2.0, 0.9, -2.0, 0.5):
+        image = blob_images(images)
+        assert_equal(run(session, image, clap_threshold=clap), whole(image, clap_threshold=clap))
+
+
+def test_batches_up_to_a_power_of_two_share_memory(session: StretchedSession, whole: Any, blob_images: Any) -> None:
+    """Serving every batch takes at most four times the memory of the largest, not that of all sizes together."""
+    for images in (3, 4, 3, 1, 2, 5):
+        image = blob_images(images)
+        assert_equal(run(session, image), whole(image))
+    assert sorted(session._buffers) == sorted(session._moved) == [1, 2, 4, 6], "6 is the largest batch"
+
+
+def test_the_first_batch_sizes_have_graphs_in_either_thread(session: StretchedSession) -> None:
+    session._most_claims = 3
+    with ThreadPoolExecutor(1) as other:
+        assert session.claim(2)
+        assert other.submit(session.claim, 2).result(), "graphs of its own"
+        assert session.claim(1)
+        assert not session.claim(3)
+        assert session.claim(1), "it has them already"
+        assert not other.submit(session.claim, 1).result()
+
+
+def test_room_for_graphs_is_counted_in_sizes_of_a_stretch(session: StretchedSession) -> None:
+    """65 rows are three sizes: 32, 64 and 65."""
+    session.warm_up()
+    assert max(len(stretch.steps) for stretch in session._stretches) == 3
+    assert session._most_claims == graphs_module.MOST_GRAPHS // 3
+
+
+def test_batches_without_room_for_graphs_run_whole(
+    labels_bundle: Bundle, session: StretchedSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner_module, "check_cuda", lambda: None)
+    monkeypatch.setattr(runner_module.torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(OnnxRuntimeCudaRunner, "graph_images", MOST_IMAGES)
+    cuda = OnnxRuntimeCudaRunner(labels_bundle)
+    cuda._stretched, cuda._whole = session, cast("CudaSession", "the whole graph")
+    session._most_claims = 2
+    chosen = [cuda._session_for(images) for images in (7, 4, 1, 2, 4, 7)]
+    assert [one is session for one in chosen] == [False, True, True, False, True, False]
+
+
+def test_sizes_are_the_next_multiple_of_a_step(session: StretchedSession, blob_images: Any) -> None:
+    def sizes() -> list[list[int]]:
+        return [sorted(key[2] for key in stretch.steps) for stretch in session._stretches[1:]]
+
+    image = blob_images(1)
+    found = run(session, image, clap_threshold=-2.0, gbm_threshold=1e6)  # 16 tokens and cls
+    assert (found["token_counts"].tolist(), sizes()) == ([[16, 16]], [[32], [32]])
+    run(session, image, clap_threshold=2.0, gbm_threshold=1e6)  # all 64 and cls: two steps and one row
+    assert sizes() == [[32, 65], [32, 65]]
+    between = run(session, image, clap_threshold=2.0, gbm_threshold=-1e6)
+    assert between["token_counts"].tolist() == [[64, 32]]
+    assert sizes() == [[32, 65], [32, 64, 65]]
+    assert session.use == GraphUse(0, 0, 9)
+
+
+def test_warming_up_meets_every_size(session: StretchedSession, blob_images: Any) -> None:
+    session.warm_up()
+    known = [set(stretch.steps) for stretch in session._stretches]
+    assert [sorted(key[2:] for key in keys) for keys in known] == [[()], [(32,), (64,), (65,)], [(32,), (64,), (65,)]]
+    for clap in (2.0, 0.9, 0.5, -2.0):
+        for gbm in (1e6, 1.0, -1e6):
+            run(session, blob_images(1), clap_threshold=clap, gbm_threshold=gbm)
+    assert [set(stretch.steps) for stretch in session._stretches] == known
+
+
+def test_rows_that_nobody_counted_are_not_read(
+    session: StretchedSession, whole: Any, blob_images: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = blob_images(1)
+    counted = session._rows_for
+
+    def poison(stretch: Any, axes: Any) -> int:
+        rows = counted(stretch, axes)
+        made = session._buffers[1]
+        for name in session._cut & stretch.outputs.keys():
+            valid = int(made[stretch.rows])
+            width = 64 if len(stretch.outputs[name]) == 3 else 1
+            assert not made[name][valid * width : rows * width].any()
+            made[name][valid * width :] = 1e4
+        return rows
+
+    monkeypatch.setattr(session, "_rows_for", poison)
+    assert_equal(run(session, image), whole(image))
+
+
+def test_results_and_images_are_copies(session: StretchedSession, whole: Any, blob_images: Any) -> None:
+    images = blob_images(2)
+    first = run(session, images[:1])
+    kept = {name: value.copy() for name, value in first.items()}
+    turned = np.ascontiguousarray(images[1:].transpose(0, 2, 3, 1)).transpose(0, 3, 1, 2)
+    assert_equal(run(session, turned), whole(images[1:]))
+    assert_equal(first, kept)
+
+
+def test_runs_in_inference_mode(session: StretchedSession, whole: Any, blob_images: Any) -> None:
+    image = blob_images(1)
+    with torch.inference_mode():
+        assert_equal(run(session, image), whole(image))
+    assert_equal(run(session, image), whole(image))
+
+
+def test_threads_take_turns(session: StretchedSession, whole: Any, blob_images: Any) -> None:
+    images = blob_images(4)
+    work = [(images[i % 4 : i % 4 + 1], 0.5 + 0.1 * (i % 5)) for i in range(24)]
+    with ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(lambda job: run(session, job[0], clap_threshold=job[1]), work))
+    for got, (image, clap) in zip(found, work, strict=True):
+        assert_equal(got, whole(image, clap_threshold=clap))
+
+
+def test_an_error_in_the_thread_reaches_the_caller(session: StretchedSession, whole: Any, blob_images: Any) -> None:
+    image = blob_images(1)
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        session.run(torch.zeros(1, 3, 64, 64, dtype=torch.uint8), THRESHOLDS, NAMES)
+    assert_equal(run(session, image), whole(image))
+
+
+def test_older_versions_capture_nothing(labels_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They free host memory that the graph still reads."""
+    bundle = Bundle.open(shutil.copytree(labels_bundle.path, tmp_path / "bundle"))
+    monkeypatch.setattr(runner_module, "find_library", lambda _: Path("library.so"))
+    monkeypatch.setattr(runner_module, "check_cuda", lambda: None)
+    assert "3 stretches" in OnnxRuntimeCudaRunner.build(bundle)[0]
+    monkeypatch.setattr(runner_module.ort, "__version__", "1.31.0")
+    assert OnnxRuntimeCudaRunner(bundle).stretches == 3
+    monkeypatch.setattr(runner_module.ort, "__version__", "1.30.2")
+    assert OnnxRuntimeCudaRunner(bundle).stretches == 0
+    monkeypatch.setattr(runner_module, "find_library", lambda _: None)
+    OnnxRuntimeCudaRunner.build(bundle)
+    monkeypatch.setattr(runner_module.ort, "__version__", "1.31.0")
+    assert OnnxRuntimeCudaRunner(bundle).stretches == 0, "merging in standard operators copies to the host"
+
+
+@pytest.mark.parametrize(
+    ("width", "precision", "images"), [(192, "fp16", 21), (384, "bf16", 10), (384, "fp32", 5), (1024, "fp16", 4)]
+)
+def test_how_many_images_go_through_graphs(
+    labels_bundle: Bundle, monkeypatch: pytest.MonkeyPatch, width: int, precision: str, images: int
+) -> None:
+    monkeypatch.setattr(runner_module, "check_cuda", lambda: None)
+    monkeypatch.setattr(runner_module.ort, "__version__", "1.31.0")
+    cuda = OnnxRuntimeCudaRunner(labels_bundle)
+    assert cuda.graph_images == 0, "nothing is cut into stretches"
+    monkeypatch.setattr(OnnxRuntimeCudaRunner, "stretches", 3)
+    recipe = labels_bundle.recipe
+    recipe = replace(recipe, network=replace(recipe.network, embed_dim=width), precision=precision)
+
+    def graph_images(most: int) -> int:
+        cuda = OnnxRuntimeCudaRunner(labels_bundle)
+        cuda.bundle = cast("Bundle", SimpleNamespace(recipe=replace(recipe, max_batch=most)))
+        return cuda.graph_images
+
+    assert graph_images(32) == images
+    assert graph_images(2) == 2, "no larger batch comes"
+
+
+def test_a_runner_tells_of_its_graphs(
+    labels_bundle: Bundle, session: StretchedSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Records of speed hold it: the nodes they count beside it are those of the whole graph."""
+    monkeypatch.setattr(runner_module, "check_cuda", lambda: None)
+    cuda = OnnxRuntimeCudaRunner(labels_bundle)
+    assert cuda.execution == {}
+    session._use = GraphUse(7, 30, 0)
+    cuda._stretched = session
+    assert cuda.execution == {"cuda_graphs": "7"}
+
+
+# --- CUDA ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def built(labels_bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """A bundle in stretches; skipped, with the reason, where they cannot run."""
+    if "CUDAExecutionProvider" not in ort.get_available_providers():
+        pytest.skip("needs onnxruntime-gpu")
+    if find_library(LIBRARY) is None:
+        pytest.skip(f"needs the custom operators: algm-deploy build-native {LIBRARY}")
+    bundle = Bundle.open(shutil.copytree(labels_bundle.path, tmp_path_factory.mktemp("cuda") / "bundle"))
+    runner_type(CUDA).build(bundle)
+    return Bundle.open(bundle.path)
+
+
+@pytest.mark.gpu
+def test_graphs_equal_launches(built: Bundle, blob_images: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    images = blob_images(4)
+    batches = [images[i : i + 1] for i in range(4)] + [images[1:4]]
+    feeds = [{"image": batch, "clap_threshold": np.float32(c)} for batch in batches for c in (2, 0.9, 0.5, -2)]
+    with monkeypatch.context() as patch:
+        patch.setattr(runner_module, "GRAPH_BYTES", 0)
+        with runner(built, CUDA) as plain:
+            expected = [plain.infer(feed, NAMES) for feed in feeds]
+            assert plain.cuda_graphs is None
+    with runner(built, CUDA) as graphs:
+        for _ in range(2):
+            for feed, value in zip(feeds, expected, strict=True):
+                found = graphs.infer(feed, NAMES)
+                assert (found.pop("labels") != value["labels"]).mean() <= 1e-3, "rounding of other matrix shapes"
+                assert_equal(found, {name: value[name] for name in NAMES[1:]})
+        use = graphs.cuda_graphs
+    assert 6 < use.captured <= 14
+    assert (use.replayed, use.launched) == (3 * 2 * len(feeds), 0)
+
+
+@pytest.mark.gpu
+def test_a_run_is_three_launches(built: Bundle, blob_images: Any) -> None:
+    image = torch.from_numpy(blob_images(1)).cuda()
+    with runner(built, CUDA) as graphs:
+        graphs.warm_up()
+        captured = graphs.cuda_graphs.captured
+        graphs.infer_device({"image": image})
+        kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=kinds) as profile:
+            graphs.infer_device({"image": image})
+            torch.cuda.synchronize()
+        assert graphs.cuda_graphs.captured == captured == 7
+    calls = {event.key: event.count for event in profile.key_averages()}
+    assert calls.get("cudaGraphLaunch") == 3
+    assert calls.get("cudaLaunchKernel", 0) + calls.get("cudaMemcpyAsync", 0) < 8
+
+
+@pytest.mark.gpu
+def test_graphs_keep_the_callers_order(built: Bundle, blob_images: Any) -> None:
+    """Work queued before and after on the caller's stream, images that are not contiguous, results that are kept."""
+    images = blob_images(4)
+    with runner(built, CUDA) as graphs:
+        expected = [graphs.infer({"image": images[i : i + 1]}, NAMES) for i in range(4)]
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            found = []
+            for image in images:
+                busy = torch.zeros(1 << 24, device="cuda")
+                for _ in range(20):
+                    busy += 1
+                turned = torch.from_numpy(image.transpose(1, 2, 0).copy()).cuda().permute(2, 0, 1)[None]
+                late = torch.zeros_like(turned).copy_(turned + busy[:1].byte() - 20)
+                result = graphs.infer_device({"image": late}, NAMES)
+                found.append({name: value + 0 for name, value in result.items()})
+                late.zero_()
+        stream.synchronize()
+    for got, want in zip(found, expected, strict=True):
+        assert_equal({name: value.cpu().numpy() for name, value in got.items()}, want)
+
+
+@pytest.mark.gpu
+def test_16_bits(
+    tiny_checkpoint: Path, tmp_path: Path, built: Bundle, blob_images: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Padded attention takes other kernels there: a batch of three, launched, against its images from graphs."""
+    monkeypatch.setattr(OnnxRuntimeCudaRunner, "graph_images", 1)
+    bundle = export(tiny_checkpoint, tmp_path / "half", None, {"precision": "fp16"}).bundle
+    assert "5 packed_attention" in runner_type(CUDA).build(bundle)[0]
+    names = ["scores", *NAMES[1:]]
+    images = blob_images(3)
+    with runner(Bundle.open(bundle.path), CUDA) as run:
+        together = run.infer({"image": images}, names)
+        assert len(set(together["token_counts"][:, 0])) > 1, "nothing was padded"
+        for index in range(3):
+            alone = run.infer({"image": images[index : index + 1]}, names)
+            np.testing.assert_allclose(alone.pop("scores")[0], together["scores"][index], rtol=0, atol=2e-2)
+            for name, value in alone.items():
+                np.testing.assert_array_equal(value[0], together[name][index], err_msg=name)
+        assert run.cuda_graphs.replayed == 9

@@ -1,0 +1,479 @@
+"""Engines built by TensorRT-RTX on this machine, GPU or not, and the error for each way a build goes wrong.
+
+Nothing is executed here. What full TensorRT is asked for is checked with a stand-in for its bindings.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+from tqdm import tqdm
+
+from algm_deploy import native_libraries as native
+from algm_deploy.bundle.files import sha256_of
+from algm_deploy.bundle.store import Bundle
+from algm_deploy.errors import BuildError, NotExecutedError, RuntimeUnavailableError
+from algm_deploy.lowering.export import base_onnx
+from algm_deploy.lowering.tensorrt import plugin_node, tensorrt_from_base
+from algm_deploy.merging import insert_merging
+from algm_deploy.models.deployed import Deployed
+from algm_deploy.models.families import FAMILIES
+from algm_deploy.models.segmenter import Segmenter
+from algm_deploy.recipe.schema import MergePlan, Network, Output, Precision
+from algm_deploy.runners.tensorrt import build as tensorrt_build
+from algm_deploy.runners.tensorrt import library as tensorrt_library
+from algm_deploy.runners.tensorrt.build import BuiltEngine, EngineFacts, EngineOptions, build_engine, engine_from_onnx
+from algm_deploy.runners.tensorrt.runner import TensorRTRtxRunner
+
+PLAN = MergePlan(clap_layers=(1,), gbm_layers=(2,), clap_threshold=0.9)
+NETWORK = Network("segmenter", 64, 2, 1, 5, (64, 96), decoder_depth=1)
+BATCHES = (1, 2, 4)
+Support = Callable[[str, object], None]  # what a passed test proves, for docs/support.md: see benchmarks/support.py
+
+
+@pytest.fixture(scope="module")
+def bindings() -> None:
+    if find_spec("tensorrt_rtx") is None:
+        pytest.skip("needs the Python module tensorrt_rtx: pip install 'algm-deploy[tensorrt-rtx]'")
+
+
+@pytest.fixture(scope="module")
+def rtx(bindings: None) -> None:
+    if native.find_library("trt_plugin") is None:
+        pytest.skip(f"needs the plugin library: {native.REBUILD} trt_plugin")
+
+
+def export(output: Output) -> ir.Model:
+    torch.manual_seed(0)
+    return base_onnx(Deployed(insert_merging(Segmenter(NETWORK), PLAN), NETWORK, output).eval(), PLAN, "uint8")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize(
+    "network",
+    [
+        Network("dinov2", 64, 2, 1, 5, (60, 96), patch_size=14, decoder="linear", extra_tokens=4),
+        Network("deit", 64, 2, 1, 5, (64, 96), decoder="linear", extra_tokens=1),
+        Network("eomt", 64, 3, 1, 5, (64, 96), decoder="queries", decoder_depth=1, queries=6, extra_tokens=4),
+        Network("setr", 64, 2, 1, 5, (64, 96), decoder="naive", decoder_dim=16),
+        Network("setr", 64, 2, 1, 5, (64, 96), decoder="pup", decoder_dim=16),
+        Network("setr", 64, 4, 1, 5, (64, 96), decoder="mla", decoder_dim=16, stages=(1, 2, 3, 4)),
+        Network("segvit", 64, 3, 1, 5, (64, 96), decoder="atm", decoder_dim=64, decoder_depth=1, stages=(1, 2, 3)),
+    ],
+    ids=lambda network: f"{network.family}-{network.decoder}",
+)
+def test_engines_of_other_families(
+    rtx: None, tmp_path: Path, record_property: Support, network: Network, precision: Precision
+) -> None:
+    """Several tokens in front of the patches, padded pictures, queries, convolutions, and levels unmerged apart."""
+    torch.manual_seed(0)
+    deployed = Deployed(insert_merging(FAMILIES[network.family](network), PLAN), network, "scores").eval()
+    onnx.save(tensorrt_from_base(base_onnx(deployed, PLAN, "uint8"), precision)[0], tmp_path / "model.onnx")
+    built = build(tmp_path / "model.onnx", precision)
+    parsed, tokens = built.parsed_network, TYPES[precision]
+    patches = network.grid[0] * network.grid[1]
+    maps = [{"name": f"token_map_{m}", "dtype": "INT64", "shape": [-1, patches]} for m in ("clap_1", "gbm_2")]
+    scores = {"name": "scores", "dtype": "FLOAT", "shape": [-1, 5, *network.image_size]}
+    assert parsed["outputs"] == [scores, {"name": "token_counts", "dtype": "INT64", "shape": [-1, 2]}, *maps]
+    levels = len(network.stages) or 1
+    assert [p["plugin"] for p in parsed["plugins"]] == ["clap", "gbm", *["unmerge"] * levels]
+    in_decoder = levels * network.decoder_depth if network.decoder == "atm" else 0
+    assert parsed["layers"]["ATTENTION_INPUT"] == {tokens: network.depth + in_decoder}
+    record_property("support", f"algm {network.family}/{network.decoder} tensorrt-rtx builds")
+
+
+@pytest.mark.parametrize("family", ["eomt", "segvit"])
+def test_engines_of_masks_exported_in_16_bits(rtx: None, tmp_path: Path, family: str) -> None:
+    """Their scores are summed over queries in fp32, which is no arithmetic that went astray."""
+    decoder = {"decoder": "queries", "queries": 6} if family == "eomt" else {"decoder": "atm", "decoder_dim": 64}
+    stages = (1, 2, 3) if family == "segvit" else ()
+    network = Network(family, 64, 3, 1, 5, (64, 96), decoder_depth=1, stages=stages, **decoder)  # type: ignore[arg-type]
+    torch.manual_seed(0)
+    model = insert_merging(FAMILIES[family](network).half(), PLAN)
+    base = base_onnx(Deployed(model, network, "scores").eval(), PLAN, "uint8")
+    onnx.save(tensorrt_from_base(base, "fp16")[0], tmp_path / "model.onnx")
+    layers = build(tmp_path / "model.onnx", "fp16").parsed_network["layers"]
+    assert layers["EINSUM"]["FLOAT"] == 1
+    assert set(layers["MATRIX_MULTIPLY"]) == {"HALF"}
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [{"EINSUM": {"FLOAT": 2}}, {"EINSUM": {"BF16": 1}}, {"MATRIX_MULTIPLY": {"HALF": 9, "FLOAT": 1}}],
+    ids=["two sums in fp32", "another 16-bit type", "a product in fp32"],
+)
+def test_arithmetic_that_went_astray_is_refused(layers: dict[str, dict[str, int]]) -> None:
+    with pytest.raises(BuildError, match="expected fp16 arithmetic"):
+        tensorrt_build._check_precision({"layers": layers}, "fp16")
+
+
+@pytest.fixture(scope="module")
+def bases() -> dict[Output, ir.Model]:
+    return {"labels": export("labels"), "scores": export("scores")}
+
+
+@pytest.fixture(scope="module")
+def models(
+    bases: dict[Output, ir.Model], tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[Output, Precision], Path]:
+    folder = tmp_path_factory.mktemp("models")
+    paths: dict[tuple[Output, Precision], Path] = {}
+    for output, precision in (("labels", "fp32"), ("labels", "fp16"), ("scores", "fp16"), ("scores", "bf16")):
+        paths[output, precision] = folder / f"{output}.{precision}.onnx"
+        onnx.save(tensorrt_from_base(bases[output], precision)[0], paths[output, precision])
+    return paths
+
+
+def build(model: Path, precision: Precision = "fp32", **options: Any) -> BuiltEngine:
+    return engine_from_onnx(model, "tensorrt-rtx", precision, EngineOptions(batches=BATCHES, **options), progress=False)
+
+
+TYPES = {"fp32": "FLOAT", "fp16": "HALF", "bf16": "BF16"}
+
+
+@pytest.mark.parametrize(
+    ("output", "precision"), [("labels", "fp32"), ("labels", "fp16"), ("scores", "fp16"), ("scores", "bf16")]
+)
+def test_an_engine_with_our_plugins(
+    rtx: None, models: Any, record_property: Support, output: Output, precision: Precision
+) -> None:
+    built = build(models[output, precision], precision)
+    record_property("support", f"algm segmenter/{NETWORK.decoder} tensorrt-rtx builds")
+    tokens = TYPES[precision]
+    assert len(built.engine) == built.facts.engine_bytes > 1 << 20
+    assert built.facts.compute_capabilities == ("8.6", "8.9", "12.0")
+    network = built.parsed_network
+    tail = {"labels": ("label_map", ["INT32"]), "scores": ("unmerge", [tokens])}[output]
+    assert [(p["plugin"], p["dtypes"]) for p in network["plugins"]] == [
+        ("clap", [tokens, "FLOAT", "INT64", "INT64", "INT64"]),
+        ("gbm", [tokens, "FLOAT", "INT64", "INT64", "INT64"]),
+        tail,
+    ]
+    assert network["layers"]["ATTENTION_INPUT"] == {tokens: 3}
+    assert set(network["layers"]["MATRIX_MULTIPLY"]) == set(network["layers"]["CONVOLUTION"]) == {tokens}
+    assert network["layers"]["REDUCE"] == {"FLOAT": 2}  # the norms of the decoder
+    assert network["inputs"][0] == {"name": "image", "dtype": "UINT8", "shape": [-1, 3, 64, 96]}
+    main = {
+        "labels": {"name": "labels", "dtype": "UINT8", "shape": [-1, 64, 96]},
+        "scores": {"name": "scores", "dtype": "FLOAT", "shape": [-1, 5, 64, 96]},
+    }[output]
+    counts = {"name": "token_counts", "dtype": "INT64", "shape": [-1, 2]}
+    maps = [{"name": f"token_map_{m}", "dtype": "INT64", "shape": [-1, 24]} for m in ("clap_1", "gbm_2")]
+    assert network["outputs"] == [main, counts, *maps]
+    kinds = [kind for _, kind in built.builder_layers]
+    assert kinds.count("PluginV3") + kinds.count("custom_layer") == 3
+    fused = sum("mha" in name for name, _ in built.builder_layers)
+    assert fused == (0 if precision == "fp32" else 3)  # TensorRT-RTX has no fused fp32 attention
+
+
+@pytest.mark.parametrize("capability", ["8.6", "8.9", "12.0"])
+def test_an_engine_for_one_gpu(rtx: None, models: Any, capability: str) -> None:
+    built = build(models["labels", "fp16"], "fp16", compute_capabilities=(capability,))
+    assert built.facts.compute_capabilities == (capability,)
+    assert built.engine
+
+
+def test_the_record_is_json_without_paths_of_this_machine(rtx: None, models: Any) -> None:
+    model = models["labels", "fp16"]
+    record = build(model, "fp16").manifest()
+    assert str(model.parent) not in json.dumps(record)
+    assert EngineFacts.from_json(json.loads(json.dumps(record["facts"]))).batches == BATCHES
+    assert any("Successfully created plugin: clap" in line for line in record["log"])
+    assert (record["engine_layers"] is None) == bool(record["engine_layers_reason"])
+    if not torch.cuda.is_available():
+        assert record["engine_layers_reason"] == "torch finds no CUDA device here that could load the engine"
+
+
+def test_without_the_alias_the_parser_ends_the_process(rtx: None, models: Any) -> None:
+    """The defect that runtimes/trt_plugin/CMakeLists.txt cures; when this fails, the cure can go."""
+    program = (
+        "import sys; from pathlib import Path; from algm_deploy import native_libraries as native\n"
+        "from algm_deploy.runners.tensorrt import library\n"
+        "from algm_deploy.runners.tensorrt.build import engine_from_onnx\n"
+        "native.cache_folder = lambda: Path(sys.argv[3])\n"
+        "if sys.argv[2] == 'without': library._make_rtx_name_loadable = lambda: None\n"
+        "engine_from_onnx(Path(sys.argv[1]), 'tensorrt-rtx', 'fp16', progress=False); print('built')\n"
+    )
+    ends = {}
+    for alias in ("with", "without"):
+        command = [sys.executable, "-c", program, models["labels", "fp16"], alias, native.cache_folder()]
+        ends[alias] = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ends["with"].stdout == "built\n", ends["with"].stderr
+    assert ends["without"].returncode == -signal.SIGABRT
+
+
+def test_a_bundle_gets_its_engine(rtx: None, tiny_bundle: Bundle, tmp_path: Path) -> None:
+    bundle = Bundle.open(shutil.copytree(tiny_bundle.path, tmp_path / "bundle"))
+    for _ in range(2):  # building again replaces
+        lines = TensorRTRtxRunner.build(bundle, progress=False)
+    assert lines[0].endswith("bundle/engines/tensorrt-rtx.engine")
+    assert "tensorrt-rtx" in lines[1]
+    assert lines[2] == "plugins in the network: clap, gbm, unmerge"
+    again = Bundle.open(bundle.path)
+    again.verify()
+    facts = again.manifest["engines"]["tensorrt-rtx"]["facts"]
+    assert facts["batches"] == [1, bundle.recipe.max_batch, bundle.recipe.max_batch]
+    assert again.files["engines/tensorrt-rtx.engine"].made_from == {"model.tensorrt.onnx": facts["onnx_hash"]}
+    graph = again.files["model.tensorrt.onnx"]
+    assert graph.uses == ("model.onnx.data",)  # the weights are not stored twice
+    assert graph.size_bytes < again.files["model.onnx.data"].size_bytes / 4
+    if not torch.cuda.is_available():
+        with pytest.raises(NotExecutedError, match="built and not executed"):
+            TensorRTRtxRunner(again).__enter__()
+
+
+def test_an_fp32_bundle_in_fp16(rtx: None, tiny_bundle: Bundle, tmp_path: Path) -> None:
+    bundle = Bundle.open(shutil.copytree(tiny_bundle.path, tmp_path / "bundle"))
+    options = EngineOptions(batches=(1, 1, 1), compute_capabilities=("8.9",))
+    built = build_engine(bundle, "tensorrt-rtx", options, precision="fp16", progress=False)
+    assert built.parsed_network["layers"]["ATTENTION_INPUT"].keys() == {"HALF"}
+    assert bundle.manifest["engines"]["tensorrt-rtx"]["facts"]["precision"] == "fp16"
+    assert bundle.manifest["engines"]["tensorrt-rtx"]["rewrites"]["weight"] > 10
+
+
+# --- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("bindings")
+def test_plugin_library_missing(models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(BuildError, match=r"libalgm_trt_plugin\.so.*run `algm-deploy build-native trt_plugin` first"):
+        build(models["labels", "fp32"])
+
+
+@pytest.mark.usefixtures("bindings")
+def test_what_is_missing_shows_before_the_export(
+    tiny_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(tensorrt_build, "write_tensorrt_onnx", lambda *_: pytest.fail("exported first"))
+    with pytest.raises(BuildError, match="run `algm-deploy build-native trt_plugin` first"):
+        build_engine(tiny_bundle, "tensorrt-rtx", progress=False)
+
+
+def test_bindings_missing(models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)
+    with pytest.raises(RuntimeUnavailableError, match=r"pip install 'algm-deploy\[tensorrt-rtx\]'"):
+        build(models["labels", "fp32"])
+
+
+def changed(model: Path, tmp_path: Path, change: Any) -> Path:
+    proto = onnx.load(model)
+    change(proto)
+    onnx.save(proto, tmp_path / "changed.onnx")
+    return tmp_path / "changed.onnx"
+
+
+def node_of(model: onnx.ModelProto, op: str) -> onnx.NodeProto:
+    return next(node for node in model.graph.node if node.op_type == op)
+
+
+def test_wrong_namespace(rtx: None, models: Any, tmp_path: Path) -> None:
+    def elsewhere(model: onnx.ModelProto) -> None:
+        for attribute in node_of(model, "clap").attribute:
+            if attribute.name == "plugin_namespace":
+                attribute.s = b"elsewhere"
+
+    with pytest.raises(BuildError, match=r"node encoder.blocks.0.merge/clap \(clap\).*Plugin not found") as error:
+        build(changed(models["labels", "fp32"], tmp_path, elsewhere))
+    assert "clap version 1 namespace algm_deploy" in str(error.value)
+
+
+def test_unsupported_type(rtx: None, tmp_path: Path) -> None:
+    clap = helper.make_node(
+        "clap", ["tokens", "size", "tau"], list("tzml"), name="merge", domain="algm",
+        grid=[2, 2], window=[2, 2], prefix=0, semantics="code", batch="per_image", order="raster",
+    )  # fmt: skip
+    inputs = {
+        "tokens": (TensorProto.INT32, ["b", 4, 8]),
+        "size": (TensorProto.FLOAT, ["b", 4]),
+        "tau": (TensorProto.FLOAT, []),
+    }
+    graph = helper.make_graph(
+        [plugin_node(clap, outputs=[*"tzml", "rows"])],
+        "g",
+        [helper.make_tensor_value_info(name, kind, shape) for name, (kind, shape) in inputs.items()],
+        [helper.make_tensor_value_info("m", TensorProto.INT64, ["b", 4])],
+    )
+    opsets = [helper.make_opsetid("", 23), helper.make_opsetid("algm", 1)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), tmp_path / "model.onnx")
+    with pytest.raises(BuildError, match=r"node merge \(clap\).*input tokens has unsupported type int32"):
+        build(tmp_path / "model.onnx")
+
+
+@pytest.mark.parametrize("content", [b"", b"no protobuf", b"\x08\x0a\x3a\xff"])
+def test_a_file_that_is_no_model(rtx: None, tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "model.onnx").write_bytes(content)
+    with pytest.raises(BuildError, match=r"model\.onnx (cannot be read|holds an ONNX graph without)"):
+        build(tmp_path / "model.onnx")
+
+
+def test_no_file(rtx: None, tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match=r"expected an ONNX model at .*model\.onnx, found none"):
+        build(tmp_path / "model.onnx")
+
+
+def test_a_broken_node_is_named(rtx: None, models: Any, tmp_path: Path) -> None:
+    def narrower(model: onnx.ModelProto) -> None:
+        product = node_of(model, "MatMul")
+        weight = next(t for t in model.graph.initializer if t.name == product.input[1])
+        weight.CopyFrom(numpy_helper.from_array(np.zeros((63, 192), np.float32), weight.name))
+
+    with pytest.raises(BuildError, match=r"node encoder\.blocks\.0\.attn\.qkv/MatMul \(MatMul\).*must match"):
+        build(changed(models["labels", "fp32"], tmp_path, narrower))
+
+
+def test_another_precision_than_asked(rtx: None, models: Any) -> None:
+    with pytest.raises(BuildError, match="expected fp16 arithmetic, 1 convolution layers are FLOAT"):
+        build(models["labels", "fp32"], "fp16")
+
+
+def test_a_target_that_tensorrt_rtx_does_not_know(rtx: None, models: Any) -> None:
+    with pytest.raises(BuildError, match=r"builds for compute capability .*8\.9.*, not 9\.0"):
+        build(models["labels", "fp32"], compute_capabilities=("9.0",))
+
+
+def test_a_fixed_batch_outside_the_profile(rtx: None, models: Any, tmp_path: Path) -> None:
+    def fixed(model: onnx.ModelProto) -> None:
+        model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 3
+
+    with pytest.raises(BuildError, match=r"fixed batch of 3, the profile asks for \(1, 2, 4\)"):
+        build(changed(models["labels", "fp32"], tmp_path, fixed))
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Python's own handling of Ctrl-C, which a shell switches off for what it starts in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_stops_a_build_at_its_next_step(
+    rtx: None, models: Any, monkeypatch: pytest.MonkeyPatch, ctrl_c: None
+) -> None:
+    monkeypatch.setattr(tqdm, "update", lambda *_: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        build(models["labels", "fp32"])
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+# --- options ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batches", [(0, 1, 2), (2, 1, 4), (1, 4, 2)])
+def test_bad_profiles(batches: tuple[int, int, int]) -> None:
+    with pytest.raises(BuildError, match="1 <= smallest <= usual <= largest"):
+        tensorrt_build.check_options(EngineOptions(batches=batches), "tensorrt")
+
+
+@pytest.mark.parametrize(
+    ("options", "runtime", "message"),
+    [
+        ({"timing_cache": Path("cache")}, "tensorrt-rtx", "takes no timing cache: it times no kernels"),
+        ({"version_compatible": True}, "tensorrt-rtx", "takes no version compatibility: its engines run with"),
+        ({"hardware_compatible": True}, "tensorrt-rtx", "takes no hardware compatibility: its engines name"),
+        ({"compute_capabilities": ("8.9",)}, "tensorrt", "belong to tensorrt-rtx"),
+        ({"level": 6}, "tensorrt", "from 0 to 5, got 6"),
+        ({"workspace_mib": 0}, "tensorrt", "at least 1 MiB, got 0"),
+    ],
+)
+def test_refused_options_say_why(options: dict[str, Any], runtime: str, message: str) -> None:
+    with pytest.raises(BuildError, match=message):
+        tensorrt_build.check_options(EngineOptions(**options), runtime)
+
+
+def test_an_old_tensorrt_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorrt", SimpleNamespace(__version__="10.4.0"))
+    with pytest.raises(RuntimeUnavailableError, match=r"expected TensorRT 10\.14 or newer, found 10\.4\.0"):
+        tensorrt_library.load_bindings("tensorrt")
+
+
+def test_full_tensorrt_needs_a_gpu_to_build(models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorrt", SimpleNamespace(__version__="11.4.0"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeUnavailableError, match=r"needs the GPU that will run .*build for tensorrt-rtx"):
+        engine_from_onnx(models["labels", "fp32"], "tensorrt", "fp32", progress=False)
+
+
+class StandInConfig(SimpleNamespace):
+    """Stands in for IBuilderConfig: remembers what it is told."""
+
+    def __init__(self, takes_cache: bool = True) -> None:
+        super().__init__(flags=[], pools={}, takes_cache=takes_cache)
+
+    def set_flag(self, flag: str) -> None:
+        self.flags.append(flag)
+
+    def set_memory_pool_limit(self, pool: str, size: int) -> None:
+        self.pools[pool] = size
+
+    def create_timing_cache(self, content: bytes) -> bytes:
+        return content
+
+    def set_timing_cache(self, cache: bytes, ignore_mismatch: bool) -> bool:
+        self.cache, self.ignore_mismatch = cache, ignore_mismatch
+        return self.takes_cache
+
+    def get_timing_cache(self) -> Any:
+        return SimpleNamespace(serialize=lambda: b"measured")
+
+
+STAND_IN_TRT = SimpleNamespace(
+    ProfilingVerbosity=SimpleNamespace(DETAILED="detailed"),
+    MemoryPoolType=SimpleNamespace(WORKSPACE="workspace"),
+    BuilderFlag=SimpleNamespace(VERSION_COMPATIBLE="version compatible"),
+    HardwareCompatibilityLevel=SimpleNamespace(AMPERE_PLUS="ampere plus"),
+)
+
+
+def test_full_tensorrt_gets_every_option(tmp_path: Path) -> None:
+    (tmp_path / "timing").write_bytes(b"known")
+    options = EngineOptions(BATCHES, 4, 256, tmp_path / "timing", version_compatible=True, hardware_compatible=True)
+    config = StandInConfig()
+    builder = SimpleNamespace(create_builder_config=lambda: config)
+    assert tensorrt_build._configure(STAND_IN_TRT, builder, options, "tensorrt") is config
+    assert config.flags == ["version compatible"]
+    assert config.pools == {"workspace": 256 << 20}
+    assert (config.builder_optimization_level, config.hardware_compatibility_level) == (4, "ampere plus")
+    assert (config.cache, config.ignore_mismatch) == (b"known", False)
+    first = tensorrt_build._save_timing_cache(config, options)
+    assert (tmp_path / "timing").read_bytes() == b"measured"
+    assert first["sha256_before"] != first["sha256_after"]
+
+
+def test_a_timing_cache_that_changed_is_told(tmp_path: Path) -> None:
+    """A build that measures kernels anew may choose others: two engines of one command then differ."""
+    options = EngineOptions(BATCHES, timing_cache=tmp_path / "timing")
+    first = tensorrt_build._save_timing_cache(StandInConfig(), options)
+    second = tensorrt_build._save_timing_cache(StandInConfig(), options)
+    assert first == {"sha256_before": None, "sha256_after": sha256_of(tmp_path / "timing")}
+    assert second == {"sha256_before": first["sha256_after"], "sha256_after": first["sha256_after"]}
+    assert tensorrt_build._save_timing_cache(StandInConfig(), EngineOptions(BATCHES)) is None
+
+
+def test_a_foreign_timing_cache_is_refused(tmp_path: Path) -> None:
+    builder = SimpleNamespace(create_builder_config=lambda: StandInConfig(takes_cache=False))
+    options = EngineOptions(BATCHES, timing_cache=tmp_path / "timing")
+    with pytest.raises(BuildError, match="of another TensorRT or GPU: delete it"):
+        tensorrt_build._configure(STAND_IN_TRT, builder, options, "tensorrt")
+
+
+def test_a_plugin_that_became_a_function_body_is_noticed() -> None:
+    with pytest.raises(BuildError, match="took function bodies instead"):
+        tensorrt_build._check_plugins({"plugins": []}, tensorrt_build.Counter(clap=1))

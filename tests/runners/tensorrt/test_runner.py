@@ -1,0 +1,390 @@
+"""The TensorRT runners against a stand-in for the bindings and for the device: no TensorRT and no GPU is used here.
+
+The stand-in engine reads and writes host memory through the addresses it is given, as TensorRT does on a device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from algm_deploy.bundle.signature import signature_of
+from algm_deploy.bundle.store import Bundle, BundleWriter
+from algm_deploy.errors import BundleError, NotExecutedError, RuntimeUnavailableError
+from algm_deploy.recipe.schema import MergePlan, Network, Protocol, Recipe
+from algm_deploy.runners.tensorrt import runner as runner_module
+from algm_deploy.runners.tensorrt.build import EngineFacts, engine_name
+from algm_deploy.runners.tensorrt.runner import Cuda, TensorRTRtxRunner, TensorRTRunner, why_stale
+
+RECIPE = Recipe(
+    "tiny",
+    Network("segmenter", 64, 2, 1, 5, (32, 48), decoder_depth=1),
+    MergePlan(gbm_layers=(2,), clap_threshold=0.75),
+    Protocol("ade20k", 32, 32, 32),
+    output="labels",
+    max_batch=8,
+)
+FACTS = EngineFacts(
+    runtime="tensorrt",
+    version="11.4.0",
+    precision="fp16",
+    batches=(1, 2, 4),
+    compute_capabilities=("8.9",),
+    version_compatible=False,
+    hardware_compatible=False,
+    onnx_hash="0" * 64,
+    plugin_hash=None,
+    engine_bytes=6,
+)
+ENGINE = b"engine"
+DTYPES = {"uint8": "UINT8", "float32": "FLOAT", "int64": "INT64"}
+
+
+class StandInEngine:
+    """Labels are the first channel of the image; counts and maps hold the CLAP threshold in hundredths."""
+
+    def __init__(self) -> None:
+        signature = signature_of(RECIPE)
+        self.inputs = {t.name: t for t in signature.inputs}
+        self.tensors = {t.name: t for t in (*signature.inputs, *signature.outputs)}
+        self.names = list(self.tensors)
+        self.num_io_tensors = len(self.names)
+        self.contexts: list[StandInContext] = []
+
+    def get_tensor_name(self, index: int) -> str:
+        return self.names[index]
+
+    def get_tensor_mode(self, name: str) -> str:
+        return "input" if name in self.inputs else "output"
+
+    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
+        return self.tensors[name].shape
+
+    def get_tensor_dtype(self, name: str) -> Any:
+        return SimpleNamespace(name=DTYPES[self.tensors[name].dtype])
+
+    def get_tensor_profile_shape(self, name: str, profile: int) -> list[tuple[int, ...]]:
+        assert profile == 0
+        return [(batch, *self.tensors[name].shape[1:]) for batch in FACTS.batches]
+
+    def create_execution_context(self) -> StandInContext:
+        self.contexts.append(StandInContext(self))
+        return self.contexts[-1]
+
+
+class StandInContext:
+    """An execution context that works on host memory."""
+
+    def __init__(self, engine: StandInEngine) -> None:
+        self.engine, self.shapes, self.addresses, self.runs, self.fails = engine, {}, {}, 0, False
+
+    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        self.shapes[name] = shape
+
+    def set_tensor_address(self, name: str, address: int) -> None:
+        self.addresses[name] = address
+
+    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.shapes["image"][0] if d == -1 else d for d in self.engine.tensors[name].shape)
+
+    def view(self, name: str) -> Any:
+        shape, dtype = self.get_tensor_shape(name), np.dtype(self.engine.tensors[name].dtype)
+        size = int(np.prod(self.shapes.get(name, shape))) * dtype.itemsize
+        return np.frombuffer((ctypes.c_char * size).from_address(self.addresses[name]), dtype).reshape(shape)
+
+    def execute_async_v3(self, stream: int) -> bool:
+        if self.fails:
+            LOGGER[0].log(SimpleNamespace(name="ERROR"), "out of memory")
+            return False
+        self.runs += 1
+        assert set(self.addresses) == set(self.engine.names)
+        for name in self.engine.names:
+            if name not in self.engine.inputs:
+                self.view(name)[...] = round(float(self.view("clap_threshold")) * 100)
+        self.view("labels")[...] = self.view("image")[:, 0]
+        return True
+
+
+LOGGER: list[Any] = []
+
+
+class StandInLogger:
+    """Stands in for ILogger, whose constructor subclasses call."""
+
+    def __init__(self) -> None:
+        pass
+
+
+class StandInRuntime:
+    """Deserialises the one content that is an engine."""
+
+    def __init__(self, logger: Any) -> None:
+        LOGGER[:] = [logger]
+
+    def deserialize_cuda_engine(self, content: bytes) -> StandInEngine | None:
+        if content != ENGINE:
+            LOGGER[0].log(SimpleNamespace(name="ERROR"), "magic tag does not match")
+            return None
+        ENGINES.append(StandInEngine())
+        return ENGINES[-1]
+
+
+ENGINES: list[StandInEngine] = []
+
+
+class HostDevice(Cuda):
+    """Host memory in place of a GPU of compute capability 8.9."""
+
+    device = torch.device("cpu")
+
+    def open(self) -> tuple[int, int]:
+        return 8, 9
+
+    def current(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def new_stream(self) -> Any:
+        return SimpleNamespace(cuda_stream=0)
+
+    @contextmanager
+    def on(self, stream: Any) -> Iterator[None]:
+        yield
+
+    def upload(self, value: Any) -> torch.Tensor:
+        return torch.from_numpy(value)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def download(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        return {name: tensor.numpy() for name, tensor in tensors.items()}
+
+    def hand_over(self, stream: Any, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def bindings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in in place of both modules."""
+    module: Any = ModuleType("stand_in")
+    module.__version__ = FACTS.version
+    module.ILogger, module.Runtime = StandInLogger, StandInRuntime
+    module.TensorIOMode = SimpleNamespace(INPUT="input", OUTPUT="output")
+    for name in ("tensorrt", "tensorrt_rtx"):
+        monkeypatch.setitem(sys.modules, name, module)
+    ENGINES.clear()
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Callable[..., Bundle]:
+    def make(content: bytes = ENGINE, **changes: Any) -> Bundle:
+        facts = replace(FACTS, **changes)
+        with BundleWriter(tmp_path / "bundle", RECIPE) as writer:
+            writer.path(engine_name(facts.runtime)).write_bytes(content)
+            writer.record(engine_name(facts.runtime))
+            writer.facts["signature"] = signature_of(RECIPE).to_table()
+            writer.facts["engines"] = {
+                facts.runtime: {"facts": asdict(facts), "parsed_network": {"plugins": []}, "build_seconds": 1.0}
+            }
+        return Bundle.open(tmp_path / "bundle")
+
+    return make
+
+
+def open_runner(bundle: Bundle, contexts: int = 1) -> TensorRTRunner:
+    return TensorRTRunner(bundle, contexts, HostDevice())
+
+
+def image(batch: int) -> Any:
+    return np.random.default_rng(batch).integers(0, 256, (batch, 3, 32, 48), dtype=np.uint8)
+
+
+def test_infer(bundle: Callable[..., Bundle]) -> None:
+    with open_runner(bundle()) as runner:
+        for batch in (1, 4, 2):
+            pixels = image(batch)
+            outputs = runner.infer({"image": pixels})
+            assert list(outputs) == ["labels", "token_counts"]
+            np.testing.assert_array_equal(outputs["labels"], pixels[:, 0])
+            assert outputs["labels"].dtype == np.uint8
+            np.testing.assert_array_equal(outputs["token_counts"], np.full((batch, 2), 75))  # the plan's threshold
+
+
+def test_thresholds_and_maps(bundle: Callable[..., Bundle]) -> None:
+    with open_runner(bundle()) as runner:
+        outputs = runner.infer({"image": image(1), "clap_threshold": np.float32(0.5)}, ["token_map_gbm_2"])
+    np.testing.assert_array_equal(outputs["token_map_gbm_2"], np.full((1, 6), 50))
+
+
+def test_results_belong_to_the_caller(bundle: Callable[..., Bundle]) -> None:
+    with open_runner(bundle()) as runner:
+        first = runner.infer({"image": image(1)})["labels"]
+        kept = first.copy()
+        runner.infer({"image": image(1) + 1})
+        np.testing.assert_array_equal(first, kept)
+
+
+def test_tensors_are_used_where_they_lie(bundle: Callable[..., Bundle]) -> None:
+    pixels = torch.from_numpy(image(2))
+    thresholds = {"clap_threshold": torch.tensor(0.25), "gbm_threshold": torch.tensor(1.0)}
+    with open_runner(bundle()) as runner:
+        outputs = runner.infer_tensors({"image": pixels, **thresholds})
+        assert ENGINES[0].contexts[0].addresses["image"] == pixels.data_ptr()
+        shared = runner.infer_tensors({"image": image(2), **thresholds})  # a NumPy array speaks DLPack too
+    assert set(outputs) == {"labels", "token_counts", "token_map_clap_1", "token_map_gbm_2"}
+    assert torch.equal(outputs["labels"], pixels[:, 0])
+    assert torch.equal(shared["labels"], outputs["labels"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"image": torch.zeros(5, 3, 32, 48, dtype=torch.uint8)},
+            r"\(1, 3, 32, 48\) to \(4, 3, 32, 48\), got \(5, 3, 32, 48\)",
+        ),
+        ({"image": torch.zeros(1, 3, 32, 64, dtype=torch.uint8)}, r"to \(4, 3, 32, 48\), got \(1, 3, 32, 64\)"),
+        ({"image": torch.zeros(1, 3, 32, 48)}, "expected image as dense torch.uint8, got dense torch.float32"),
+        ({"image": torch.zeros(1, 3, 48, 32, dtype=torch.uint8).mT}, "got strided torch.uint8"),
+        (
+            {"image": torch.zeros(1, 3, 32, 48, dtype=torch.uint8, device="meta")},
+            "expected image in the memory of cpu, got it in that of meta",
+        ),
+        ({"clap_threshold": torch.zeros(1)}, r"expected clap_threshold of shape \(\), got \(1,\)"),
+        ({"clap_threshold": None}, "the input 'clap_threshold' is missing"),
+    ],
+)
+def test_refused_tensors(bundle: Callable[..., Bundle], change: dict[str, Any], message: str) -> None:
+    feeds = {"image": torch.zeros(1, 3, 32, 48, dtype=torch.uint8), "clap_threshold": torch.tensor(1.0)}
+    feeds = {k: v for k, v in (feeds | {"gbm_threshold": torch.tensor(1.0)} | change).items() if v is not None}
+    with open_runner(bundle()) as runner, pytest.raises(BundleError, match=message):
+        runner.infer_tensors(feeds)
+
+
+def test_a_batch_outside_the_profile_is_refused_with_both_shapes(bundle: Callable[..., Bundle]) -> None:
+    with (
+        open_runner(bundle()) as runner,
+        pytest.raises(BundleError, match=r"to \(4, 3, 32, 48\), got \(8, 3, 32, 48\)"),
+    ):
+        runner.infer({"image": image(8)})  # within the bundle's largest batch, not within the engine's
+
+
+def test_contexts_take_turns(bundle: Callable[..., Bundle]) -> None:
+    with open_runner(bundle(), contexts=2) as runner:
+        for _ in range(3):
+            runner.infer({"image": image(1)})
+        assert [context.runs for context in ENGINES[0].contexts] == [2, 1]
+
+
+def test_a_context_is_returned_after_a_failure(bundle: Callable[..., Bundle]) -> None:
+    with open_runner(bundle()) as runner:
+        ENGINES[0].contexts[0].fails = True
+        with pytest.raises(RuntimeUnavailableError, match=r"execute the engine .out of memory.: send smaller batches"):
+            runner.infer({"image": image(1)})
+        ENGINES[0].contexts[0].fails = False
+        assert runner.infer({"image": image(1)})
+
+
+def test_a_device_without_memory_for_a_context(bundle: Callable[..., Bundle], monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorRT then hands out nothing in its place."""
+    monkeypatch.setattr(StandInEngine, "create_execution_context", lambda _: None)
+    with pytest.raises(RuntimeUnavailableError, match="expected enough device memory for an execution context"):
+        open_runner(bundle()).__enter__()
+    assert LOGGER[0].listeners == [], "what could not be opened still listens"
+
+
+def test_open_again_and_closed(bundle: Callable[..., Bundle]) -> None:
+    runner = open_runner(bundle())
+    for _ in range(2):
+        with runner:
+            runner.infer({"image": image(1)})
+    assert len(ENGINES) == 2
+    assert LOGGER[0].listeners == []
+    with pytest.raises(RuntimeUnavailableError, match="closed"):
+        runner.infer({"image": image(1)})
+    with pytest.raises(RuntimeUnavailableError, match="closed"):
+        runner.infer_tensors({})
+
+
+# --- engines that do not fit -----------------------------------------------------------------------------------------
+
+REBUILD = r"algm-deploy build .*bundle --runtime tensorrt`"
+
+
+def refused(bundle: Bundle) -> str:
+    with pytest.raises(BundleError, match=REBUILD) as error, open_runner(bundle):
+        pass
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"version": "10.16.1"}, "built with tensorrt 10.16.1, this is 11.4.0"),
+        ({"compute_capabilities": ("12.0",)}, "built for compute capability 12.0, this GPU has 8.9"),
+    ],
+)
+def test_a_stale_engine(bundle: Callable[..., Bundle], change: dict[str, Any], reason: str) -> None:
+    assert reason in refused(bundle(**change))
+
+
+def test_a_foreign_engine(bundle: Callable[..., Bundle]) -> None:
+    assert "magic tag does not match" in refused(bundle(content=b"foreign"))
+
+
+def test_another_plugin_library(bundle: Callable[..., Bundle], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "plugins.so").touch()
+    monkeypatch.setattr(runner_module, "load_plugins", lambda *_: tmp_path / "plugins.so")
+    assert "built with another plugin library" in refused(bundle(plugin_hash="1" * 64))
+
+
+def test_a_changed_engine_file(bundle: Callable[..., Bundle]) -> None:
+    made = bundle()
+    (made.path / engine_name("tensorrt")).write_bytes(ENGINE[::-1])
+    assert "it was edited or swapped" in refused(made)
+
+
+def test_no_engine(bundle: Callable[..., Bundle]) -> None:
+    made = bundle()
+    with pytest.raises(BundleError, match=r"holds no engine for tensorrt-rtx: build one with `algm-deploy build"):
+        TensorRTRtxRunner(made, device=HostDevice()).__enter__()
+
+
+def test_without_a_gpu_nothing_is_executed(bundle: Callable[..., Bundle], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(NotExecutedError, match="built and not executed: torch finds no CUDA device") as error:
+        TensorRTRunner(bundle()).__enter__()
+    assert error.value.exit_code == 3
+
+
+def test_tensorrt_rtx_does_not_run_on_data_centre_gpus(bundle: Callable[..., Bundle]) -> None:
+    device = HostDevice()
+    device.open = lambda: (9, 0)  # type: ignore[method-assign]
+    with pytest.raises(NotExecutedError, match=r"this one has compute capability 9\.0; use --runtime tensorrt"):
+        TensorRTRtxRunner(bundle(runtime="tensorrt-rtx"), device=device).__enter__()
+
+
+def test_engines_that_allow_more() -> None:
+    def stale(version: str, capability: tuple[int, int], **changes: Any) -> str | None:
+        return why_stale(replace(FACTS, **changes), "tensorrt", version, None, capability)
+
+    assert stale("11.4.0", (8, 9)) is None
+    assert stale("11.5.0", (8, 9), version_compatible=True) is None
+    assert stale("11.4.0", (12, 0), hardware_compatible=True) is None
+    assert stale("11.4.0", (7, 5), hardware_compatible=True) is not None
+    assert stale("11.5.0", (12, 0), hardware_compatible=True) is not None
+    assert (
+        why_stale(FACTS, "tensorrt-rtx", "11.4.0", None, (8, 9))
+        == "the engine was built for tensorrt, not for tensorrt-rtx"
+    )

@@ -1,0 +1,99 @@
+"""The fused steps against PyTorch's operators, on a CUDA device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from algm_deploy.runners.torch import fused as torch_fused
+from algm_deploy.runners.torch import packed as torch_packed
+from algm_deploy.runners.torch.packed import Layout
+
+pytestmark = pytest.mark.gpu
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def _triton() -> None:
+    pytest.importorskip("triton", reason="PyTorch's CUDA packages for Linux bring it")
+
+
+def rows(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to("cuda", dtype)
+
+
+def both(monkeypatch: pytest.MonkeyPatch, call: Callable[[], Any]) -> tuple[Any, Any]:
+    """Results of the kernels and of the operators."""
+    fused = call()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch_fused, "_fusible", lambda x: False)
+        return fused, call()
+
+
+def assert_no_worse(found: Tensor, expected: Tensor, truth: Tensor) -> None:
+    """At most twice the operators' error, and one rounding."""
+    found_error, expected_error = ((x.double() - truth).abs().max() for x in (found, expected))
+    assert found_error <= 2 * expected_error + torch.finfo(found.dtype).eps
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [64, 150, 384, 1024])
+def test_norms_err_no_more_than_the_operators(width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    norm = nn.LayerNorm(width, 1e-5).to("cuda", dtype).requires_grad_(False)
+    norm.weight.copy_(rows(width))
+    norm.bias.copy_(rows(width))
+    x, delta = rows(77, width, dtype=dtype), rows(77, width, dtype=dtype).flip(0)
+    for added in (delta, None):
+        found, expected = both(monkeypatch, lambda added=added: torch_fused.residual_norm(x, added, norm))
+        assert torch.equal(found[0], expected[0])
+        affine = norm.weight.double(), norm.bias.double()
+        assert_no_worse(found[1], expected[1], F.layer_norm(found[0].double(), (width,), *affine, norm.eps))
+    found, expected = both(monkeypatch, lambda: torch_fused.unit(x.view(7, 11, width)))
+    assert_no_worse(found, expected, F.normalize(x.double(), dim=-1).view(found.shape))
+
+
+def test_large_rows_do_not_overflow() -> None:
+    """Their squares would in 16 bits; a row of zeros stays zero."""
+    x = torch.full((2, 64), 60000.0, dtype=torch.float16, device="cuda")
+    x[1] = 0
+    found = torch_fused.unit(x)
+    torch.testing.assert_close(found[0], torch.full_like(found[0], 0.125))
+    assert not found[1].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("pixels", [torch.uint8, torch.float32])
+def test_pixels_become_patches(dtype: torch.dtype, pixels: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    image = torch.randint(0, 256, (3, 3, 48, 80), generator=torch.Generator().manual_seed(0)).to("cuda", pixels)
+    found, expected = both(monkeypatch, lambda: torch_fused.patches(image, 16, 1 / 128, dtype))
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("classes", "prefix"), [(11, 1), (1, 1), (3, 0)])
+def test_rows_move_as_by_index(classes: int, prefix: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NaN behind the last image stays out of the rows of images."""
+    lengths, width = [5, 2, 9], 96
+    starts = torch.tensor([0, 5, 7, 16], dtype=torch.int32, device="cuda")
+    layout, valid = Layout(3, 12, starts), sum(lengths)
+    x, delta = rows(valid + 4, width, dtype=dtype), rows(valid + 4, width, dtype=dtype).flip(0)
+    x[valid:] = torch.nan
+    merged, embeddings = rows(3, 12, width, dtype=dtype), rows(classes, width, dtype=dtype)
+
+    def moved() -> list[Tensor]:
+        behind, _ = torch_packed._with_classes(embeddings, x, layout, prefix)
+        parts = [torch_packed._packed(merged, layout, valid + 4)[:valid], behind[: valid + 3 * (classes - prefix)]]
+        for first, count, added in ((1, 8, None), (0, 12, delta)):
+            padded = torch_packed._apart(x, layout, first, count, added)
+            parts += [row[: length - first] for row, length in zip(padded, lengths, strict=True)]
+        return parts
+
+    fused, expected = both(monkeypatch, moved)
+    for a, b in zip(fused, expected, strict=True):
+        assert torch.isfinite(a).all()
+        assert torch.equal(a, b)

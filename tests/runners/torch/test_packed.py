@@ -1,0 +1,376 @@
+"""Packed rows against the modules as they are: on a CPU without graphs, on a CUDA device with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from algm_deploy.merging import insert_merging, merge_inputs, replay_merging
+from algm_deploy.models.deployed import Deployed
+from algm_deploy.models.families import FAMILIES
+from algm_deploy.models.scores import labels_of, upsample_scores
+from algm_deploy.models.segmenter import Segmenter
+from algm_deploy.ops.native_kernels import use_kernels
+from algm_deploy.recipe.schema import DENSE, MergePlan, Network
+from algm_deploy.runners.torch import packed as torch_packed
+from algm_deploy.runners.torch.packed import Layout, PackedSegmenter, attend, bucket, packed_index, padded_index
+from algm_deploy.timing.variants import truncate
+
+Images = Callable[[int], np.ndarray]
+PLANS = {
+    "dense": DENSE,
+    "clap and gbm": MergePlan((1,), (3,)),
+    "two gbm": MergePlan((1,), (2, 4), gbm_mode="fixed"),
+    "gbm alone, paper": MergePlan((), (2,), semantics="paper"),
+    "shared counts": MergePlan((1,), (3,), batch="batch_min", order="raster"),
+}
+USUAL = "clap and gbm"
+THRESHOLDS = {"fixed": ((0.9, 0.9), (0.99, 0.8)), "adaptive": ((0.9, 0.0), (0.99, 2.0))}
+NEVER = float("inf")
+
+
+def network(decoder: str = "mask_transformer", width: int = 64) -> Network:
+    return Network("segmenter", width, 4, 2, 11, (128, 128), decoder=decoder)  # type: ignore[arg-type]
+
+
+def segmenter(shape: Network, dtype: torch.dtype = torch.float32) -> Segmenter:
+    generator = torch.Generator().manual_seed(0)
+    model = Segmenter(shape).eval().requires_grad_(False)
+    for name, weight in model.named_parameters():
+        if "norm" not in name:
+            weight.copy_(torch.randn(weight.shape, generator=generator) * 0.05)
+    return model.to(dtype)
+
+
+def deployed(
+    plan: MergePlan, shape: Network | None = None, dtype: Any = torch.float32, device: str = "cpu"
+) -> Deployed:
+    shape = shape or network()
+    return Deployed(insert_merging(segmenter(shape, dtype), plan), shape, "scores").eval().to(device)
+
+
+class Rounded:
+    """Stands where graphs are on a CUDA device: rows are rounded up, work is done at once."""
+
+    def __init__(self, work_first: Callable[[], None] = lambda: None) -> None:
+        self.keys: list[tuple[int, ...]] = []
+        self._work_first = work_first
+
+    def run(self, key: tuple[int, ...], work: Callable[[], Any]) -> Any:
+        self.keys.append(key)
+        self._work_first()
+        return work()
+
+    def drop(self, belongs: Callable[[tuple[int, ...]], bool]) -> None:
+        self.keys = [key for key in self.keys if not belongs(key)]
+
+
+def run(packed: PackedSegmenter, image: Tensor, clap: float, gbm: float) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    with packed.run(image, clap, gbm) as merged:
+        scores = upsample_scores(merged.scores, packed._model.network.grid, packed._model.network.image_size)
+        return scores, [length.clone() for length in merged.lengths], [map.clone() for map in merged.maps]
+
+
+def assert_like_modules(packed: PackedSegmenter, plain: Deployed, image: Tensor, clap: float, gbm: float) -> None:
+    """fp32: the same decisions, and scores within rounding."""
+    scores, lengths, maps = run(packed, image, clap, gbm)
+    with torch.inference_mode():
+        expected, counts, expected_maps = plain(image, merge_inputs(clap, gbm, device=image.device))
+    assert [length.tolist() for length in lengths] == (counts.T + plain.network.prefix).tolist()
+    for found, map in zip(maps, expected_maps, strict=True):
+        assert torch.equal(found, map)
+    torch.testing.assert_close(scores, expected, rtol=0, atol=1e-4)
+
+
+# --- rows ------------------------------------------------------------------------------------------------------------
+
+
+def test_buckets_hold_all_rows_and_are_few() -> None:
+    single = {bucket([length], 1025) for length in range(1, 1026)}
+    assert all(rows == longest for rows, longest in single)
+    assert len(single) == 33
+    rng = np.random.default_rng(0)
+    several = set()
+    for _ in range(2000):
+        lengths = rng.integers(300, 1025, 32).tolist()
+        rows, longest = bucket(lengths, 1025)
+        assert sum(lengths) <= rows <= min(32 * 1025, sum(lengths) * (1 + 1 / 128))
+        assert max(lengths) <= longest <= min(1025, max(lengths) + 127)
+        several.add((rows, longest))
+    assert len(several) < 80
+
+
+@pytest.mark.parametrize("lengths", [[1], [5, 1, 7], [3, 3, 3, 3]])
+def test_rows_find_their_place_and_back(lengths: list[int]) -> None:
+    starts = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+    layout = Layout(len(lengths), max(lengths) + 2, starts)
+    stride, rows = max(lengths) + 2, sum(lengths) + 3
+    place = packed_index(layout, rows, stride)
+    expected = [image * stride + row for image, length in enumerate(lengths) for row in range(length)]
+    assert place[: sum(lengths)].tolist() == expected
+    back = padded_index(layout, rows, 0, layout.longest)
+    for image, length in enumerate(lengths):
+        assert back[image, :length].tolist() == list(range(int(starts[image]), int(starts[image]) + length))
+    assert int(place.min()) >= 0 and int(place.max()) < len(lengths) * stride
+    assert int(back.min()) >= 0 and int(back.max()) < rows
+
+
+def assert_attention_within_images(device: str, dtype: torch.dtype, tolerance: float) -> None:
+    """Also a row of NaN behind an image, or of another image, has no effect."""
+    lengths, heads, width = [5, 1, 130], 2, 64
+    starts = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=device)
+    generator = torch.Generator().manual_seed(0)
+    qkv = torch.randn(sum(lengths) + 9, 3 * width, generator=generator).to(device, dtype)
+    qkv[sum(lengths) :] = torch.nan
+    found = attend(qkv, Layout(3, 256, starts), heads, 0.2)
+    for first, end in pairwise(starts.tolist()):
+        alone = torch.ops.algm.attention(qkv[None, first:end].float(), None, heads, 0.2)[0]
+        torch.testing.assert_close(found[first:end].float(), alone, rtol=0, atol=tolerance)
+
+
+def test_attention_stays_within_images() -> None:
+    assert_attention_within_images("cpu", torch.float32, 1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.float16, 2e-3), (torch.bfloat16, 2e-2)])
+def test_attention_stays_within_images_on_cuda(dtype: torch.dtype, tolerance: float) -> None:
+    assert_attention_within_images("cuda", dtype, tolerance)
+
+
+# --- the network on a CPU --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def unwritten_memory_is_nan() -> Iterator[None]:
+    """Otherwise it holds whatever was there before, which is a number nearly always."""
+    torch.use_deterministic_algorithms(True)  # fills it
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("unwritten_memory_is_nan")
+@pytest.mark.parametrize("rounded", [False, True])
+@pytest.mark.parametrize("decoder", ["mask_transformer", "linear"])
+@pytest.mark.parametrize("plan", PLANS)
+def test_same_results_as_the_modules(plan: str, decoder: str, rounded: bool, blob_images: Images) -> None:
+    plain = deployed(PLANS[plan], network(decoder))
+    packed = PackedSegmenter(plain, torch.uint8)
+    if rounded:
+        packed.graphs = Rounded()  # type: ignore[assignment]
+    for count in (3, 1, 2):
+        image = torch.from_numpy(blob_images(count))
+        for clap, gbm in (*THRESHOLDS[PLANS[plan].gbm_mode], (NEVER, NEVER)):
+            assert_like_modules(packed, plain, image, clap, gbm)
+
+
+@pytest.mark.parametrize("decoder", ["mask_transformer", "linear"])
+def test_two_tokens_in_front_of_the_patches(decoder: str, blob_images: Images) -> None:
+    plain = deployed(PLANS[USUAL], replace(network(decoder), extra_tokens=1))
+    image = torch.from_numpy(blob_images(3))
+    assert_like_modules(PackedSegmenter(plain, torch.uint8), plain, image, *THRESHOLDS["adaptive"][0])
+
+
+def test_rows_of_padding_reach_nothing(blob_images: Images) -> None:
+    """Everything that a stretch does not write is NaN before it."""
+    plain = deployed(PLANS[USUAL])
+    packed = PackedSegmenter(plain, torch.uint8)
+    image = torch.from_numpy(blob_images(3))
+    expected = run(packed, image, 0.9, 0.0)
+
+    def poison() -> None:
+        memory = packed._memories[3]
+        for cut in map(memory.cut, range(2)):
+            for row, length in enumerate(cut.length.tolist()):
+                cut.merged[row, min(length, cut.merged.shape[1]) :] = torch.nan
+            cut._tokens.fill_(torch.nan)
+        memory.scores.fill_(torch.nan)
+
+    packed.graphs = Rounded(poison)  # type: ignore[assignment]
+    scores, lengths, maps = run(packed, image, 0.9, 0.0)
+    torch.testing.assert_close(scores, expected[0], rtol=0, atol=1e-5)
+    assert all(torch.equal(a, b) for a, b in zip(maps, expected[2], strict=True))
+    assert min(lengths[0].tolist()) < max(lengths[0].tolist()), "images of one length would leave no padding"
+
+
+def test_a_network_that_drops_tokens_keeps_one_stretch(blob_images: Images) -> None:
+    shape = network()
+    plain = Deployed(truncate(segmenter(shape), {1: 40, 3: 25}), shape, "scores").eval()
+    packed = PackedSegmenter(plain, torch.uint8)
+    packed.graphs = Rounded()  # type: ignore[assignment]
+    assert_like_modules(packed, plain, torch.from_numpy(blob_images(2)), 0.0, 0.0)
+    assert len(packed.graphs.keys) == 1
+
+
+def test_memory_of_few_batch_sizes_is_kept(blob_images: Images) -> None:
+    packed = PackedSegmenter(deployed(PLANS[USUAL]), torch.uint8)
+    packed.graphs = graphs = Rounded()  # type: ignore[assignment]
+    for count in (1, 2, 3, 4, 1, 5):
+        run(packed, torch.from_numpy(blob_images(count)), 0.9, 0.0)
+    assert list(packed._memories) == [3, 4, 1, 5]
+    assert {key[0] for key in graphs.keys} == {3, 4, 1, 5}
+
+
+def test_scalar_tensors_are_thresholds_too(blob_images: Images) -> None:
+    packed = PackedSegmenter(deployed(PLANS[USUAL]), torch.uint8)
+    image = torch.from_numpy(blob_images(2))
+    numbers = run(packed, image, 0.9, 0.0)
+    run(packed, image, NEVER, NEVER)
+    tensors = run(packed, image, torch.tensor(0.9), torch.tensor(0.0))  # type: ignore[arg-type]
+    assert torch.equal(numbers[0], tensors[0])
+    assert torch.equal(numbers[0], run(packed, image, 0.9, 0.0)[0])
+
+
+def test_float_pixels(blob_images: Images) -> None:
+    plain = deployed(PLANS[USUAL])
+    packed = PackedSegmenter(plain, torch.float32)
+    assert_like_modules(packed, plain, torch.from_numpy(blob_images(2).astype(np.float32)) + 0.25, 0.9, 0.0)
+
+
+def test_other_networks_are_not_supported() -> None:
+    assert torch_packed.supports(deployed(PLANS[USUAL]))
+    setr = Network("setr", 64, 4, 2, 11, (128, 128), decoder="naive")
+    assert not torch_packed.supports(Deployed(FAMILIES["setr"](setr), setr, "scores"))
+    replaying = Deployed(replay_merging(segmenter(network()), PLANS[USUAL]), network(), "scores")
+    assert not torch_packed.supports(replaying)
+    counting = deployed(PLANS[USUAL])
+    counting.model.encoder.blocks[2].proportional = True
+    assert not torch_packed.supports(counting)
+
+
+def test_threads_take_turns(blob_images: Images) -> None:
+    packed = PackedSegmenter(deployed(PLANS[USUAL]), torch.uint8)
+    assert_threads_take_turns(packed, [torch.from_numpy(blob_images(count)) for count in (1, 2, 3)])
+
+
+def assert_threads_take_turns(packed: PackedSegmenter, images: Sequence[Tensor]) -> None:
+    expected = [run(packed, image, 0.9, 0.0)[0] for image in images]
+    with ThreadPoolExecutor(len(images)) as pool:
+        found = [pool.submit(run, packed, image, 0.9, 0.0) for _ in range(3) for image in images]
+    for future, wanted in zip(found, expected * 3, strict=True):
+        assert torch.equal(future.result()[0], wanted)
+
+
+# --- on a CUDA device ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["kernels", "operators"])
+def merging(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Merges by the kernel library, or by PyTorch's operators as where it is not built."""
+    if request.param == "operators":
+        monkeypatch.setattr(torch_packed, "use_kernels", lambda: None)
+    elif use_kernels() is None:
+        pytest.skip("the kernel library is not built here: algm-deploy build-native kernels")
+    return str(request.param)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("plan", PLANS)
+def test_graphs_give_the_modules_results(plan: str, graphs: bool, merging: str, blob_images: Images) -> None:
+    """The first time, when all is captured, and replayed."""
+    plain = deployed(PLANS[plan], device="cuda")
+    packed = PackedSegmenter(plain, torch.uint8, graphs=graphs)
+    for _ in range(3):
+        for count in (3, 1, 2):
+            image = torch.from_numpy(blob_images(count)).cuda()
+            for clap, gbm in THRESHOLDS[PLANS[plan].gbm_mode]:
+                assert_like_modules(packed, plain, image, clap, gbm)
+    assert (packed.graphs is None) == (not graphs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_low_precision_errs_no_more_than_the_modules(dtype: torch.dtype, merging: str, blob_images: Images) -> None:
+    """Against fp32 with the packed network's own maps; twice the error of the modules in the same precision."""
+    shape = network(width=128)
+    packed = PackedSegmenter(deployed(PLANS[USUAL], shape, dtype, "cuda"), torch.uint8)
+    image = torch.from_numpy(blob_images(1)).cuda()
+    for _ in range(2):
+        scores, _, maps = run(packed, image, 0.9, 0.0)
+    models = segmenter(shape, dtype), segmenter(shape, dtype).float()
+    plain, exact = (Deployed(replay_merging(m, PLANS[USUAL]), shape, "scores").eval().cuda() for m in models)
+    with torch.inference_mode():
+        inputs = merge_inputs(0.0, 0.0, tuple(maps), "cuda")
+        truth, same = exact(image, inputs)[0], plain(image, inputs)[0]
+    assert torch.isfinite(scores).all()
+    allowed = 2 * (same - truth).abs().max() + 1e-3
+    assert (scores - truth).abs().max() <= allowed
+
+
+@pytest.mark.gpu
+def test_counts_and_thresholds_change_without_new_graphs(blob_images: Images) -> None:
+    packed = PackedSegmenter(deployed(PLANS[USUAL], device="cuda"), torch.uint8)
+    assert packed.graphs is not None
+    images = [torch.from_numpy(blob_images(4)[i : i + 1]).cuda() for i in range(4)]
+    work = [(image, clap, gbm) for image in images for clap, gbm in (*THRESHOLDS["adaptive"], (NEVER, NEVER))]
+    first = [run(packed, *each) for each in work]
+    captures = packed.graphs.captures
+    order = np.random.default_rng(0).permutation(len(work) * 3) % len(work)
+    for index in order:
+        scores, _, maps = run(packed, *work[index])
+        assert torch.equal(scores, first[index][0])
+        assert all(torch.equal(a, b) for a, b in zip(maps, first[index][2], strict=True))
+    assert packed.graphs.captures == captures
+    assert len({tuple(length.item() for length in lengths) for _, lengths, _ in first}) > 3
+
+
+@pytest.mark.gpu
+def test_the_callers_stream_is_respected(blob_images: Images) -> None:
+    packed = PackedSegmenter(deployed(PLANS[USUAL], device="cuda"), torch.uint8)
+    images = [torch.from_numpy(blob_images(2)[i : i + 1]).cuda() for i in range(2)]
+    expected = [run(packed, image, 0.9, 0.0)[0] for image in images]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    for _ in range(5):
+        found = []
+        for image, stream in zip(images, streams, strict=True):
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(2_000_000)
+                late = torch.empty_like(image).copy_(image)  # there only after the sleep
+                found.append(run(packed, late, 0.9, 0.0)[0])
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.gpu
+def test_threads_take_turns_on_cuda(blob_images: Images) -> None:
+    packed = PackedSegmenter(deployed(PLANS[USUAL], device="cuda"), torch.uint8)
+    assert_threads_take_turns(packed, [torch.from_numpy(blob_images(count)).cuda() for count in (1, 2, 3)])
+
+
+@pytest.mark.gpu
+def test_graphs_are_few_and_share_their_memory(blob_images: Images) -> None:
+    packed = PackedSegmenter(deployed(PLANS[USUAL], device="cuda"), torch.uint8, most_graphs=5)
+    assert packed.graphs is not None
+    reserved = []
+    for _ in range(4):
+        for count in range(1, 7):  # more batch sizes than are kept, too
+            image = torch.from_numpy(blob_images(count)).cuda()
+            first = run(packed, image, 0.9, 0.0)[0]
+            assert torch.equal(first, run(packed, image, 0.9, 0.0)[0])
+            assert len(packed.graphs) <= 5
+        reserved.append(torch.cuda.memory_reserved())
+    assert reserved[-1] == reserved[1], reserved
+
+
+@pytest.mark.gpu
+def test_labels_of_packed_scores(merging: str, blob_images: Images) -> None:
+    plain = deployed(PLANS[USUAL], device="cuda")
+    plain.output = "labels"
+    packed = PackedSegmenter(plain, torch.uint8)
+    image = torch.from_numpy(blob_images(3)).cuda()
+    for _ in range(2):
+        with packed.run(image, 0.9, 0.0) as merged:
+            labels = labels_of(merged.scores, plain.network.grid, plain.network.image_size)
+    with torch.inference_mode():
+        expected = plain(image, merge_inputs(0.9, 0.0, device="cuda"))[0]
+    assert (labels != expected).double().mean() < 1e-3  # near ties of two classes
