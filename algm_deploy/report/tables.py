@@ -200,9 +200,8 @@ def condensed(table: Table) -> tuple[Table, str]:
 def speed_notes(rows: Sequence[Measured[Speed]]) -> list[str]:
     """What a reader of speed records of one run must know beside the figures, one line each."""
     first = rows[0].record
-    notes = [
-        f"{counted(first.pictures_timed or 0, first.pictures or 'pictures')}, {first.rounds} rounds, clock: {first.clock}"
-    ]
+    pictures = counted(first.pictures_timed or 0, first.pictures or "pictures")
+    notes = [f"{pictures}, {first.rounds} rounds, clock: {first.clock}"]
     if not first.representative:
         notes.append("not representative: how much merges depends on the picture, give --images with photos of yours")
     if not first.stable:
@@ -363,7 +362,7 @@ def text_table(header: Row, rows: Sequence[Row]) -> str:
 
 def markdown_table(header: Row, rows: Sequence[Row]) -> str:
     """The same rows as Markdown; columns of numbers are aligned to the right."""
-    numeric = _numeric(header, rows)
+    numeric = numeric_columns(header, rows)
     rule = ["---:" if right else "---" for right in numeric]
     lines = [header, rule, *rows]
     return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
@@ -371,7 +370,7 @@ def markdown_table(header: Row, rows: Sequence[Row]) -> str:
 
 def html_table(header: Row, rows: Sequence[Row], caption: str = "") -> str:
     """The same rows as HTML that scrolls by itself where the screen is narrow."""
-    numeric = _numeric(header, rows)
+    numeric = numeric_columns(header, rows)
     head = "".join(f"<th{_class(right)}>{escape(cell)}</th>" for cell, right in zip(header, numeric, strict=True))
     body = "".join(
         f"<tr>{''.join(_cell(cell, right) for cell, right in zip(row, numeric, strict=True))}</tr>" for row in rows
@@ -381,7 +380,8 @@ def html_table(header: Row, rows: Sequence[Row], caption: str = "") -> str:
     return f'{title}<div class="wide" style="--columns:{len(header)}">{table}</div>'
 
 
-def _numeric(header: Row, rows: Sequence[Row]) -> list[bool]:
+def numeric_columns(header: Row, rows: Sequence[Row]) -> list[bool]:
+    """For each column whether it holds numbers only, so that it is aligned to the right."""
     return [bool(rows) and all(_NUMBER.fullmatch(row[i]) for row in rows) for i in range(len(header))]
 
 
