@@ -7,7 +7,16 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any, NamedTuple
 
-from algm_deploy.bundle.records import Engine, Evaluation, Figures, MergeTokens, Parity, Speed, tokens_by_merge
+from algm_deploy.bundle.records import (
+    Engine,
+    Evaluation,
+    Figures,
+    FileEntry,
+    MergeTokens,
+    Parity,
+    Speed,
+    tokens_by_merge,
+)
 from algm_deploy.environment import Environment
 from algm_deploy.report.published import NO_REDUCTION, Published
 from algm_deploy.report.records import Measured, baseline, may_share_row, plan_name
@@ -17,6 +26,8 @@ Row = Sequence[str]
 
 UNKNOWN = "-"
 _NUMBER = re.compile(r"[-+]?\d[\d.,]*(e[-+]?\d+)?( %)?( \([-+][\d.]+\)| \(-?[\d.]+ to -?[\d.]+\))?|-")
+
+_SHARE = re.compile(r"(?<![\w.-])(-?\d[\d.]*(?:e[-+]?\d+)?) %")
 
 # What a link of the parity chain compares, for readers who see it for the first time.
 LINKS = {
@@ -68,7 +79,7 @@ def parity_table(record: Parity) -> Table:
             LINKS.get(link.name, UNKNOWN),
             "passed" if link.passed else "FAILED",
             link.measured,
-            link.gate,
+            clipped(link.gate),
         )
         for link in record.links
     ]
@@ -257,8 +268,8 @@ def joined_table(pairs: Sequence[tuple[Measured[Evaluation], Measured[Speed]]]) 
 
 
 def published_table(rows: Sequence[Published]) -> Table:
-    """Published rows with their units converted to those of measured ones, and their sources."""
-    header = ("method", "run by this project", "mIoU %", "GMACs", "img/s", "speed measured on", "source")
+    """Published rows of one source, with their units converted to those of measured ones."""
+    header = ("method", "run by this project", "mIoU %", "GMACs", "img/s", "speed measured on")
     return Table(
         header,
         [
@@ -269,7 +280,6 @@ def published_table(rows: Sequence[Published]) -> Table:
                 shown(row.gmacs),
                 shown(row.throughput_img_per_s),
                 row.throughput_conditions or UNKNOWN,
-                row.source,
             )
             for row in rows
         ],
@@ -311,7 +321,24 @@ def engine_table(engines: Sequence[Engine]) -> Table:
     return Table(header, rows)
 
 
+def file_table(files: Mapping[str, FileEntry]) -> Table:
+    """Files of a bundle in order of their names."""
+    rows = [(name, f"{one.size_bytes / 1e6:.2f}", f"{one.sha256[:12]}…") for name, one in sorted(files.items())]
+    return Table(("file", "MB", "SHA-256"), rows)
+
+
 # -------------------------------------------------------------------------------------------------------------- values
+
+
+def titled_tokens(tokens: Sequence[MergeTokens]) -> dict[str, float]:
+    """Mean tokens after each merge that tables show, by its title for people."""
+    means = tokens_by_merge(tokens)
+    return {title: means[merge] for merge, title in merge_titles([*means]).items()}
+
+
+def clipped(text: str) -> str:
+    """A text in which shares lie between 0 and 100 %: what a lower one would allow, 0 % allows as well."""
+    return _SHARE.sub(lambda found: f"{min(max(float(found[1]), 0), 100):g} %", text)
 
 
 def shown(value: float | None, digits: int | None = None) -> str:
