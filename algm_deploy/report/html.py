@@ -16,7 +16,7 @@ def render(template: str, **values: Any) -> str:
     Raises:
         UndefinedError: the template asks for a value that was not given.
     """
-    return _TEMPLATES.get_template(template).render(values)
+    return TEMPLATES.get_template(template).render(values)
 
 
 def _shortened(value: Any) -> Any:
@@ -24,7 +24,7 @@ def _shortened(value: Any) -> Any:
     return f"{value:.6g}" if isinstance(value, float) else value
 
 
-_TEMPLATES = Environment(
+TEMPLATES = Environment(
     loader=PackageLoader("algm_deploy.report"),
     autoescape=True,
     undefined=StrictUndefined,
@@ -32,4 +32,4 @@ _TEMPLATES = Environment(
     lstrip_blocks=True,
     finalize=_shortened,
 )
-_TEMPLATES.globals |= {"version": __version__, "numeric_columns": numeric_columns}
+TEMPLATES.globals |= {"version": __version__, "numeric_columns": numeric_columns}
