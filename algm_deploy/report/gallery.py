@@ -123,11 +123,6 @@ def threshold_sheet(examples: Sequence[Example], heading: str) -> Image.Image:
     return sheet(heading, rows, caption, len(examples[0].panels))
 
 
-def data_url(panel: Panel) -> str:
-    """Until nobody calls it."""
-    return panel.data_url()
-
-
 def _steps(
     predictor: Predictor, pixels: Rgb, prediction: Prediction, similarity_of: SimilarityOf | None
 ) -> list[Panel]:

@@ -30,6 +30,7 @@ TEMPLATES = Environment(
     undefined=StrictUndefined,
     trim_blocks=True,
     lstrip_blocks=True,
+    keep_trailing_newline=True,
     finalize=_shortened,
 )
 TEMPLATES.globals |= {"version": __version__, "numeric_columns": numeric_columns}

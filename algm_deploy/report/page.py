@@ -70,13 +70,13 @@ def report_page(
 ) -> str:
     """The page as one HTML text."""
     report = Report(bundle, beside, published_beside(bundle.recipe, published))
-    tuning = ""
+    found: list[Any] = []
     if bundle.manifest.tunings:
-        from algm_deploy.report.tuning import tuning_section
+        from algm_deploy.report.tuning import tuning_page
 
-        tuning = "".join(tuning_section(bundle, gallery.at_thresholds if gallery else ()))
+        found = [tuning_page(one) for one in bundle.manifest.tunings]
     shared = {"tables": tables, "counted": counted, "plan_r": plan_r}
-    return render("report.jinja", report=report, gallery=gallery, tuning=tuning, **shared)
+    return render("report.jinja", report=report, gallery=gallery, tuning_pages=found, **shared)
 
 
 class Report:

@@ -8,8 +8,6 @@ from functools import cached_property
 from math import ceil, floor, log10
 from typing import ClassVar
 
-from algm_deploy.report.html import render
-
 _LEFT, _RIGHT = 70, 456  # pixels
 
 
@@ -98,16 +96,3 @@ def _step(span: float) -> float:
     """A step of 1, 2, 2.5 or 5 times a power of ten that cuts a span into about five."""
     power: float = 10.0 ** floor(log10(span / 5))
     return next(power * factor for factor in (1, 2, 2.5, 5, 10) if span / (power * factor) <= 6)
-
-
-# Until nobody calls them:
-
-
-def scatter(x_label: str, y_label: str, series: Sequence[Series]) -> str:
-    """A scatter plot as SVG."""
-    return render(Scatter.template, plot=Scatter("", x_label, y_label, series))
-
-
-def histogram(edges: Sequence[float], counts: Mapping[str, Sequence[int]], means: Mapping[str, float]) -> str:
-    """A histogram as SVG."""
-    return render(Histogram.template, plot=Histogram("", edges, counts, means))

@@ -1,10 +1,9 @@
-"""Tables: from records to rows of text, and from rows to a terminal, Markdown or HTML."""
+"""Tables: from records to rows of text, and from rows to a terminal or Markdown."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from html import escape
 from typing import Any, NamedTuple
 
 from algm_deploy.bundle.records import (
@@ -395,27 +394,6 @@ def markdown_table(header: Row, rows: Sequence[Row]) -> str:
     return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
 
 
-def html_table(header: Row, rows: Sequence[Row], caption: str = "") -> str:
-    """The same rows as HTML that scrolls by itself where the screen is narrow."""
-    numeric = numeric_columns(header, rows)
-    head = "".join(f"<th{_class(right)}>{escape(cell)}</th>" for cell, right in zip(header, numeric, strict=True))
-    body = "".join(
-        f"<tr>{''.join(_cell(cell, right) for cell, right in zip(row, numeric, strict=True))}</tr>" for row in rows
-    )
-    title = f'<p class="caption">{escape(caption)}</p>' if caption else ""
-    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-    return f'{title}<div class="wide" style="--columns:{len(header)}">{table}</div>'
-
-
 def numeric_columns(header: Row, rows: Sequence[Row]) -> list[bool]:
     """For each column whether it holds numbers only, so that it is aligned to the right."""
     return [bool(rows) and all(_NUMBER.fullmatch(row[i]) for row in rows) for i in range(len(header))]
-
-
-def _cell(cell: str, right: bool) -> str:
-    word = {"FAILED": ' class="bad"', "passed": ' class="good"'}.get(cell, "")
-    return f"<td{_class(right) or word}>{escape(cell)}</td>"
-
-
-def _class(right: bool) -> str:
-    return ' class="n"' if right else ""
