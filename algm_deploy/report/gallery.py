@@ -19,8 +19,8 @@ from algm_deploy.pictures.preprocessing import read_photo
 from algm_deploy.pictures.sliding import Labels, Prediction
 from algm_deploy.predictor import Predictor
 from algm_deploy.report.colors import classes_of
-from algm_deploy.report.figures import Panel, Rgb, sheet
 from algm_deploy.report.pictures import SimilarityOf, final_tokens, token_panels, window_similarity_of
+from algm_deploy.report.sheets import Panel, Rgb, sheet
 
 _WRONG, _UNLABELLED = (213, 94, 0), (255, 255, 255)
 

@@ -41,10 +41,10 @@ from algm_deploy.environment import environment
 from algm_deploy.errors import BundleError
 from algm_deploy.recipe.reading import recipe
 from algm_deploy.recipe.schema import MergePlan, Protocol, Recipe
-from algm_deploy.report.figures import Panel
 from algm_deploy.report.gallery import Example, Gallery, Photo, draw_gallery
 from algm_deploy.report.page import report_page, write_report
 from algm_deploy.report.published import read_published
+from algm_deploy.report.sheets import Panel
 
 SECTIONS = [
     "summary", "parity", "accuracy", "cost", "speed", "tokens", "trade-off", "gallery", "published", "environment",

@@ -1,4 +1,4 @@
-"""Drawing with Pillow: text, legends, and several panels with titles on one sheet."""
+"""Sheets of pictures: panels with titles in rows, and the legends and scales that belong to them."""
 
 from __future__ import annotations
 
