@@ -107,23 +107,21 @@ def quality_table(record: Evaluation) -> Table:
 def runs_table(rows: Sequence[Measured[Evaluation]]) -> Table:
     """Evaluation records beside each other: one row a record."""
     header = ("runtime", "device", "plan", "precision", "output", "data set", "images", "mIoU %", "GMACs per window")
-    return Table(
-        header,
-        [
-            (
-                row.runtime,
-                row.record.device,
-                plan_name(row.artifact.plan, merged_plan(rows)),
-                row.artifact.precision,
-                row.artifact.output,
-                dataset_title(row.record.dataset, row.record.split),
-                str(row.record.images),
-                shown(row.record.miou_percent, 2),
-                shown(row.record.gmacs_per_window_mean, 2),
-            )
-            for row in rows
-        ],
-    )
+    lines = [
+        (
+            row.runtime,
+            row.record.device,
+            plan,
+            row.artifact.precision,
+            row.artifact.output,
+            dataset_title(row.record.dataset, row.record.split),
+            str(row.record.images),
+            shown(row.record.miou_percent, 2),
+            shown(row.record.gmacs_per_window_mean, 2),
+        )
+        for row, plan in zip(rows, _plan_names(rows), strict=True)
+    ]
+    return Table(header, lines)
 
 
 def cost_table(group: Sequence[Measured[Evaluation]]) -> Table:
@@ -131,46 +129,47 @@ def cost_table(group: Sequence[Measured[Evaluation]]) -> Table:
     reference = baseline(group)
     base = reference.record.miou_percent if reference else None
     titles = merge_titles(max(([one.merge for one in row.record.tokens] for row in group), key=len))
-    rows = []
-    for row in group:
-        record = row.record
-        rows.append(
-            (
-                plan_name(row.artifact.plan, merged_plan(group)),
-                row.bundle,
-                with_difference(record.miou_percent, base, row is reference),
-                shown(record.gmacs_per_window_mean, 2),
-                *_token_cells(record.tokens, titles, record.token_histograms.patches),
-            )
+    rows = [
+        (
+            plan,
+            row.bundle,
+            with_difference(row.record.miou_percent, base, row is reference),
+            shown(row.record.gmacs_per_window_mean, 2),
+            *_token_cells(row.record.tokens, titles, row.record.token_histograms.patches),
         )
+        for row, plan in zip(group, _plan_names(group), strict=True)
+    ]
     tokens = (f"tokens after {title}" for title in titles.values())
     return Table(("plan", "bundle", "mIoU %", "GMACs per window", *tokens), rows)
 
 
 def slice_table(group: Sequence[Measured[Evaluation]]) -> Table:
     """Comparable evaluations by slice: one column a plan, differences to the one without merging in brackets."""
-    reference = baseline(group)
-    at = group.index(reference) if reference else None
-    rows = []
-    for name in sorted({name for row in group for name in row.record.slices}):
-        parts = [row.record.slices.get(name) for row in group]
-        values = [part.miou_percent if part else None for part in parts]
-        base = values[at] if at is not None else None
-        images = next((str(part.images) for part in parts if part), UNKNOWN)
-        rows.append((name, images, *(with_difference(v, base, i == at) for i, v in enumerate(values))))
-    names = (f"mIoU %, {plan_name(row.artifact.plan, merged_plan(group))}" for row in group)
+    slices = {name: part.images for row in group for name, part in row.record.slices.items()}
+    values = [{name: part.miou_percent for name, part in row.record.slices.items()} for row in group]
+    names = (f"mIoU %, {name}" for name in _plan_names(group))
+    rows = [(name, str(slices[name]), *_against_dense(group, values, name)) for name in sorted(slices)]
     return Table(("slice", "images", *names), rows)
 
 
 def class_table(group: Sequence[Measured[Evaluation]]) -> Table:
-    """IoU in percent by class: one column a record, differences to the one without merging in brackets."""
+    """IoU in percent by class: one column a plan, differences to the one without merging in brackets."""
+    values = [row.record.iou_percent_by_class for row in group]
+    rows = [(name, *_against_dense(group, values, name)) for name in values[0]]
+    return Table(("class", *(f"IoU %, {name}" for name in _plan_names(group))), rows)
+
+
+def _against_dense(
+    group: Sequence[Measured[Evaluation]], values: Sequence[Mapping[str, float | None]], name: str
+) -> list[str]:
+    """One part's value in each evaluation, with its difference to the one without merging."""
     reference = baseline(group)
-    rows = []
-    for name in group[0].record.iou_percent_by_class:
-        base = reference.record.iou_percent_by_class.get(name) if reference else None
-        values = [(row, row.record.iou_percent_by_class.get(name)) for row in group]
-        rows.append((name, *(with_difference(value, base, row is reference) for row, value in values)))
-    return Table(("class", *(f"IoU %, {plan_name(row.artifact.plan, merged_plan(group))}" for row in group)), rows)
+    base = next((found.get(name) for row, found in zip(group, values, strict=True) if row is reference), None)
+    return [with_difference(found.get(name), base, row is reference) for row, found in zip(group, values, strict=True)]
+
+
+def _plan_names(group: Sequence[Measured[Evaluation]]) -> list[str]:
+    return [plan_name(row.artifact.plan, merged_plan(group)) for row in group]
 
 
 def speed_table(rows: Sequence[Measured[Speed]]) -> Table:
