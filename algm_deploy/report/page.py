@@ -90,6 +90,8 @@ class Report:
         self.parity = [row for one in self.bundles for row in measured(one, Parity)]
         self.evaluations = [row for one in self.bundles for row in measured(one, Evaluation)]
         self.speeds = [row for one in self.bundles for row in measured(one, Speed)]
+        self.joined = joined(self.evaluations, self.speeds)
+        self.costs = _differing(self.evaluations)
         # The recipe's own plan before other thresholds, and more images before fewer.
         self.own = sorted(
             measured(bundle, Evaluation), key=lambda row: (row.artifact.plan != self.plan, -row.record.images)
@@ -194,17 +196,7 @@ class Report:
                 verdict = "within" if spread <= gate else "beyond"
                 yield f"{names} differ by {spread:.3f} points, {verdict} the {gate:g} that the recipe allows."
 
-    @property
-    def costs(self) -> list[list[Measured[Evaluation]]]:
-        """Evaluations on the same pictures that differ in merging, in groups."""
-        return _differing(self.evaluations)
-
     # ----------------------------------------------------------------------------------------------------------- speed
-
-    @property
-    def joined(self) -> list[tuple[Measured[Evaluation], Measured[Speed]]]:
-        """Accuracy and speed that may share a row."""
-        return joined(self.evaluations, self.speeds)
 
     @property
     def latencies(self) -> list[Scatter]:

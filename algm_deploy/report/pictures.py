@@ -21,7 +21,7 @@ from algm_deploy.pictures.preprocessing import Pixels, read_photo
 from algm_deploy.pictures.sliding import Labels, Prediction
 from algm_deploy.predictor import Predictor, network_canvas
 from algm_deploy.recipe.schema import MergePlan, Size, patch_margins
-from algm_deploy.report.colors import classes_of, value_colors
+from algm_deploy.report.colors import classes_of, colored, value_colors
 from algm_deploy.report.sheets import INK, Panel, Rgb, columns_for, legend, scale, sheet
 from algm_deploy.wording import merge_titles
 
@@ -161,7 +161,7 @@ def overlay(photo: Rgb, labels: Labels, classes: Classes) -> Image.Image:
     wide = int(np.clip(width, *_OVERLAY_WIDTH))
     size = max(1, round(height * wide / width)), wide
     where = cv2.resize(labels.astype(np.int32), size[::-1], interpolation=cv2.INTER_NEAREST)
-    mixed = cv2.addWeighted(np.asarray(classes.palette, np.uint8)[where], _BLEND, _resized(photo, size), 1 - _BLEND, 0)
+    mixed = cv2.addWeighted(colored(where, classes), _BLEND, _resized(photo, size), 1 - _BLEND, 0)
     mixed[_borders(where)] = _OUTLINE
     present, counts = np.unique(labels, return_counts=True)
     entries = [

@@ -18,6 +18,7 @@ import pytest
 from msgspec import structs, to_builtins
 from PIL import Image
 
+from algm_deploy.bundle.manifest import write_manifest
 from algm_deploy.bundle.records import (
     ByPicture,
     Engine,
@@ -34,6 +35,7 @@ from algm_deploy.bundle.records import (
     Speed,
     TokenHistograms,
 )
+from algm_deploy.bundle.signature import signature_of
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.cli import main
 from algm_deploy.demo.scenes import scene
@@ -586,6 +588,20 @@ def test_a_gallery_shows_every_step(tiny_bundle: Bundle, tmp_path: Path) -> None
     assert (errors[:4] == 255).all()
     wrong = (errors == (213, 94, 0)).all(-1).mean() * 128 * 128 / (truth != 255).sum()
     assert f"{100 * wrong:.1f} % of the labelled pixels wrong" in text
+
+
+def test_a_gallery_of_tome_has_no_dense_prediction(tiny_bundle: Bundle, tmp_path: Path) -> None:
+    """No threshold makes its network dense, so there is nothing to hold the prediction against."""
+    plan = MergePlan(clap_layers=(), gbm_layers=(), method="tome", tome_r=(8, 0, 4))
+    kind = replace(tiny_bundle.recipe, merging=plan)
+    folder = Path(shutil.copytree(tiny_bundle.path, tmp_path / "tome"))
+    write_manifest(folder, structs.replace(tiny_bundle.manifest, recipe=kind, signature=signature_of(kind)))
+    Image.fromarray(scene(4)[0][:128, :128]).save(tmp_path / "scene.png")
+    shown = draw_gallery(Bundle.open(folder), "torch", [Photo("scene", tmp_path / "scene.png")], progress=False)
+    panels = shown.examples[0].panels
+    titles = ["Photo", "After ToMe, layer 1", "After ToMe, layer 3", "Prediction"]
+    assert [one.title for one in panels] == titles
+    assert [one.subtitle.split(" tokens")[0] for one in panels[1:3]] == ["56 of 64", "52 of 64"]
 
 
 def test_the_page_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
