@@ -28,7 +28,7 @@ from algm_deploy.report.records import (
     measured,
     plan_in_force,
     plan_name,
-    plan_r,
+    tome_r_words,
 )
 from algm_deploy.runners.contract import RUNTIMES
 from algm_deploy.wording import counted, dataset_title, merge_titles
@@ -75,7 +75,7 @@ def report_page(
         from algm_deploy.report.tuning import tuning_page
 
         found = [tuning_page(one) for one in bundle.manifest.tunings]
-    shared = {"tables": tables, "counted": counted, "plan_r": plan_r}
+    shared = {"tables": tables, "counted": counted, "tome_r_words": tome_r_words}
     return render("report.jinja", report=report, gallery=gallery, tuning_pages=found, **shared)
 
 

@@ -161,7 +161,7 @@ def overlay(photo: Rgb, labels: Labels, classes: Classes) -> Image.Image:
     wide = int(np.clip(width, *_OVERLAY_WIDTH))
     size = max(1, round(height * wide / width)), wide
     where = cv2.resize(labels.astype(np.int32), size[::-1], interpolation=cv2.INTER_NEAREST)
-    mixed = cv2.addWeighted(colored(where, classes), _BLEND, _resized(photo, size), 1 - _BLEND, 0)
+    mixed = cv2.addWeighted(colored(where.astype(np.int32), classes), _BLEND, _resized(photo, size), 1 - _BLEND, 0)
     mixed[_borders(where)] = _OUTLINE
     present, counts = np.unique(labels, return_counts=True)
     entries = [

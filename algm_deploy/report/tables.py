@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from algm_deploy.bundle.records import (
     Engine,
@@ -17,6 +17,7 @@ from algm_deploy.bundle.records import (
     tokens_by_merge,
 )
 from algm_deploy.environment import Environment
+from algm_deploy.recipe.schema import MergePlan
 from algm_deploy.report.published import NO_REDUCTION, Published
 from algm_deploy.report.records import Measured, baseline, may_share_row, plan_name
 from algm_deploy.wording import counted, dataset_title, merge_titles
@@ -353,7 +354,7 @@ def with_difference(value: float | None, base: float | None, is_base: bool) -> s
     return f"{value:.2f} ({value - base:+.2f})"
 
 
-def merged_plan(group: Sequence[Measured]) -> Any:
+def merged_plan(group: Sequence[Measured[Evaluation]]) -> MergePlan:
     """The first plan of a group that merges, which names of plans refer to; the dense one where none does."""
     plans = [row.artifact.plan for row in group]
     return next((plan for plan in plans if plan.layers), plans[0])
