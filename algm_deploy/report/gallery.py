@@ -70,7 +70,7 @@ def draw_gallery(bundle: Bundle, runtime: str, photos: Sequence[Photo], progress
         RuntimeUnavailableError: the runtime is not installed or cannot run here.
     """
     classes, plan = classes_of(bundle.recipe), bundle.recipe.merging
-    similarity_of = window_similarity_of(bundle) if plan.clap_layers else None
+    similarity_of = window_similarity_of(bundle)
     seen: set[int] = set()
     examples = []
     with ExitStack() as opened:

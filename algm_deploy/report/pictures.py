@@ -58,9 +58,7 @@ class PictureWriter:
     def __init__(self, predictor: Predictor, folder: Path) -> None:
         self.predictor, self.folder = predictor, folder
         self.classes = classes_of(predictor.bundle.recipe)
-        self.similarity_of = (
-            window_similarity_of(predictor.bundle) if predictor.bundle.recipe.merging.clap_layers else None
-        )
+        self.similarity_of = window_similarity_of(predictor.bundle)
         self._photos: dict[str, Path] = {}
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -112,8 +110,9 @@ class PictureWriter:
         return pictures
 
 
-def window_similarity_of(bundle: Bundle) -> SimilarityOf:
-    """A function from image windows (b, 3, H, W) to the mean cosine similarity (b, rows, columns) of CLAP's windows.
+def window_similarity_of(bundle: Bundle) -> SimilarityOf | None:
+    """A function from image windows (b, 3, H, W) to the mean cosine similarity (b, rows, columns) of CLAP's windows;
+    None where there is no CLAP.
 
     No deployed graph has this as an output: PyTorch computes it here in fp32, from the bundle's weights, up to the
     point where CLAP decides.
@@ -125,6 +124,8 @@ def window_similarity_of(bundle: Bundle) -> SimilarityOf:
     from algm_deploy.ops.clap import window_similarity
 
     network, plan = bundle.recipe.network, bundle.recipe.merging
+    if not plan.clap_layers:
+        return None
     encoder = Deployed(load_network(bundle, torch.float32), network, "scores").model.encoder
     blocks = encoder.blocks[: plan.clap_layers[0]]
     entering: list[torch.Tensor] = []
