@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from algm_deploy.evaluation.datasets import SPECS, Classes
+from algm_deploy.pictures.sliding import Labels
 from algm_deploy.recipe.schema import Color, Recipe
 
 # Steps that fill hue, saturation and value evenly, however many colours are taken (the R3 low-discrepancy sequence).
@@ -22,6 +23,14 @@ def classes_of(recipe: Recipe) -> Classes:
     known = spec.classes if spec and len(spec.classes.names) == count else None
     names = recipe.class_names or (known.names if known else tuple(f"class {index}" for index in range(count)))
     return Classes(names, recipe.palette or (known.palette if known else distinct_colors(count)))
+
+
+def colored(labels: Labels, classes: Classes) -> NDArray[np.uint8]:
+    """Labels (...) in the colours (..., 3) of their classes, white where there is no such class."""
+    palette = np.full((max(256, len(classes.palette)), 3), 255, np.uint8)
+    palette[: len(classes.palette)] = classes.palette
+    colors: NDArray[np.uint8] = palette[labels]
+    return colors
 
 
 def distinct_colors(count: int) -> tuple[Color, ...]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from io import BytesIO
 from pathlib import Path
 
 import cv2
@@ -20,12 +19,11 @@ from algm_deploy.evaluation.datasets import IGNORE, Classes, Dataset
 from algm_deploy.pictures.preprocessing import read_photo
 from algm_deploy.pictures.sliding import Labels, Prediction
 from algm_deploy.predictor import Predictor
-from algm_deploy.report.colors import classes_of
-from algm_deploy.report.figures import Panel, Rgb, sheet
-from algm_deploy.report.pictures import SimilarityOf, final_tokens, token_panels, window_similarity_of
+from algm_deploy.report.colors import classes_of, colored
+from algm_deploy.report.pictures import TOKENS_CAPTION, final_tokens, token_panels, window_similarity_of
+from algm_deploy.report.sheets import PAPER, Panel, Rgb, sheet
 
-_WIDTH = 720  # pixels of a picture in a page
-_WRONG, _UNLABELLED = (213, 94, 0), (255, 255, 255)
+_WRONG = (213, 94, 0)
 
 
 @dataclass(frozen=True)
@@ -65,28 +63,33 @@ def labelled_photos(dataset: Dataset, count: int) -> list[Photo]:
 
 
 def draw_gallery(bundle: Bundle, runtime: str, photos: Sequence[Photo], progress: bool = True) -> Gallery:
-    """Predicts each photo with and without merging, and draws both beside the steps in between.
+    """Predicts each photo with merging and, where thresholds decide, without; draws that and the steps in between.
 
     Raises:
         ImageError: a photo cannot be read or does not fit the bundle.
         RuntimeUnavailableError: the runtime is not installed or cannot run here.
     """
     classes, plan = classes_of(bundle.recipe), bundle.recipe.merging
-    similarity_of = window_similarity_of(bundle) if plan.clap_layers else None
+    similarity_of = window_similarity_of(bundle)
     seen: set[int] = set()
     examples = []
-    with Predictor(bundle, runtime) as merged, Predictor(bundle, runtime, merge=False) as dense:
+    with ExitStack() as opened:
+        predictors = [opened.enter_context(Predictor(bundle, runtime))]
+        if bundle.signature.defaults:  # ToMe merges whatever the thresholds
+            predictors.append(opened.enter_context(Predictor(bundle, runtime, merge=False)))
         for photo in tqdm(photos, "gallery", unit="photo", disable=None if progress else True):
             pixels = read_photo(photo.path)
-            predictions = [merged.prediction(pixels), *([dense.prediction(pixels)] if plan.layers else [])]
-            panels = _steps(merged, pixels, predictions[0], similarity_of)
+            predictions = [one.prediction(pixels) for one in predictors]
+            panels = [Panel("Photo", _size(pixels), pixels)]
+            if plan.layers:
+                panels, _ = token_panels(predictors[0], pixels, predictions[0], similarity_of)
             panels += _results(pixels, predictions, photo.labels, classes)
             examples.append(Example(photo.name, tuple(panels)))
             seen |= {int(index) for p in predictions for index in np.unique(p.labels)}
     legend = tuple((classes.names[index], classes.palette[index]) for index in sorted(seen))
-    tuned = [one.pictured for one in bundle.manifest.tunings if one.pictured][-1:]
-    rows = [draw_thresholds(bundle, runtime, photos, *one, progress) for one in tuned]
-    return Gallery(runtime, tuple(examples), legend, tuple(row for part in rows for row in part))
+    tuned = next((one.pictured for one in reversed(bundle.manifest.tunings) if one.pictured), None)
+    at_thresholds = draw_thresholds(bundle, runtime, photos, *tuned, progress) if tuned else []
+    return Gallery(runtime, tuple(examples), legend, tuple(at_thresholds))
 
 
 def draw_thresholds(
@@ -100,8 +103,7 @@ def draw_thresholds(
     """
     pixels = {photo.name: read_photo(photo.path) for photo in photos}
     panels: dict[str, list[Panel]] = {
-        photo.name: [Panel(photo.name, f"{one.shape[1]} x {one.shape[0]} pixels", one)]
-        for photo, one in zip(photos, pixels.values(), strict=True)
+        photo.name: [Panel(photo.name, _size(one), one)] for photo, one in zip(photos, pixels.values(), strict=True)
     }
     for value in tqdm(values, "thresholds", disable=None if progress else True):
         tau, gbm = (value, None) if name == CLAP_THRESHOLD else (None, value)
@@ -113,76 +115,40 @@ def draw_thresholds(
 
 def threshold_sheet(examples: Sequence[Example], heading: str) -> Image.Image:
     """The same as one picture: a row for each photo, a column for each threshold."""
-    caption = (
-        "Each token has the mean colour of its patches. White lines surround neighbours that share a token, which may "
-        "have patches elsewhere too; a patch with dark borders is a token of its own."
-    )
     size = examples[0].panels[-1].picture.shape[1::-1]
     rows = [
         replace(panel, picture=np.asarray(cv2.resize(panel.picture, size, interpolation=cv2.INTER_AREA), np.uint8))
         for example in examples
         for panel in example.panels
     ]
-    return sheet(heading, rows, caption, len(examples[0].panels))
+    return sheet(heading, rows, TOKENS_CAPTION, len(examples[0].panels))
 
 
-def data_url(panel: Panel) -> str:
-    """A panel's picture and what is drawn below it, as a data URL of at most `_WIDTH` pixels in width.
-
-    Pictures of few colours, such as label maps, stay sharp as PNG; others become JPEG.
-    """
-    picture = panel.picture if panel.foot is None else np.concatenate([panel.picture, panel.foot])
-    image = Image.fromarray(picture)
-    few = image.getcolors(256) is not None
-    if image.width > _WIDTH:
-        size = (_WIDTH, max(1, round(image.height * _WIDTH / image.width)))
-        image = image.resize(size, Image.Resampling.NEAREST if few else Image.Resampling.LANCZOS)
-    stream = BytesIO()
-    if few:
-        image.quantize(256).save(stream, "PNG", optimize=True)
-    else:
-        image.save(stream, "JPEG", quality=82)
-    return f"data:image/{'png' if few else 'jpeg'};base64,{base64.b64encode(stream.getvalue()).decode()}"
-
-
-def _steps(
-    predictor: Predictor, pixels: Rgb, prediction: Prediction, similarity_of: SimilarityOf | None
-) -> list[Panel]:
-    """The photo and, where the network merges, its window similarity and the tokens behind each merge."""
-    if predictor.signature.merges:
-        return token_panels(predictor, pixels, prediction, similarity_of)[0]
-    return [Panel("Photo", f"{pixels.shape[1]} x {pixels.shape[0]} pixels", pixels)]
+def _size(pixels: Rgb) -> str:
+    return f"{pixels.shape[1]} x {pixels.shape[0]} pixels"
 
 
 def _results(
     pixels: Rgb, predictions: Sequence[Prediction], truth: NDArray[np.uint8] | None, classes: Classes
 ) -> list[Panel]:
-    merged = predictions[0].labels
-    dense = predictions[1].labels if len(predictions) > 1 else None
-    panels = [] if dense is None else [Panel("Prediction without merging", _wrong(dense, truth), _map(dense, classes))]
-    title = "Prediction" if dense is None else "Prediction with merging"
-    about = [_wrong(merged, truth)]
-    if dense is not None:
-        about.append(f"{_share(merged != dense)} of all pixels differ from the one without")
-    panels.append(Panel(title, "; ".join(filter(None, about)), _map(merged, classes)))
+    """Predictions with merging and maybe without; where the truth is known, also that and what is wrong."""
+    merged, *dense = (prediction.labels for prediction in predictions)
+    panels = [Panel("Prediction without merging", _wrong(one, truth), colored(one, classes)) for one in dense]
+    differ = [f"{_share(merged != one)} of all pixels differ from the one without" for one in dense]
+    said = "; ".join(filter(None, (_wrong(merged, truth), *differ)))
+    panels.append(Panel("Prediction with merging" if dense else "Prediction", said, colored(merged, classes)))
     if truth is not None:
-        panels.append(Panel("Label", f"{_share(truth == IGNORE)} unlabelled (white)", _map(truth, classes)))
-        panels.append(Panel("Errors of the prediction" + (" with merging" if dense is not None else ""),
-                            "orange: wrong; white: unlabelled", _errors(pixels, merged, truth)))  # fmt: skip
+        unlabelled = f"{_share(truth == IGNORE)} unlabelled (white)"
+        errors = "Errors of the prediction" + (" with merging" if dense else "")
+        panels.append(Panel("Label", unlabelled, colored(truth, classes)))
+        panels.append(Panel(errors, "orange: wrong; white: unlabelled", _errors(pixels, merged, truth)))
     return panels
-
-
-def _map(labels: Labels, classes: Classes) -> Rgb:
-    palette = np.full((256 if labels.dtype == np.uint8 else len(classes.palette), 3), 255, np.uint8)
-    palette[: len(classes.palette)] = classes.palette
-    colors: Rgb = palette[labels]
-    return colors
 
 
 def _errors(pixels: Rgb, labels: Labels, truth: NDArray[np.uint8]) -> Rgb:
     grey = 80 + cv2.cvtColor(pixels, cv2.COLOR_RGB2GRAY) // 2  # stays darker than white, which means unlabelled
     picture: Rgb = np.repeat(grey[..., None], 3, axis=2).astype(np.uint8)
-    picture[truth == IGNORE] = _UNLABELLED
+    picture[truth == IGNORE] = PAPER
     picture[(labels != truth) & (truth != IGNORE)] = _WRONG
     return picture
 

@@ -21,10 +21,18 @@ from algm_deploy.pictures.preprocessing import Pixels, read_photo
 from algm_deploy.pictures.sliding import Labels, Prediction
 from algm_deploy.predictor import Predictor, network_canvas
 from algm_deploy.recipe.schema import MergePlan, Size, patch_margins
-from algm_deploy.report.colors import classes_of, value_colors
-from algm_deploy.report.figures import INK, Panel, Rgb, columns_for, legend, scale, sheet
+from algm_deploy.report.colors import classes_of, colored, value_colors
+from algm_deploy.report.sheets import INK, Panel, Rgb, columns_for, legend, scale, sheet
+from algm_deploy.wording import merge_titles
 
 LABELS, OVERLAY, TOKENS = ".labels.png", ".overlay.png", ".tokens.png"
+
+TOKENS_CAPTION = (
+    "Each token has the mean colour of its patches. White lines surround neighbours that share a token, which may have "
+    "patches elsewhere too; a patch with dark borders is a token of its own."
+)
+_SIMILARITY_CAPTION = "The similarity was computed by PyTorch in fp32 from the bundle's weights."
+_CROPS_CAPTION = "Every crop merges for itself; a dashed line shows where the picture passes from one crop to the next."
 
 SimilarityOf = Callable[[Pixels], NDArray[np.float32]]
 
@@ -41,7 +49,7 @@ class PictureWriter:
 
     For a photo NAME.jpg the pictures are NAME.labels.png (class index as stored value, colours as palette; 16-bit grey
     above 255 classes), NAME.overlay.png (classes over the photo) and, where the network merges, NAME.tokens.png
-    (window similarity, and the tokens behind each merge as the runtime made them).
+    (window similarity, and the tokens after each merge as the runtime made them).
 
     Raises:
         ImageError: `folder` cannot be made.
@@ -50,9 +58,7 @@ class PictureWriter:
     def __init__(self, predictor: Predictor, folder: Path) -> None:
         self.predictor, self.folder = predictor, folder
         self.classes = classes_of(predictor.bundle.recipe)
-        self.similarity_of = (
-            window_similarity_of(predictor.bundle) if predictor.bundle.recipe.merging.clap_layers else None
-        )
+        self.similarity_of = window_similarity_of(predictor.bundle)
         self._photos: dict[str, Path] = {}
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -93,19 +99,20 @@ class PictureWriter:
         }
         if self.predictor.signature.merges:
             panels, columns = token_panels(self.predictor, pixels, prediction, self.similarity_of)
-            caption = _caption(len(prediction.anchors) > 1, self.similarity_of is not None)
+            captions = (
+                TOKENS_CAPTION,
+                "The token maps come from the runtime that made the prediction.",
+                *([_SIMILARITY_CAPTION] if self.similarity_of else []),
+                *([_CROPS_CAPTION] if len(prediction.anchors) > 1 else []),
+            )
             heading = f"{photo.name}: the tokens of {self.predictor.bundle.recipe.name}"
-            pictures[TOKENS] = sheet(heading, panels, caption, columns)
+            pictures[TOKENS] = sheet(heading, panels, " ".join(captions), columns)
         return pictures
 
 
-def write_pictures(predictor: Predictor, photo: Path, folder: Path) -> list[Path]:
-    """Predicts one photo and writes its pictures; for several, `PictureWriter` prepares once."""
-    return PictureWriter(predictor, folder).write(photo)
-
-
-def window_similarity_of(bundle: Bundle) -> SimilarityOf:
-    """A function from image windows (b, 3, H, W) to the mean cosine similarity (b, rows, columns) of CLAP's windows.
+def window_similarity_of(bundle: Bundle) -> SimilarityOf | None:
+    """A function from image windows (b, 3, H, W) to the mean cosine similarity (b, rows, columns) of CLAP's windows;
+    None where there is no CLAP.
 
     No deployed graph has this as an output: PyTorch computes it here in fp32, from the bundle's weights, up to the
     point where CLAP decides.
@@ -117,6 +124,8 @@ def window_similarity_of(bundle: Bundle) -> SimilarityOf:
     from algm_deploy.ops.clap import window_similarity
 
     network, plan = bundle.recipe.network, bundle.recipe.merging
+    if not plan.clap_layers:
+        return None
     encoder = Deployed(load_network(bundle, torch.float32), network, "scores").model.encoder
     blocks = encoder.blocks[: plan.clap_layers[0]]
     entering: list[torch.Tensor] = []
@@ -153,7 +162,7 @@ def overlay(photo: Rgb, labels: Labels, classes: Classes) -> Image.Image:
     wide = int(np.clip(width, *_OVERLAY_WIDTH))
     size = max(1, round(height * wide / width)), wide
     where = cv2.resize(labels.astype(np.int32), size[::-1], interpolation=cv2.INTER_NEAREST)
-    mixed = cv2.addWeighted(np.asarray(classes.palette, np.uint8)[where], _BLEND, _resized(photo, size), 1 - _BLEND, 0)
+    mixed = cv2.addWeighted(colored(where.astype(np.int32), classes), _BLEND, _resized(photo, size), 1 - _BLEND, 0)
     mixed[_borders(where)] = _OUTLINE
     present, counts = np.unique(labels, return_counts=True)
     entries = [
@@ -166,60 +175,55 @@ def overlay(photo: Rgb, labels: Labels, classes: Classes) -> Image.Image:
 def token_panels(
     predictor: Predictor, photo: Rgb, prediction: Prediction, similarity_of: SimilarityOf | None
 ) -> tuple[list[Panel], int]:
-    """The photo, CLAP's window similarity and the tokens behind each merge, and how many go side by side."""
-    recipe, signature = predictor.bundle.recipe, predictor.signature
-    canvas = network_canvas(photo, recipe)
-    columns = columns_for(1 + bool(similarity_of) + len(signature.merges), canvas.shape[:2])
-    height, width = signature.image.shape[2:]
-    mosaic = Mosaic(canvas, prediction.anchors, (height, width), recipe.network.patch_size, columns)
-    similarity, maps = _measured(predictor, mosaic.windows(), similarity_of)
+    """The photo, CLAP's window similarity and the tokens after each merge, and how many go side by side."""
+    canvas, plan = network_canvas(photo, predictor.bundle.recipe), predictor.bundle.recipe.merging
+    columns = columns_for(1 + bool(similarity_of) + len(predictor.signature.merges), canvas.shape[:2])
+    mosaic = _mosaic(predictor, canvas, prediction, columns)
     panels = [_photo_panel(photo.shape[:2], mosaic)]
-    if similarity is not None:
-        tau = predictor.thresholds_in_force[CLAP_THRESHOLD]
-        panels.append(_similarity_panel(similarity, mosaic, recipe.merging, tau))
-    for merge, tokens, counts in zip(signature.merges, maps, prediction.token_counts.T, strict=True):
-        _check_counts(merge, tokens, counts)
-        panels.append(_merge_panel(merge, tokens, mosaic))
-    return panels, columns
+    if similarity_of:
+        similarity = np.concatenate([similarity_of(windows) for windows in _batches(predictor, mosaic)])
+        panels.append(_similarity_panel(similarity, mosaic, plan, predictor.thresholds_in_force[CLAP_THRESHOLD]))
+    maps = _token_maps(predictor, mosaic, prediction)
+    return [*panels, *(_merge_panel(merge, tokens, mosaic) for merge, tokens in maps.items())], columns
 
 
 def final_tokens(predictor: Predictor, photo: Rgb, title: str) -> Panel:
-    """The tokens of a photo behind the last merge, as the runtime made them."""
-    recipe, signature = predictor.bundle.recipe, predictor.signature
+    """The tokens of a photo after the last merge, as the runtime made them."""
     prediction = predictor.prediction(photo)
-    canvas = network_canvas(photo, recipe)
-    height, width = signature.image.shape[2:]
-    mosaic = Mosaic(canvas, prediction.anchors, (height, width), recipe.network.patch_size, _GRID_COLUMNS)
-    _, maps = _measured(predictor, mosaic.windows(), None)
-    _check_counts(signature.merges[-1], maps[-1], prediction.token_counts[:, -1])
-    left = [f"{count:.0f}" for count in prediction.token_counts.mean(0)]
-    patches = recipe.network.grid[0] * recipe.network.grid[1]
-    return replace(
-        _merge_panel(signature.merges[-1], maps[-1], mosaic),
-        title=title,
-        subtitle=f"{patches} patches a window become {', then '.join(left)} tokens",
-    )
+    mosaic = _mosaic(predictor, network_canvas(photo, predictor.bundle.recipe), prediction, _GRID_COLUMNS)
+    merge, tokens = [*_token_maps(predictor, mosaic, prediction).items()][-1]
+    left = ", then ".join(f"{count:.0f}" for count in prediction.token_counts.mean(0))
+    subtitle = f"{tokens.shape[1]} patches a window become {left} tokens"
+    return replace(_merge_panel(merge, tokens, mosaic), title=title, subtitle=subtitle)
 
 
-def _measured(
-    predictor: Predictor, windows: Pixels, similarity_of: SimilarityOf | None
-) -> tuple[NDArray[np.float32] | None, list[NDArray[np.int64]]]:
-    """Window similarities, and the runtime's token map (windows, N) behind every merge."""
-    names = tuple(f"token_map_{merge}" for merge in predictor.signature.merges)
-    step = predictor.window_batch
-    groups = [windows[start : start + step] for start in range(0, len(windows), step)]
-    runs = [predictor.infer(group, names) for group in groups]
-    similarity = np.concatenate([similarity_of(group) for group in groups]) if similarity_of else None
-    return similarity, [np.concatenate([run[name] for run in runs]) for name in names]
+def _mosaic(predictor: Predictor, canvas: Pixels, prediction: Prediction, columns: int) -> Mosaic:
+    height, width = predictor.signature.image.shape[2:]
+    return Mosaic(canvas, prediction.anchors, (height, width), predictor.bundle.recipe.network.patch_size, columns)
 
 
-def _check_counts(merge: str, maps: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
-    found = [len(np.unique(one)) for one in maps]
-    if found != counts.tolist():
-        raise GateError(
-            f"expected the {counts.tolist()} tokens that the runtime counts behind {merge}, its token map has {found}: "
-            "verify the bundle"
-        )
+def _batches(predictor: Predictor, mosaic: Mosaic) -> list[Pixels]:
+    windows, step = mosaic.windows(), predictor.window_batch
+    return [windows[start : start + step] for start in range(0, len(windows), step)]
+
+
+def _token_maps(predictor: Predictor, mosaic: Mosaic, prediction: Prediction) -> dict[str, NDArray[np.int64]]:
+    """The runtime's token map (windows, N) after every merge.
+
+    Raises:
+        GateError: a map has other tokens than the runtime counted.
+    """
+    names = {merge: f"token_map_{merge}" for merge in predictor.signature.merges}
+    runs = [predictor.infer(windows, tuple(names.values())) for windows in _batches(predictor, mosaic)]
+    maps = {merge: np.concatenate([run[name] for run in runs]) for merge, name in names.items()}
+    for (merge, tokens), counts in zip(maps.items(), prediction.token_counts.T.tolist(), strict=True):
+        found = [len(np.unique(one)) for one in tokens]
+        if found != counts:
+            raise GateError(
+                f"expected the {counts} tokens that the runtime counts after {merge}, its token map has {found}: "
+                "verify the bundle"
+            )
+    return maps
 
 
 # -------------------------------------------------------------------------------------------------------------- panels
@@ -257,7 +261,6 @@ def _similarity_panel(similarity: NDArray[np.float32], mosaic: Mosaic, plan: Mer
 
 def _merge_panel(merge: str, maps: NDArray[np.int64], mosaic: Mosaic) -> Panel:
     """Every token in the mean colour of its patches; regions of several patches have a light outline."""
-    kind, layer = merge.split("_")
     apart = maps + np.arange(len(maps))[:, None] * (maps.max() + 1)
     tokens = np.unique(apart, return_inverse=True)[1].reshape(maps.shape)
     sizes = np.bincount(tokens.ravel())
@@ -269,22 +272,8 @@ def _merge_panel(merge: str, maps: NDArray[np.int64], mosaic: Mosaic) -> Panel:
     picture[_borders(np.where(sizes[where] > 1, where, np.int64(-1)))] = _OUTLINE
     share = f"{len(sizes)} of {tokens.size} tokens left ({_percent(len(sizes), tokens.size)})"
     subtitle = f"{share}; the largest stands for {sizes.max()} patches"
-    return Panel(f"After {kind.upper()}, layer {layer}", subtitle, mosaic.with_seams(picture))
-
-
-def _caption(several: bool, similarity: bool) -> str:
-    sentences = [
-        "Each token has the mean colour of its patches. White lines surround neighbours that share a token, which may "
-        "have patches elsewhere too; a patch with dark borders is a token of its own. The token maps come from the "
-        "runtime that made the prediction."
-    ]
-    if similarity:
-        sentences.append("The similarity was computed by PyTorch in fp32 from the bundle's weights.")
-    if several:
-        sentences.append(
-            "Every crop merges for itself; a dashed line shows where the picture passes from one crop to the next."
-        )
-    return " ".join(sentences)
+    title = f"After {merge_titles([merge])[merge]}, layer {merge.partition('_')[2]}"
+    return Panel(title, subtitle, mosaic.with_seams(picture))
 
 
 # -------------------------------------------------------------------------------------------------------------- mosaic
@@ -294,8 +283,8 @@ def _caption(several: bool, similarity: bool) -> str:
 class Mosaic:
     """Windows laid on their canvas: of two that overlap, each shows half of what they share.
 
-    `canvas` (h, w, 3) and `anchors` are those of the prediction; `window` (height, width) and `patch` are in pixels of
-    the canvas. `columns` pictures go side by side on a sheet, which decides their `size`.
+    `canvas` (h, w, 3) and `anchors`, row by row, are those of the prediction; `window` (height, width) and `patch` are
+    in pixels of the canvas. `columns` pictures go side by side on a sheet, which decides their `size`.
     """
 
     canvas: Pixels
@@ -332,40 +321,28 @@ class Mosaic:
 
     def spread(self, values: NDArray[Any], cell: Size) -> NDArray[Any]:
         """Values (windows, rows, columns) of cells of `cell` canvas pixels, as a picture of `size`."""
-        picture = np.empty(self.size, values.dtype)
-        y, x = self._axis(0), self._axis(1)
+        (row, y), (column, x) = self._places(0), self._places(1)
         (above, _), (before, _) = patch_margins(self.window, self.patch)
-        for (top, left), one in zip(self.anchors, values, strict=True):
-            rows, columns = np.flatnonzero(y.start == top), np.flatnonzero(x.start == left)
-            cells_y = (y.position[rows] - top + above) // cell[0]
-            cells_x = (x.position[columns] - left + before) // cell[1]
-            picture[np.ix_(rows, columns)] = one[np.ix_(cells_y, cells_x)]
+        window = row[:, None] * (column[-1] + 1) + column
+        picture: NDArray[Any] = values[window, ((y + above) // cell[0])[:, None], (x + before) // cell[1]]
         return picture
 
     def with_seams(self, picture: Rgb) -> Rgb:
         """A picture of `size` with dashed lines where it passes from one window to the next."""
         drawn = picture.copy()
-        for seen in (drawn, drawn.transpose(1, 0, 2)):
-            axis = self._axis(0 if seen is drawn else 1)
+        for axis, seen in enumerate((drawn, drawn.transpose(1, 0, 2))):
             dashes = np.flatnonzero(np.arange(seen.shape[1]) % 16 < 10)
-            for seam in np.flatnonzero(np.diff(axis.start)):
+            for seam in np.flatnonzero(np.diff(self._places(axis)[0])):
                 seen[np.ix_((seam, seam + 1), dashes)] = _SEAM
         return drawn
 
-    def _axis(self, axis: int) -> _Axis:
+    def _places(self, axis: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """For every pixel of a picture along one axis: which window it shows, and its place in that window."""
         full, shown = self.canvas.shape[axis], self.size[axis]
         position = ((np.arange(shown) + 0.5) * full / shown).astype(np.int64)
         starts = np.array(sorted({anchor[axis] for anchor in self.anchors}))
-        middles = (starts[1:] + starts[:-1] + self.window[axis]) // 2
-        return _Axis(position, starts[np.searchsorted(middles, position, side="right")])
-
-
-@dataclass(frozen=True)
-class _Axis:
-    """For every pixel of a picture along one axis: its place on the canvas, and the start of the window it shows."""
-
-    position: NDArray[np.int64]
-    start: NDArray[np.int64]
+        window = np.searchsorted((starts[1:] + starts[:-1] + self.window[axis]) // 2, position, side="right")
+        return window, position - starts[window]
 
 
 def _borders(regions: NDArray[Any]) -> NDArray[np.bool_]:

@@ -89,7 +89,7 @@ def plan_in_force(plan: MergePlan, thresholds: Mapping[str, float | str]) -> Mer
     return replace(plan, clap_layers=clap_layers, gbm_layers=gbm_layers, clap_threshold=clap, gbm_threshold=gbm)
 
 
-def plan_r(plan: MergePlan) -> str:
+def tome_r_words(plan: MergePlan) -> str:
     """ToMe's r in words: `16 in 12 blocks`, or block by block."""
     merging = [r for r in plan.tome_r if r]
     if len(set(merging)) == 1:
@@ -104,7 +104,7 @@ def plan_name(plan: MergePlan, reference: MergePlan) -> str:
     if not plan.layers:
         return "dense"
     if plan.method == "tome":
-        return f"ToMe, r {plan_r(plan)}"
+        return f"ToMe, r {tome_r_words(plan)}"
     parts = [f"tau {plan.clap_threshold:.4g}"] if plan.clap_layers else [f"GBM only, x {plan.gbm_threshold:.4g}"]
     for item in fields(plan):
         value = getattr(plan, item.name)

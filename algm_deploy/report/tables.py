@@ -1,14 +1,23 @@
-"""Tables: from records to rows of text, and from rows to a terminal, Markdown or HTML."""
+"""Tables: from records to rows of text, and from rows to a terminal or Markdown."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from html import escape
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from algm_deploy.bundle.records import Engine, Evaluation, Figures, MergeTokens, Parity, Speed, tokens_by_merge
+from algm_deploy.bundle.records import (
+    Engine,
+    Evaluation,
+    Figures,
+    FileEntry,
+    MergeTokens,
+    Parity,
+    Speed,
+    tokens_by_merge,
+)
 from algm_deploy.environment import Environment
+from algm_deploy.recipe.schema import MergePlan
 from algm_deploy.report.published import NO_REDUCTION, Published
 from algm_deploy.report.records import Measured, baseline, may_share_row, plan_name
 from algm_deploy.wording import counted, dataset_title, merge_titles
@@ -17,6 +26,8 @@ Row = Sequence[str]
 
 UNKNOWN = "-"
 _NUMBER = re.compile(r"[-+]?\d[\d.,]*(e[-+]?\d+)?( %)?( \([-+][\d.]+\)| \(-?[\d.]+ to -?[\d.]+\))?|-")
+
+_SHARE = re.compile(r"(?<![\w.-])(-?\d[\d.]*(?:e[-+]?\d+)?) %")
 
 # What a link of the parity chain compares, for readers who see it for the first time.
 LINKS = {
@@ -68,7 +79,7 @@ def parity_table(record: Parity) -> Table:
             LINKS.get(link.name, UNKNOWN),
             "passed" if link.passed else "FAILED",
             link.measured,
-            link.gate,
+            clipped(link.gate),
         )
         for link in record.links
     ]
@@ -97,23 +108,21 @@ def quality_table(record: Evaluation) -> Table:
 def runs_table(rows: Sequence[Measured[Evaluation]]) -> Table:
     """Evaluation records beside each other: one row a record."""
     header = ("runtime", "device", "plan", "precision", "output", "data set", "images", "mIoU %", "GMACs per window")
-    return Table(
-        header,
-        [
-            (
-                row.runtime,
-                row.record.device,
-                plan_name(row.artifact.plan, merged_plan(rows)),
-                row.artifact.precision,
-                row.artifact.output,
-                dataset_title(row.record.dataset, row.record.split),
-                str(row.record.images),
-                shown(row.record.miou_percent, 2),
-                shown(row.record.gmacs_per_window_mean, 2),
-            )
-            for row in rows
-        ],
-    )
+    lines = [
+        (
+            row.runtime,
+            row.record.device,
+            plan,
+            row.artifact.precision,
+            row.artifact.output,
+            dataset_title(row.record.dataset, row.record.split),
+            str(row.record.images),
+            shown(row.record.miou_percent, 2),
+            shown(row.record.gmacs_per_window_mean, 2),
+        )
+        for row, plan in zip(rows, _plan_names(rows), strict=True)
+    ]
+    return Table(header, lines)
 
 
 def cost_table(group: Sequence[Measured[Evaluation]]) -> Table:
@@ -121,46 +130,47 @@ def cost_table(group: Sequence[Measured[Evaluation]]) -> Table:
     reference = baseline(group)
     base = reference.record.miou_percent if reference else None
     titles = merge_titles(max(([one.merge for one in row.record.tokens] for row in group), key=len))
-    rows = []
-    for row in group:
-        record = row.record
-        rows.append(
-            (
-                plan_name(row.artifact.plan, merged_plan(group)),
-                row.bundle,
-                with_difference(record.miou_percent, base, row is reference),
-                shown(record.gmacs_per_window_mean, 2),
-                *_token_cells(record.tokens, titles, record.token_histograms.patches),
-            )
+    rows = [
+        (
+            plan,
+            row.bundle,
+            with_difference(row.record.miou_percent, base, row is reference),
+            shown(row.record.gmacs_per_window_mean, 2),
+            *_token_cells(row.record.tokens, titles, row.record.token_histograms.patches),
         )
+        for row, plan in zip(group, _plan_names(group), strict=True)
+    ]
     tokens = (f"tokens after {title}" for title in titles.values())
     return Table(("plan", "bundle", "mIoU %", "GMACs per window", *tokens), rows)
 
 
 def slice_table(group: Sequence[Measured[Evaluation]]) -> Table:
     """Comparable evaluations by slice: one column a plan, differences to the one without merging in brackets."""
-    reference = baseline(group)
-    at = group.index(reference) if reference else None
-    rows = []
-    for name in sorted({name for row in group for name in row.record.slices}):
-        parts = [row.record.slices.get(name) for row in group]
-        values = [part.miou_percent if part else None for part in parts]
-        base = values[at] if at is not None else None
-        images = next((str(part.images) for part in parts if part), UNKNOWN)
-        rows.append((name, images, *(with_difference(v, base, i == at) for i, v in enumerate(values))))
-    names = (f"mIoU %, {plan_name(row.artifact.plan, merged_plan(group))}" for row in group)
+    slices = {name: part.images for row in group for name, part in row.record.slices.items()}
+    values = [{name: part.miou_percent for name, part in row.record.slices.items()} for row in group]
+    names = (f"mIoU %, {name}" for name in _plan_names(group))
+    rows = [(name, str(slices[name]), *_against_dense(group, values, name)) for name in sorted(slices)]
     return Table(("slice", "images", *names), rows)
 
 
 def class_table(group: Sequence[Measured[Evaluation]]) -> Table:
-    """IoU in percent by class: one column a record, differences to the one without merging in brackets."""
+    """IoU in percent by class: one column a plan, differences to the one without merging in brackets."""
+    values = [row.record.iou_percent_by_class for row in group]
+    rows = [(name, *_against_dense(group, values, name)) for name in values[0]]
+    return Table(("class", *(f"IoU %, {name}" for name in _plan_names(group))), rows)
+
+
+def _against_dense(
+    group: Sequence[Measured[Evaluation]], values: Sequence[Mapping[str, float | None]], name: str
+) -> list[str]:
+    """One part's value in each evaluation, with its difference to the one without merging."""
     reference = baseline(group)
-    rows = []
-    for name in group[0].record.iou_percent_by_class:
-        base = reference.record.iou_percent_by_class.get(name) if reference else None
-        values = [(row, row.record.iou_percent_by_class.get(name)) for row in group]
-        rows.append((name, *(with_difference(value, base, row is reference) for row, value in values)))
-    return Table(("class", *(f"IoU %, {plan_name(row.artifact.plan, merged_plan(group))}" for row in group)), rows)
+    base = next((found.get(name) for row, found in zip(group, values, strict=True) if row is reference), None)
+    return [with_difference(found.get(name), base, row is reference) for row, found in zip(group, values, strict=True)]
+
+
+def _plan_names(group: Sequence[Measured[Evaluation]]) -> list[str]:
+    return [plan_name(row.artifact.plan, merged_plan(group)) for row in group]
 
 
 def speed_table(rows: Sequence[Measured[Speed]]) -> Table:
@@ -200,9 +210,8 @@ def condensed(table: Table) -> tuple[Table, str]:
 def speed_notes(rows: Sequence[Measured[Speed]]) -> list[str]:
     """What a reader of speed records of one run must know beside the figures, one line each."""
     first = rows[0].record
-    notes = [
-        f"{counted(first.pictures_timed or 0, first.pictures or 'pictures')}, {first.rounds} rounds, clock: {first.clock}"
-    ]
+    pictures = counted(first.pictures_timed or 0, first.pictures or "pictures")
+    notes = [f"{pictures}, {first.rounds} rounds, clock: {first.clock}"]
     if not first.representative:
         notes.append("not representative: how much merges depends on the picture, give --images with photos of yours")
     if not first.stable:
@@ -258,8 +267,8 @@ def joined_table(pairs: Sequence[tuple[Measured[Evaluation], Measured[Speed]]]) 
 
 
 def published_table(rows: Sequence[Published]) -> Table:
-    """Published rows with their units converted to those of measured ones, and their sources."""
-    header = ("method", "run by this project", "mIoU %", "GMACs", "img/s", "speed measured on", "source")
+    """Published rows of one source, with their units converted to those of measured ones."""
+    header = ("method", "run by this project", "mIoU %", "GMACs", "img/s", "speed measured on")
     return Table(
         header,
         [
@@ -270,7 +279,6 @@ def published_table(rows: Sequence[Published]) -> Table:
                 shown(row.gmacs),
                 shown(row.throughput_img_per_s),
                 row.throughput_conditions or UNKNOWN,
-                row.source,
             )
             for row in rows
         ],
@@ -312,7 +320,24 @@ def engine_table(engines: Sequence[Engine]) -> Table:
     return Table(header, rows)
 
 
+def file_table(files: Mapping[str, FileEntry]) -> Table:
+    """Files of a bundle in order of their names."""
+    rows = [(name, f"{one.size_bytes / 1e6:.2f}", f"{one.sha256[:12]}…") for name, one in sorted(files.items())]
+    return Table(("file", "MB", "SHA-256"), rows)
+
+
 # -------------------------------------------------------------------------------------------------------------- values
+
+
+def titled_tokens(tokens: Sequence[MergeTokens]) -> dict[str, float]:
+    """Mean tokens after each merge that tables show, by its title for people."""
+    means = tokens_by_merge(tokens)
+    return {title: means[merge] for merge, title in merge_titles([*means]).items()}
+
+
+def clipped(text: str) -> str:
+    """A text in which shares lie between 0 and 100 %: what a lower one would allow, 0 % allows as well."""
+    return _SHARE.sub(lambda found: f"{min(max(float(found[1]), 0), 100):g} %", text)
 
 
 def shown(value: float | None, digits: int | None = None) -> str:
@@ -329,7 +354,7 @@ def with_difference(value: float | None, base: float | None, is_base: bool) -> s
     return f"{value:.2f} ({value - base:+.2f})"
 
 
-def merged_plan(group: Sequence[Measured]) -> Any:
+def merged_plan(group: Sequence[Measured[Evaluation]]) -> MergePlan:
     """The first plan of a group that merges, which names of plans refer to; the dense one where none does."""
     plans = [row.artifact.plan for row in group]
     return next((plan for plan in plans if plan.layers), plans[0])
@@ -363,32 +388,12 @@ def text_table(header: Row, rows: Sequence[Row]) -> str:
 
 def markdown_table(header: Row, rows: Sequence[Row]) -> str:
     """The same rows as Markdown; columns of numbers are aligned to the right."""
-    numeric = _numeric(header, rows)
+    numeric = numeric_columns(header, rows)
     rule = ["---:" if right else "---" for right in numeric]
     lines = [header, rule, *rows]
     return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
 
 
-def html_table(header: Row, rows: Sequence[Row], caption: str = "") -> str:
-    """The same rows as HTML that scrolls by itself where the screen is narrow."""
-    numeric = _numeric(header, rows)
-    head = "".join(f"<th{_class(right)}>{escape(cell)}</th>" for cell, right in zip(header, numeric, strict=True))
-    body = "".join(
-        f"<tr>{''.join(_cell(cell, right) for cell, right in zip(row, numeric, strict=True))}</tr>" for row in rows
-    )
-    title = f'<p class="caption">{escape(caption)}</p>' if caption else ""
-    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-    return f'{title}<div class="wide" style="--columns:{len(header)}">{table}</div>'
-
-
-def _numeric(header: Row, rows: Sequence[Row]) -> list[bool]:
+def numeric_columns(header: Row, rows: Sequence[Row]) -> list[bool]:
+    """For each column whether it holds numbers only, so that it is aligned to the right."""
     return [bool(rows) and all(_NUMBER.fullmatch(row[i]) for row in rows) for i in range(len(header))]
-
-
-def _cell(cell: str, right: bool) -> str:
-    word = {"FAILED": ' class="bad"', "passed": ' class="good"'}.get(cell, "")
-    return f"<td{_class(right) or word}>{escape(cell)}</td>"
-
-
-def _class(right: bool) -> str:
-    return ' class="n"' if right else ""

@@ -20,8 +20,8 @@ from algm_deploy.pictures.preprocessing import read_indices
 from algm_deploy.predictor import Predictor
 from algm_deploy.recipe.schema import MergePlan
 from algm_deploy.report import pictures as module
-from algm_deploy.report.figures import Panel
-from algm_deploy.report.pictures import Mosaic, PictureWriter, labels_picture, overlay, write_pictures
+from algm_deploy.report.pictures import Mosaic, PictureWriter, labels_picture, overlay
+from algm_deploy.report.sheets import Panel
 
 RED, BLUE, GREEN = (255, 0, 0), (0, 0, 255), (0, 200, 0)
 
@@ -49,7 +49,7 @@ def panels_of(predictor: Predictor, photo: Path, monkeypatch: pytest.MonkeyPatch
         return Image.new("RGB", (1, 1))
 
     monkeypatch.setattr(module, "sheet", sheet)
-    write_pictures(predictor, photo, photo.parent / "out")
+    PictureWriter(predictor, photo.parent / "out").write(photo)
     return seen
 
 
@@ -78,14 +78,14 @@ def test_a_padded_window_has_cells_for_its_padding() -> None:
 
 
 def test_three_pictures_a_photo(predictor: Predictor, photo: Path, tmp_path: Path) -> None:
-    written = write_pictures(predictor, photo, tmp_path / "new" / "out")
+    written = PictureWriter(predictor, tmp_path / "new" / "out").write(photo)
     assert [path.name for path in written] == ["street.labels.png", "street.overlay.png", "street.tokens.png"]
     assert sorted((tmp_path / "new" / "out").iterdir()) == sorted(written)
     assert min(Image.open(written[2]).size) > 600
 
 
 def test_the_label_picture_stores_what_the_predictor_says(predictor: Predictor, photo: Path, tmp_path: Path) -> None:
-    stored = write_pictures(predictor, photo, tmp_path)[0]
+    stored = PictureWriter(predictor, tmp_path).write(photo)[0]
     np.testing.assert_array_equal(read_indices(stored), predictor.predict(photo))
     palette = np.asarray(Image.open(stored).getpalette()).reshape(-1, 3)
     np.testing.assert_array_equal(palette[:11], SPECS["camvid"].classes.palette)
@@ -113,7 +113,7 @@ def test_the_overlay_mixes_class_colour_and_photo() -> None:
 @pytest.mark.parametrize("size", [(1, 1), (5, 40), (40, 5)])
 def test_small_and_long_photos(predictor: Predictor, tmp_path: Path, size: tuple[int, int]) -> None:
     Image.new("RGB", size, (90, 120, 200)).save(tmp_path / "odd.png")
-    assert len(write_pictures(predictor, tmp_path / "odd.png", tmp_path / "out")) == 3
+    assert len(PictureWriter(predictor, tmp_path / "out").write(tmp_path / "odd.png")) == 3
 
 
 # ------------------------------------------------------------------------------------------------------------ tokens
@@ -142,6 +142,11 @@ def test_similarity_decides_what_the_runtime_merged(predictor: Predictor, photo:
     merged = (token_map == token_map[:, :1, :, :1]).all((1, 3))
     assert 0 < merged.sum() < 16
     np.testing.assert_array_equal(similarity >= predictor.signature.defaults["clap_threshold"], merged)
+
+
+@pytest.mark.parametrize(("merge", "title"), [("tome_7", "After ToMe, layer 7"), ("gbm_11", "After GBM, layer 11")])
+def test_a_merge_is_called_as_everywhere(merge: str, title: str) -> None:
+    assert module._merge_panel(merge, np.array([[1, 2, 3, 1]]), square_mosaic([(0, 0)], (8, 8))).title == title
 
 
 @pytest.mark.parametrize("tau", [0.5, 1.5, np.inf])
@@ -195,7 +200,7 @@ def test_maps_that_contradict_the_counts_are_refused(
 
     monkeypatch.setattr(predictor, "infer", tampered)
     with pytest.raises(GateError, match="token map has"):
-        write_pictures(predictor, photo, tmp_path / "out")
+        PictureWriter(predictor, tmp_path / "out").write(photo)
     assert list((tmp_path / "out").iterdir()) == []
 
 
@@ -219,14 +224,14 @@ def test_bad_photos_write_nothing(
     elif content:
         Image.new("RGB", content).save(tmp_path / name)
     with pytest.raises(ImageError, match=words) as caught:
-        write_pictures(predictor, tmp_path / name, tmp_path / "out")
+        PictureWriter(predictor, tmp_path / "out").write(tmp_path / name)
     assert name in str(caught.value)
     assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_a_file_in_place_of_the_folder(predictor: Predictor, photo: Path) -> None:
     with pytest.raises(ImageError, match="expected a folder for pictures"):
-        write_pictures(predictor, photo, photo)
+        PictureWriter(predictor, photo).write(photo)
 
 
 def test_photos_of_one_name_are_refused(predictor: Predictor, photo: Path, tmp_path: Path) -> None:
@@ -250,5 +255,5 @@ def test_a_full_disk_leaves_whole_files_only(
 
     monkeypatch.setattr(Image.Image, "save", limited)
     with pytest.raises(BundleError, match="No space left"):
-        write_pictures(predictor, photo, tmp_path / "out")
+        PictureWriter(predictor, tmp_path / "out").write(photo)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["street.labels.png"]

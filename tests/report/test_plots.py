@@ -7,9 +7,18 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from algm_deploy.report.plots import Series, histogram, scatter
+from algm_deploy.report.html import render
+from algm_deploy.report.plots import Histogram, Scatter, Series
 
 CURVE = Series("measured", ((20.17, 66.63, "tau 0.9319"), (37.44, 70.87, "dense"), (26.9, 69.69, "tau 0.98")))
+
+
+def scatter(x_label: str, y_label: str, series: list[Series]) -> str:
+    return render("scatter.jinja", plot=Scatter("caption", x_label, y_label, series))
+
+
+def histogram(edges: list[float], counts: dict[str, list[int]], means: dict[str, float]) -> str:
+    return render("histogram.jinja", plot=Histogram("caption", edges, counts, means))
 
 
 def drawn(svg: str) -> ElementTree.Element:
@@ -64,6 +73,16 @@ def test_points_lie_where_their_ticks_say() -> None:
     assert {"tau 0.9319", "tau 0.98", "dense", "GMACs", "mIoU %"} <= set(labels)
 
 
+def test_marks_of_every_shape_lie_at_their_points() -> None:
+    """Polygons are moved to their point: each shape stands where the circle of a series alone would."""
+    points = ((25.0, 60.0, "a"), (26.0, 61.0, "b"))
+    root = drawn(scatter("x", "y", [Series(str(index), points) for index in range(4)]))
+    circles = [numbers(circle, "cx", "cy") for circle in root.iter("circle")]
+    moved = [re.findall(r"[\d.]+", polygon.attrib["transform"]) for polygon in root.iter("polygon")]
+    assert [list(map(float, place)) for place in moved] == 3 * circles
+    assert len({polygon.attrib["points"] for polygon in root.iter("polygon")}) == 3
+
+
 @pytest.mark.parametrize("rising", [True, False])
 def test_labels_keep_clear_of_the_line(rising: bool) -> None:
     heights = (60.0, 65.0, 70.0) if rising else (70.0, 65.0, 60.0)
@@ -85,14 +104,14 @@ def test_several_series_differ_in_shape_and_have_a_legend() -> None:
     (square,) = root.iter("polygon")
     assert square.attrib["fill"] == "#fff"
     assert len(list(root.iter("polyline"))) == 1  # figures of others are not connected
-    assert "paper&#x27;s &lt;own&gt;" in svg
+    assert "paper&#39;s &lt;own&gt;" in svg
     assert '<ul class="legend">' in svg
     assert "legend" not in scatter("x", "y", [CURVE])
 
 
 def test_bars_are_as_high_as_their_counts_and_as_wide_as_their_bins() -> None:
     edges = [0.0, 256.0, 512.0, 768.0, 1024.0]
-    root = drawn(histogram(edges, {"clap": [0, 2, 8, 4], "gbm": [1, 0, 0, 0]}, {"clap": 640.0, "gbm": 100.0}))
+    root = drawn(histogram(edges, {"CLAP": [0, 2, 8, 4], "GBM": [1, 0, 0, 0]}, {"CLAP": 640.0, "GBM": 100.0}))
     bars = [numbers(rect, "x", "y", "width", "height") for rect in root.iter("rect")]
     assert len(bars) == 4  # empty bins draw nothing
     heights = [bar[3] for bar in bars]
@@ -107,6 +126,6 @@ def test_bars_are_as_high_as_their_counts_and_as_wide_as_their_bins() -> None:
 
 
 def test_a_histogram_without_windows_is_empty_but_drawn() -> None:
-    root = drawn(histogram([0.0, 512.0, 1024.0], {"clap": [0, 0]}, {}))
+    root = drawn(histogram([0.0, 512.0, 1024.0], {"CLAP": [0, 0]}, {}))
     assert list(root.iter("rect")) == []
     assert "after CLAP" in texts(root)

@@ -77,7 +77,7 @@ def test_backbones_are_named_by_width_and_depth() -> None:
 def test_unknown_figures_stay_unknown_in_a_table() -> None:
     row = Published("Segmenter", "ViT-L/16", "ade20k", "CTS", False, "a paper", setting="30 %", miou_percent=51.6)
     table = markdown_table(*published_table([row]))
-    assert "| CTS, 30 % | no | 51.6 | - | - | - | a paper |" in table
+    assert "| CTS, 30 % | no | 51.6 | - | - | - |" in table
 
 
 HEAD = 'schema = 1\n[methods]\nnone = { implemented = true }\n[sources]\na = "A"\n'

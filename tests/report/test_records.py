@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from algm_deploy.bundle.records import Evaluation, Speed, TokenHistograms
 from algm_deploy.recipe.reading import recipe
-from algm_deploy.recipe.schema import DENSE, MergePlan
+from algm_deploy.recipe.schema import DENSE, MergePlan, Protocol
 from algm_deploy.report.records import (
     Artifact,
     Measured,
@@ -19,14 +20,23 @@ from algm_deploy.report.records import (
     plan_in_force,
     plan_name,
 )
-from algm_deploy.report.tables import Table, joined_table, markdown_table, speed_table
+from algm_deploy.report.tables import joined_table
 
 PLAN = MergePlan(clap_threshold=0.875)
 HERE = Artifact("ab" * 32, PLAN, "fp16", "scores")
+PROTOCOL = Protocol("d", 512, 512, 480)
 
 
-def row(artifact: Artifact = HERE, runtime: str = "torch", **record: Any) -> Measured:
-    return Measured("bundle", runtime, artifact, record)
+def accuracy(artifact: Artifact = HERE, runtime: str = "torch", **figures: Any) -> Measured[Evaluation]:
+    usual = {"images": 3, "miou_percent": 50.0, "pixel_accuracy_percent": 60.0, "dataset": "d", "split": "val"}
+    histograms = TokenHistograms(token_edges=(0.0, 64.0), windows_by_merge={})
+    known = {**usual, "protocol": PROTOCOL, "labelled_pixels": 9, "token_histograms": histograms, **figures}
+    return Measured("bundle", artifact, Evaluation(runtime=runtime, **known))
+
+
+def speed(artifact: Artifact = HERE, runtime: str = "torch", **figures: Any) -> Measured[Speed]:
+    known = {"variant": "merged", "protocol": "latency", "batch": 1, "stable": True, **figures}
+    return Measured("bundle", artifact, Speed(runtime=runtime, **known))
 
 
 def test_the_output_may_differ() -> None:
@@ -51,22 +61,22 @@ def test_the_output_may_differ() -> None:
 def test_weights_plan_and_precision_may_not(other: Artifact) -> None:
     assert not may_share_row(HERE, other)
     with pytest.raises(ValueError, match="do not share a row"):
-        joined_table([(row(miou_percent=50.0), row(other))])
+        joined_table([(accuracy(), speed(other))])
 
 
 def test_a_joined_row_names_both_outputs_and_runtimes() -> None:
-    speed = row(replace(HERE, output="labels"), "tensorrt", throughput_img_per_s=913.26, batch=32, device="H100")
-    table = joined_table([(row(miou_percent=50.125), speed)])
+    fast = speed(replace(HERE, output="labels"), "tensorrt", throughput_img_per_s=913.26, batch=32, device="H100")
+    table = joined_table([(accuracy(miou_percent=50.125), fast)])
     (line,) = table.rows
     assert {"torch, scores", "tensorrt, labels", "50.12", "913.3", "32", "H100", "fp16"} <= set(line)
 
 
 def test_speed_takes_the_accuracy_of_its_own_runtime() -> None:
-    other, own = row(runtime="torch", images=9), row(runtime="onnxruntime-cpu", images=3)
-    speed = row(replace(HERE, output="labels"), "onnxruntime-cpu")
-    assert joined([other, own], [speed]) == [(own, speed)]
-    assert joined([other], [speed]) == [(other, speed)]
-    assert joined([row(replace(HERE, precision="fp32"), images=3)], [speed]) == []
+    other, own = accuracy(runtime="torch", images=9), accuracy(runtime="onnxruntime-cpu", images=3)
+    timed = speed(replace(HERE, output="labels"), "onnxruntime-cpu")
+    assert joined([other, own], [timed]) == [(own, timed)]
+    assert joined([other], [timed]) == [(other, timed)]
+    assert joined([accuracy(replace(HERE, precision="fp32"))], [timed]) == []
 
 
 def test_thresholds_in_force_make_the_plan() -> None:
@@ -92,9 +102,8 @@ def test_plans_are_named_by_threshold_and_by_what_differs() -> None:
     assert plan_name(replace(PLAN, clap_layers=()), replace(PLAN, clap_layers=())) == "GBM only, x 1"
 
 
-def evaluated(plan: MergePlan, gmacs: float, **changes: Any) -> Measured:
-    record = {"dataset": "d", "split": "val", "protocol": {"window": 512}, "images": 3, "labelled_pixels": 9}
-    return row(replace(HERE, plan=plan), **{**record, "gmacs_per_window_mean": gmacs, **changes})
+def evaluated(plan: MergePlan, gmacs: float, **changes: Any) -> Measured[Evaluation]:
+    return accuracy(replace(HERE, plan=plan), gmacs_per_window_mean=gmacs, **changes)
 
 
 def test_only_equal_conditions_are_compared() -> None:
@@ -107,24 +116,10 @@ def test_only_equal_conditions_are_compared() -> None:
         {"images": 4},
         {"split": "test"},
         {"dataset": "e"},
-        {"protocol": {"window": 640}},
+        {"protocol": replace(PROTOCOL, window=640)},
         {"labelled_pixels": 8},
     ):
         assert len(comparable([merged, evaluated(DENSE, 38.0, **change)])) == 2
-
-
-def test_a_speed_table_has_the_columns_that_records_hold() -> None:
-    table = speed_table(
-        [row(protocol="latency", latency_ms_p50=1.234), row(protocol="mixed", throughput_img_per_s=10.0)]
-    )
-    assert table.header == ("runtime", "bundle", "precision", "output", "protocol", "img/s", "p50 ms")
-    assert table.rows[0][4:] == ("latency", "-", "1.23")
-    assert table.rows[1][4:] == ("mixed", "10.0", "-")
-
-
-def test_markdown_aligns_numbers_and_keeps_bars_out_of_cells() -> None:
-    table = Table(("name", "mIoU %"), [("a|b", "12.50 (-1.25)"), ("c", "-")])
-    assert markdown_table(*table) == "| name | mIoU % |\n| --- | ---: |\n| a\\|b | 12.50 (-1.25) |\n| c | - |"
 
 
 def test_a_recipes_own_plan_is_in_force_by_default() -> None:

@@ -10,7 +10,7 @@ import pytest
 from algm_deploy.evaluation.datasets import SPECS
 from algm_deploy.recipe.schema import MergePlan, Network, Protocol, Recipe
 from algm_deploy.report.colors import classes_of, distinct_colors, value_colors
-from algm_deploy.report.figures import Panel, columns_for, fitted, legend, printable, scale, sheet, text_width, wrapped
+from algm_deploy.report.sheets import Panel, columns_for, fitted, legend, printable, scale, sheet, text_width, wrapped
 
 NETWORK = Network("segmenter", embed_dim=64, depth=2, heads=1, classes=3, image_size=(32, 32))
 

@@ -1,9 +1,11 @@
-"""Drawing with Pillow: text, legends, and several panels with titles on one sheet."""
+"""Sheets of pictures: panels with titles in rows, and the legends and scales that belong to them."""
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from math import ceil, log
 from textwrap import wrap
 
@@ -21,6 +23,7 @@ MARGIN = 28
 HEADING, TITLE, TEXT = 30, 26, 21
 _LINE, _PAD = 1.35, 14
 _SHEET_ASPECT = 1.3
+_PAGE_WIDTH = 720
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,24 @@ class Panel:
     subtitle: str
     picture: Rgb
     foot: Rgb | None = None
+
+    def data_url(self) -> str:
+        """The picture and its foot for a page, at most `_PAGE_WIDTH` pixels wide.
+
+        Pictures of few colours, such as label maps, stay sharp as PNG; others become JPEG.
+        """
+        picture = self.picture if self.foot is None else np.concatenate([self.picture, self.foot])
+        image = Image.fromarray(picture)
+        few = image.getcolors(256) is not None
+        if image.width > _PAGE_WIDTH:
+            size = (_PAGE_WIDTH, max(1, round(image.height * _PAGE_WIDTH / image.width)))
+            image = image.resize(size, Image.Resampling.NEAREST if few else Image.Resampling.LANCZOS)
+        stream = BytesIO()
+        if few:
+            image.quantize(256).save(stream, "PNG", optimize=True)
+        else:
+            image.save(stream, "JPEG", quality=82)
+        return f"data:image/{'png' if few else 'jpeg'};base64,{base64.b64encode(stream.getvalue()).decode()}"
 
 
 def columns_for(panels: int, size: Size) -> int:
