@@ -254,10 +254,12 @@ def _put(table: Any, path: tuple[Any, ...], value: object) -> None:
             table = table[key]
         except (KeyError, IndexError, TypeError):
             return  # replaced or removed a moment ago
-    if isinstance(table, dict) and value is GONE:
+    if value is GONE and isinstance(table, dict):
         table.pop(path[-1], None)
     elif isinstance(table, dict):
         table[path[-1]] = value
+    elif isinstance(table, list) and path[-1] < len(table):
+        table[path[-1] : path[-1] + 1] = [] if value is GONE else [value]
 
 
 @pytest.mark.parametrize("schema", [1, 2])
