@@ -27,6 +27,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from algm_deploy.bundle.files import write_atomically
+from algm_deploy.bundle.records import Engine, Parity
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.environment import environment
 from algm_deploy.models.checkpoints import expected_shapes
@@ -71,18 +72,16 @@ def row(name: str, threshold: str, precision: str, folder: Path) -> dict[str, An
             break
     result: dict[str, Any] = {"parameters": parameters, "clap_threshold": threshold or "recipe's", "steps": steps}
     if (folder / "bundle").exists():
-        manifest = Bundle.open(folder / "bundle").manifest
-        chain = manifest.get("parity", {}).get("onnxruntime-cpu", {})
+        written = Bundle.open(folder / "bundle")
+        chain = written.found(Parity, "onnxruntime-cpu")
         result["links"] = {
-            link["name"]: {"passed": link["passed"], "measured": link["measured"], "gate": link["gate"]}
-            for link in chain.get("links", [])
+            link.name: {"passed": link.passed, "measured": link.measured, "gate": link.gate}
+            for link in (chain.links if chain else ())
         }
-        result["bundle_bytes"] = sum(file["size_bytes"] for file in manifest["files"].values())
-        if built := manifest.get("engines", {}).get("tensorrt-rtx"):
-            facts = built["facts"]
-            result["engine"] = {
-                key: facts[key] for key in ("version", "precision", "engine_bytes", "compute_capabilities")
-            }
+        result["bundle_bytes"] = sum(file.size_bytes for file in written.files.values())
+        if built := written.found(Engine, "tensorrt-rtx"):
+            told = ("version", "precision", "engine_bytes", "compute_capabilities")
+            result["engine"] = {key: getattr(built, key) for key in told}
     return result
 
 

@@ -117,7 +117,7 @@ def session(path: Path, threads: int, custom: Path | None) -> ort.InferenceSessi
 
 
 def run(network: ort.InferenceSession, image: np.ndarray, bundle: Bundle) -> list[np.ndarray]:
-    defaults = bundle.fact("signature")["defaults"]
+    defaults = bundle.signature.defaults
     names = {i.name for i in network.get_inputs()}
     feeds = {"image": image, **{n: np.array(v, np.float32) for n, v in defaults.items() if n in names}}
     options = ort.RunOptions()

@@ -23,6 +23,7 @@ from real_checkpoints import MODELS, RECIPE
 from tqdm import tqdm
 
 from algm_deploy.bundle.manifest import MANIFEST
+from algm_deploy.bundle.records import tokens_by_merge
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.deployment import evaluate_bundle, export, spread
 from algm_deploy.environment import environment
@@ -101,17 +102,19 @@ def measure(data: Path, work: Path, checkpoint: str, semantics: str, order: str)
     """One row."""
     bundle = exported(data, work, checkpoint, semantics, order)
     dataset = open_dataset("camvid", data / "data" / "camvid")
-    record = evaluate_bundle(bundle, "onnxruntime-cpu", dataset).record()
-    figures = (
-        "images", "miou_percent", "tokens_after_clap_mean", "tokens_after_gbm_mean", "gmacs_per_window_mean"
-    )  # fmt: skip
+    record = evaluate_bundle(bundle, "onnxruntime-cpu", dataset)
+    clap, gbm = tokens_by_merge(record.tokens).values()
     return Row(
         checkpoint,
         semantics,
         order,
         **compared(bundle, spread([sample.image_path for sample in dataset.samples], PHOTOS)),
-        miou_percent_by_slice={name: part["miou_percent"] for name, part in record["slices"].items()},
-        **{name: record[name] for name in figures},
+        images=record.images,
+        miou_percent=record.miou_percent,
+        miou_percent_by_slice={name: part.miou_percent for name, part in record.slices.items()},
+        tokens_after_clap_mean=clap,
+        tokens_after_gbm_mean=gbm,
+        gmacs_per_window_mean=record.gmacs_per_window_mean,
     )
 
 

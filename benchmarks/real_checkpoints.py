@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import to_builtins
 from numpy.typing import NDArray
 from tqdm import tqdm
 
@@ -158,8 +159,8 @@ def chain(data: Path, checkpoint: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as temporary:
         bundle = export(data / "models" / checkpoint, Path(temporary) / checkpoint, RECIPE, {}).bundle
         report = verify_bundle(bundle, "onnxruntime-cpu", photos, CHAIN_PHOTOS)
-    print(text_table(*parity_table(report.record())))
-    return {"checkpoint": checkpoint, **report.record()}
+    print(text_table(*parity_table(report)))
+    return {"checkpoint": checkpoint, "passed": report.passed, **to_builtins(report)}
 
 
 def table(rows: list[Agreement]) -> str:

@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from algm_deploy.bundle.files import write_atomically
+from algm_deploy.bundle.records import VariantName
 from algm_deploy.bundle.signature import CLAP_THRESHOLD, GBM_THRESHOLD, signature_of
 from algm_deploy.environment import environment
 from algm_deploy.errors import GateError
@@ -45,7 +46,7 @@ from algm_deploy.ops.gbm import gbm_similarity
 from algm_deploy.recipe.schema import MergePlan, Network, Protocol, Recipe
 from algm_deploy.runners.onnxruntime.runner import CUDA_OPTIONS, LIBRARY, CudaSession, placement
 from algm_deploy.timing.timers import merge_efficiency
-from algm_deploy.timing.variants import VARIANTS, Variant, variant_graph, variant_network
+from algm_deploy.timing.variants import VARIANTS, variant_graph, variant_network
 
 # width, depth, heads, 1-based block of GBM
 SIZES = {
@@ -57,7 +58,7 @@ SIZES = {
 }
 MERGED_WINDOWS, MERGED_ROWS = 128, 130
 TOKENS = (1024 - 3 * MERGED_WINDOWS, 1024 - 3 * MERGED_WINDOWS - MERGED_ROWS)
-PLANS: dict[str, Variant] = {"dense": "dense", "merged": "merged", "truncated": "truncated", "mixed": "merged"}
+PLANS: dict[str, VariantName] = {"dense": "dense", "merged": "merged", "truncated": "truncated", "mixed": "merged"}
 SEED = 0
 
 

@@ -17,6 +17,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from msgspec import to_builtins
+
 from algm_deploy.bundle.files import write_atomically
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.deployment import bench_bundle, build_bundle, export, find_images, verify_bundle
@@ -26,8 +28,8 @@ from algm_deploy.timing.protocols import Request, usual_request
 
 KEPT = (
     "batch_ms_mean_of_medians", "latency_ms_p50", "latency_ms_p90", "latency_ms_p99", "throughput_img_per_s",
-    "speedup", "merge_efficiency", "gmacs_per_window_mean", "tokens_after_clap_mean", "tokens_after_gbm_mean",
-    "stages", "stable", "rounds", "execution", "host_device_copies",
+    "speedup", "merge_efficiency", "gmacs_per_window_mean", "tokens", "stages", "stable", "rounds", "execution",
+    "host_device_copies",
 )  # fmt: skip
 
 
@@ -85,7 +87,8 @@ def run(bundle: Bundle, runtime: str, options: argparse.Namespace) -> dict[str, 
         except GateError as error:
             return result | {"not_timed": f"{name}: {error}"}
         result["speed"][name] = {
-            row.record["variant"]: {key: row.record[key] for key in KEPT if key in row.record} for row in rows
+            row.record.variant: {key: value for key, value in to_builtins(row.record).items() if key in KEPT}
+            for row in rows
         }
         print(runtime, bundle.recipe.precision, bundle.recipe.output, name, summary(result["speed"][name]), flush=True)
     return result

@@ -50,7 +50,6 @@ DISTRIBUTIONS = {
     "PIL": "pillow",
     "cv2": "opencv-python-headless",
     "google": "protobuf",
-    "sklearn": "scikit-learn",
     "yaml": "pyyaml",
 }
 # Triton comes with PyTorch's CUDA packages; the fused steps run in PyTorch's operators without it.

@@ -150,7 +150,8 @@ class TokenHistograms(Record, frozen=True, kw_only=True):
 class Evaluation(Measurement, Figures, frozen=True, kw_only=True):
     """One evaluation of a data set; `failures` maps the names of images that could not be used to the reason.
 
-    `thresholds` are those in force. Multiply-adds are in 10^9 of a window, `_dense` those without merges.
+    Of `unlabelled` images, which have no labelled pixel, tokens and multiply-adds are in the figures. `thresholds` are
+    those in force. Multiply-adds are in 10^9 of a window, `_dense` those without merges.
     """
 
     section: ClassVar[str] = "evaluations"
@@ -170,6 +171,7 @@ class Evaluation(Measurement, Figures, frozen=True, kw_only=True):
     token_histograms: TokenHistograms
     slices: dict[str, Figures] = {}
     failures: dict[str, str] = {}
+    unlabelled: tuple[str, ...] = ()
 
     @property
     def identity(self) -> tuple[Any, ...]:

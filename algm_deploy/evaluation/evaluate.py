@@ -11,16 +11,15 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
-from msgspec import structs
+from msgspec import Meta, ValidationError, convert, structs
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from algm_deploy.bundle.records import Evaluation, Figures, MergeTokens, TokenHistograms, storable
+from algm_deploy.bundle.records import Evaluation, Figures, MergeTokens, Record, TokenHistograms, storable
 from algm_deploy.bundle.signature import merge_names
 from algm_deploy.errors import BundleError, DatasetError, ImageError
 from algm_deploy.evaluation.datasets import IGNORE, Dataset, Sample
@@ -32,10 +31,10 @@ from algm_deploy.recipe.schema import DENSE, MergePlan, Protocol, Recipe
 
 STATE_VERSION = 2
 HISTOGRAM_BINS = 32
+Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
 
 
-@dataclass(frozen=True)
-class ImageResult:
+class ImageResult(Record, frozen=True, kw_only=True):
     """One evaluated image: the flat cells of its confusion matrix that are not zero, their pixels, (windows, M) tokens.
 
     The hash of its photo's and its label's bytes tells a later run whether the image is still the same.
@@ -43,9 +42,13 @@ class ImageResult:
 
     name: str
     files_sha256: str
-    cells: list[int]
-    pixels: list[int]
-    tokens: list[list[int]]
+    cells: list[Count]
+    pixels: list[Count]
+    tokens: list[list[Count]]
+
+    def __post_init__(self) -> None:
+        if len(self.cells) != len(self.pixels):
+            raise ValueError("expected as many pixels as cells")
 
 
 def evaluate(
@@ -69,7 +72,7 @@ def evaluate(
     go into the record.
 
     Raises:
-        DatasetError: the data set's classes are not the network's.
+        DatasetError: the data set's classes are not the network's, or no image could be evaluated.
         GateError: the network returned no finite scores of the right shape.
         BundleError: the state file cannot be used, or the token counts do not fit the plan.
     """
@@ -102,6 +105,9 @@ def evaluate(
                 failures[sample.name] = str(error)
                 bar.set_postfix(failed=len(failures))
     done = [results[sample.name] for sample in dataset.samples if sample.name not in failures]
+    unlabelled = tuple(result.name for result in done if not result.cells)
+    if len(unlabelled) == len(done):
+        raise DatasetError(_nothing_evaluated(dataset, failures, unlabelled))
     return Evaluation(
         runtime=runtime,
         device=device,
@@ -113,6 +119,7 @@ def evaluate(
         protocol=recipe.protocol,
         window_batch=window_batch,
         failures=failures,
+        unlabelled=unlabelled,
         **structs.asdict(_figures(done, dataset.class_names, recipe.merging)),
         gmacs_per_window_mean=_mean_gmacs(done, recipe),
         gmacs_per_window_dense=multiply_adds(recipe.network, DENSE).gmacs,
@@ -178,7 +185,7 @@ class StateFile:
         """
         try:
             with self.path.open("ab") as stream:
-                stream.write(_line(asdict(result)))
+                stream.write(_line(structs.asdict(result)))
                 stream.flush()
                 os.fsync(stream.fileno())
         except OSError as error:
@@ -192,8 +199,11 @@ class StateFile:
                 if number == 1 and entry != facts:
                     raise ValueError("it belongs to another evaluation")
                 if number > 1:
-                    self.results[entry["name"]] = ImageResult(**entry)
-        except (ValueError, TypeError, KeyError) as error:
+                    result = convert(entry, ImageResult)
+                    if max(result.cells, default=0) >= len(facts["class_names"]) ** 2:
+                        raise ValueError("its cells are of other classes")
+                    self.results[result.name] = result
+        except (ValueError, RecursionError, ValidationError) as error:
             raise BundleError(
                 f"{self.path} line {number}: expected a saved result, delete the file ({error})"
             ) from error
@@ -228,7 +238,22 @@ def _measured(
     _check_tokens(prediction, recipe.merging)
     counts = confusion_matrix(labels, prediction.labels, len(dataset.class_names), IGNORE).ravel()
     cells = np.flatnonzero(counts)
-    return ImageResult(sample.name, files, cells.tolist(), counts[cells].tolist(), prediction.token_counts.tolist())
+    return ImageResult(
+        name=sample.name,
+        files_sha256=files,
+        cells=cells.tolist(),
+        pixels=counts[cells].tolist(),
+        tokens=prediction.token_counts.tolist(),
+    )
+
+
+def _nothing_evaluated(dataset: Dataset, failures: Mapping[str, str], unlabelled: Sequence[str]) -> str:
+    reasons = [*failures.values(), *(f"{name}: no pixel has a label" for name in unlabelled)]
+    more = [f"{len(reasons) - 3} more"] if len(reasons) > 3 else []
+    return (
+        f"{dataset.title}: expected images with labels, none of {len(reasons)} can be evaluated "
+        f"({'; '.join([*reasons[:3], *more])}): mend these files and run it again"
+    )
 
 
 def _check_tokens(prediction: Prediction, plan: MergePlan) -> None:
@@ -269,7 +294,7 @@ def _figures(results: Sequence[ImageResult], class_names: Sequence[str], plan: M
 def _summed(results: Iterable[ImageResult], classes: int) -> Confusion:
     total = np.zeros(classes * classes, np.int64)
     for result in results:
-        total[result.cells] += result.pixels
+        total[np.array(result.cells, np.int64)] += np.array(result.pixels, np.int64)
     return total.reshape(classes, classes)
 
 

@@ -116,6 +116,12 @@ def _share(error: Error, scale: Error) -> Error:
     return Error(error.rms / scale.rms, error.largest / scale.largest)
 
 
+def _percent(share: float, digits: int) -> str:
+    """For people: a gate that PyTorch's own error widens beyond everything lets everything pass, and no more."""
+    rounded = f"{100 * min(max(share, 0.0), 1.0):.{digits}g}"
+    return f"{float(rounded):g}"  # two digits of a hundred are 1e+02
+
+
 class Decided(NamedTuple):
     """One image of a batch: its name, the runtime's token maps (N,) by merge, and their replay."""
 
@@ -214,13 +220,13 @@ class Decisions:
         if not self._compared == expected > 0:
             problems.append(f"{self._compared} of {expected} images could be compared")
         excused = f"{equal} of {runs} images equal, {runs - equal} excused by noise"
-        against_truth = f"{100 * share:.2g} % of decisions not as in fp64"
+        against_truth = f"{_percent(share, 2)} % of decisions not as in fp64"
         return Link(
             number=5,
             name="decisions",
             passed=not problems and others <= limit,
             measured=problems[0] if problems else f"{excused}, {against_truth}",
-            gate=f"0 unexcused, {100 * allowed:.2g} % of decisions",
+            gate=f"0 unexcused, {_percent(allowed, 2)} % of decisions",
             facts={
                 "images": runs,
                 "images_equal": equal,
@@ -299,7 +305,7 @@ class Labels:
             name="labels",
             passed=complete and mean >= gate,
             measured=measured if complete else f"{len(self._agreement)} of {expected} images could be compared",
-            gate=f"{100 * gate:.4g} %{beside}",
+            gate=f"{_percent(gate, 4)} %{beside}",
             facts={
                 "label_agreement_mean": mean,
                 "label_agreement_min": worst,

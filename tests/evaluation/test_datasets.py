@@ -13,7 +13,7 @@ from PIL import Image
 
 from algm_deploy.errors import DatasetError, ImageError
 from algm_deploy.evaluation.datasets import IGNORE, SPECS, Dataset, open_dataset, read_classes
-from algm_deploy.wording import dataset_name
+from algm_deploy.wording import dataset_title
 
 
 def photo(path: Path) -> None:
@@ -251,9 +251,9 @@ def test_two_photos_with_one_label_file_are_refused(folder: Path) -> None:
 def test_a_folder_without_splits_is_called_what_it_is(folder: Path) -> None:
     assert open_dataset("folder", folder).title == "a folder of pictures"
     assert open_dataset("folder", folder, "night").title == "folder night"
-    halves = {split: dataset_name({"dataset": "folder", "split": split}) for split in ("all-first-half", "-first-half")}
+    halves = {split: dataset_title("folder", split) for split in ("all-first-half", "-first-half")}
     assert halves == {"all-first-half": "first half of a folder of pictures", "-first-half": "folder -first-half"}
-    assert dataset_name({"dataset": "camvid", "split": "val-second-half"}) == "second half of camvid val"
+    assert dataset_title("camvid", "val-second-half") == "second half of camvid val"
 
 
 # -------------------------------------------------------------------------------------------------- wrong layouts

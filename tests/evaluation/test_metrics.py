@@ -8,7 +8,6 @@ import sys
 
 import numpy as np
 import pytest
-import sklearn.metrics
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -24,7 +23,7 @@ def random_maps(seed: int, classes: int, ignore: int = 255) -> tuple[NDArray[np.
     return labels, random.integers(0, classes, labels.shape).astype(np.uint8)
 
 
-@given(st.integers(0, 1000), st.integers(2, 12))
+@given(st.integers(0, 1000), st.integers(2, 254))
 def test_counts_equal_an_independent_count(seed: int, classes: int) -> None:
     labels, prediction = random_maps(seed, classes)
     expected = np.zeros((classes, classes), int)
@@ -46,8 +45,6 @@ def test_figures_equal_sets_of_pixels(seed: int, classes: int) -> None:
     assert found.iou_percent == pytest.approx(iou, nan_ok=True)
     assert found.miou_percent == pytest.approx(np.nanmean(iou))
     assert found.pixel_accuracy_percent == pytest.approx(100 * (labels == prediction)[counted].mean())
-    jaccard = sklearn.metrics.jaccard_score(labels[counted], prediction[counted], average="macro")
-    assert found.miou_percent == pytest.approx(100 * jaccard)
 
 
 def test_a_class_that_is_neither_labelled_nor_predicted_is_left_out() -> None:

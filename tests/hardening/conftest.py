@@ -59,7 +59,7 @@ def write(target: Path, recipe: Recipe, weights: Weights) -> Bundle:
     model = network_module(recipe.network, weights, DTYPES[recipe.precision])
     with BundleWriter(target, recipe) as writer:
         write_network(writer, model, deployed(model, recipe), {})
-        writer.facts["preprocessing_sha256"] = preprocessing_fingerprint(recipe.protocol)
+        writer.describe(preprocessing_sha256=preprocessing_fingerprint(recipe.protocol))
     return Bundle.open(target)
 
 

@@ -47,7 +47,7 @@ class Place:
         def list_it(manifest: dict[str, Any]) -> None:
             manifest["files"][name] |= {"sha256": sha256, "size_bytes": len(content)}
             for entry in manifest["files"].values():
-                if name in entry["made_from"]:
+                if name in entry.get("made_from", {}):
                     entry["made_from"][name] = sha256
 
         self.change_manifest(list_it)
@@ -240,33 +240,51 @@ CASES: dict[str, tuple[Edit, tuple[str, ...], str]] = {
         VERIFY,
         "expected JSON",
     ),
-    "no signature": (manifest(lambda m: m.pop("signature")), PREDICT, "expected 'signature' in its manifest"),
-    "a signature that is none": (fact("signature", 5), PREDICT, "expected the signature of a network"),
-    "a signature without outputs": (signature("outputs", []), VERIFY, "no image or no outputs"),
-    "a signature with words for numbers": (signature("max_batch", "many"), PREDICT, "expected the signature"),
-    "a signature with other thresholds": (signature("defaults", {"clap_threshold": "x"}), PREDICT, "the signature"),
+    "no signature": (
+        manifest(lambda m: m.pop("signature")),
+        PREDICT,
+        "expected the signature of a network in its manifest",
+    ),
+    "a signature that is none": (fact("signature", 5), PREDICT, "expected a table or null as signature, got 5"),
+    "a signature without outputs": (
+        signature("outputs", []),
+        VERIFY,
+        "labels or scores, and token counts as signature",
+    ),
+    "a signature with words for numbers": (
+        signature("max_batch", "many"),
+        PREDICT,
+        "expected a whole number as signature.max_batch, got 'many'",
+    ),
+    "a signature with other thresholds": (
+        signature("defaults", {"clap_threshold": "x"}),
+        PREDICT,
+        "expected a finite number as signature.defaults.clap_threshold, got 'x'",
+    ),
     "a signature of another type": (
         signature("inputs", [{"name": "image", "dtype": "complex64", "shape": [-1, 3, 128, 128]}]),
         PREDICT,
-        "dtype 'complex64'",
+        "as signature.inputs.0.dtype, got 'complex64'",
     ),
     "no preprocessing": (
         manifest(lambda m: m.pop("preprocessing_sha256")),
         PREDICT,
-        "expected 'preprocessing_sha256' in its manifest",
+        "made with other preprocessing rules (None instead of",
     ),
     "a preprocessing that is none": (
         fact("preprocessing_sha256", 5),
         PREDICT,
-        "expected a text as preprocessing_sha256, got 5",
+        "expected a text or null as preprocessing_sha256, got 5",
     ),
-    "a section that is none": (fact("parity", 5), VERIFY, "expected a table of tables as parity, got 5"),
-    "a section of the report": (fact("evaluation", {"a": 1}), REPORT, "expected a table of tables as evaluation"),
-    "a section of the builder": (fact("onnxruntime", []), BUILD, "expected a table of tables as onnxruntime"),
+    "a section that is none": (fact("parity", 5), VERIFY, "expected a list of a table as parity, got 5"),
+    "a section of the report": (fact("evaluations", {"a": 1}), REPORT, "expected a list of a table as evaluations"),
+    "a section of the builder": (fact("optimized_graphs", {}), BUILD, "a list of a table as optimized_graphs, got {}"),
+    "a section of another release": (fact("evaluation", {}), PREDICT, "that this release does not know, got 'evaluat"),
+    "a figure that is none": (fact("position_embedding_resized_from", [float("nan"), 1]), PREDICT, "from.0, got nan"),
     "an engine without facts": (
-        fact("engines", {"tensorrt": {"facts": {"batches": 5}}}),
+        fact("engines", [{"runtime": "tensorrt", "batches": [1, 1, 1]}]),
         (*PREDICT, "--runtime", "tensorrt"),
-        "expected a text as engines.tensorrt.facts.version, found none",
+        "expected a text as engines.0.version, found none",
     ),
     # pictures
     "an animation": (picture("animated"), PREDICT, "2 frames"),

@@ -12,18 +12,20 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from algm_deploy.bundle.records import Evaluation, Link, Parity
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.demo.scenes import scene
 from algm_deploy.recipe.reading import read_recipe
 
 Run = Callable[..., tuple[int, float]]
 InNewProcess = Callable[..., list[tuple[int, str]]]
+LINK = Link(number=1, name="network", passed=True, measured="equal", gate="equal")
+PARITY = Parity(runtime="torch", images=1, batches=(1,), links=(LINK,))
 
 # Reads commands and delays, a line each. A command runs in a child, which starts at once as everything is imported, and
 # is killed after the delay where there is one. Answers with its exit code, negative for a signal, and its seconds.
@@ -149,11 +151,11 @@ def test_killed_evaluations_go_on_where_they_stopped(run: Run, bundle: Path, dat
     def words(step: int) -> list[object]:
         return ["evaluate", bundle, "--data", data, "--runtime", "torch", "--tau", step / 100]
 
-    def record(step: int) -> dict[str, Any]:
-        found: dict[str, Any] = Bundle.open(bundle).section("evaluation")[
-            f"torch camvid test 4 images clap_threshold {float(np.float32(step / 100))} gbm_threshold 1.0"
-        ]
-        return found
+    def record(step: int) -> Evaluation:
+        thresholds = {"clap_threshold": float(np.float32(step / 100)), "gbm_threshold": 1.0}
+        found = Bundle.open(bundle).manifest.evaluations
+        (record,) = [one for one in found if (one.images, one.thresholds) == (4, thresholds)]
+        return record
 
     def check(step: int) -> None:
         Bundle.open(bundle).verify()
@@ -208,7 +210,7 @@ def test_a_full_disk(
 ) -> None:
     """The limit on the size of a file stands for it: the same error comes from the same calls."""
     verified = Bundle.open(bundle)
-    verified.record("parity", "torch", {"passed": True, "images": 1, "batches": [1], "links": []})
+    verified.record(PARITY)
     place = tmp_path / "place"
     place.mkdir()
     words = everything(bundle, tiny_checkpoint, photo, data, place)
@@ -233,7 +235,7 @@ def test_a_read_only_bundle_predicts_and_explains_what_it_cannot(
     archive = tmp_path / "archive"
     bundle = Path(shutil.copytree(tiny_bundle.path, archive / "bundle"))
     verified = Bundle.open(bundle)
-    verified.record("parity", "torch", {"passed": True, "images": 1, "batches": [1], "links": []})
+    verified.record(PARITY)
     (archive / ".bundle.lock").unlink()
     for path in (bundle, archive):
         path.chmod(0o555)
@@ -254,8 +256,9 @@ def test_two_processes_on_one_bundle(in_new_process: InNewProcess, bundle: Path,
     assert outcomes == [0] * 6
     opened = Bundle.open(bundle)
     opened.verify()
-    assert opened.section("parity")["onnxruntime-cpu"]["passed"]
-    assert "replacing" not in opened.manifest
+    (record,) = opened.manifest.parity
+    assert (record.runtime, record.passed) == ("onnxruntime-cpu", True)
+    assert opened.manifest.replacing == {}
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------

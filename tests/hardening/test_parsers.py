@@ -6,29 +6,29 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
-from algm_deploy.bundle.manifest import MANIFEST
-from algm_deploy.bundle.records import SECTIONS
-from algm_deploy.bundle.signature import Signature
+from algm_deploy.bundle.manifest import MANIFEST, manifest_of
+from algm_deploy.bundle.records import Parity
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.cli.settings import parsed
-from algm_deploy.demo.run import SHORT, generated_scenes
 from algm_deploy.deployment import bench_bundle, evaluate_bundle, verify_bundle
 from algm_deploy.errors import AlgmDeployError, BundleError, CheckpointError, GateError, RecipeError
+from algm_deploy.evaluation.datasets import Dataset, open_dataset
 from algm_deploy.models.checkpoints import Checkpoint, read_variant, settings_from_variant
 from algm_deploy.package_data import content
 from algm_deploy.recipe.reading import checked, read_recipe, recipe_settings
 from algm_deploy.report.page import report_page
-from algm_deploy.timing.protocols import check_verified
+from algm_deploy.timing.protocols import Request, check_verified
 from algm_deploy.timing.timers import Effort
 
 SECONDS = 2.0  # for one file; the largest that is read takes a tenth on a quiet machine
@@ -152,11 +152,14 @@ def test_deep_variant_files_are_refused_before_they_are_read(tmp_path: Path, ope
         sys.setrecursionlimit(allowed)
 
 
+OLD = json.loads((Path(__file__).parents[1] / "data" / "manifests" / "schema1.json").read_text())
+
+
 @pytest.fixture(scope="module")
-def described(tiny_bundle: Bundle) -> dict[str, Any]:
-    """A manifest that lists no files, so that nothing but the manifest is read."""
+def described(tiny_bundle: Bundle) -> dict[int, dict[str, Any]]:
+    """Manifests by schema that list no files, so that nothing but the manifest is read."""
     manifest: dict[str, Any] = json.loads((tiny_bundle.path / MANIFEST).read_text())
-    return {**manifest, "files": {}}
+    return {1: {**OLD, "files": {}}, 2: {**manifest, "files": {}}}
 
 
 def places(table: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -167,54 +170,82 @@ def places(table: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
             yield from places(value, (*path, key))
 
 
+@pytest.mark.parametrize("schema", [1, 2])
 @FUZZ
 @given(data=st.data())
-def test_manifests(tmp_path: Path, described: dict[str, Any], data: st.DataObject) -> None:
-    manifest = json.loads(json.dumps(described))
-    for path in data.draw(st.lists(st.sampled_from(list(places(described))), min_size=1, max_size=2)):
+def test_manifests(tmp_path: Path, described: dict[int, dict[str, Any]], schema: int, data: st.DataObject) -> None:
+    manifest = json.loads(json.dumps(described[schema]))
+    for path in data.draw(st.lists(st.sampled_from(list(places(manifest))), min_size=1, max_size=2)):
         _put(manifest, path, data.draw(VALUES))
     (tmp_path / MANIFEST).write_text(json.dumps(manifest))
     with soon(BundleError):
         bundle = Bundle.open(tmp_path)
-        Signature.from_table(bundle.fact("signature"))
+        assert bundle.signature.merges or not bundle.recipe.merging.layers
+
+
+@pytest.mark.parametrize("schema", [1, 2])
+def test_sound_manifests_are_read(tmp_path: Path, described: dict[int, dict[str, Any]], schema: int) -> None:
+    """Otherwise the changed ones would prove nothing."""
+    (tmp_path / MANIFEST).write_text(json.dumps(described[schema]))
+    assert Bundle.open(tmp_path).signature.merges == ("clap_1", "gbm_3")
 
 
 @pytest.fixture(scope="module")
-def recorded(tiny_bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A manifest with a record of every kind, as the steps write them."""
+def recorded(tiny_bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+    """Manifests by schema with a record of every kind, as the steps write them."""
     bundle = Bundle.open(shutil.copytree(tiny_bundle.path, tmp_path_factory.mktemp("recorded") / "bundle"))
-    scenes = generated_scenes(bundle.path.parent / "scenes", 2)
-    scenes = replace(scenes, class_names=bundle.recipe.class_names)
+    pictures = labelled_noise(bundle.path.parent / "pictures", bundle.recipe.class_names)
     verify_bundle(bundle, "torch", [], 1, progress=False)
     for merge in (True, False):
-        evaluate_bundle(bundle, "torch", scenes, merge=merge, progress=False)
-    bench_bundle(bundle, "torch", [], replace(SHORT, count=1, effort=Effort(0, 2, 2)), progress=False)
-    facts = {"version": "1.7", "precision": "fp32", "batches": [1, 2, 2], "compute_capabilities": ["8.9"]}
-    engine = {"facts": facts, "parsed_network": {"plugins": [{"plugin": "clap"}]}, "build_seconds": 1.5}
-    bundle.record("engines", "tensorrt-rtx", engine)
-    bundle.not_run(["parity tensorrt-rtx"], "no GPU here")
-    manifest: dict[str, Any] = json.loads((bundle.path / MANIFEST).read_text())
-    return manifest
+        evaluate_bundle(bundle, "torch", pictures, merge=merge, progress=False)
+    request = Request("latency", count=1, effort=Effort(0, 2, 2), variants=("dense", "merged"))
+    bench_bundle(bundle, "torch", [], request, progress=False)
+    for record in manifest_of(OLD, Path(MANIFEST)).engines:
+        bundle.record(record)
+    bundle.note_not_run(["parity"], "tensorrt-rtx", "no GPU here")
+    return {1: OLD, 2: json.loads((bundle.path / MANIFEST).read_text())}
 
 
-@settings(FUZZ, max_examples=150)
+def labelled_noise(root: Path, class_names: Sequence[str]) -> Dataset:
+    random = np.random.default_rng(0)
+    for index in range(2):
+        for kind, shape, values in (("images", (128, 128, 3), 256), ("annotations", (128, 128), len(class_names))):
+            path = root / kind / f"{index}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(random.integers(0, values, shape, dtype=np.uint8)).save(path)
+    (root / "classes.json").write_text(json.dumps({"names": class_names}))
+    return open_dataset("folder", root)
+
+
+def opened(folder: Path, manifest: dict[str, Any]) -> Bundle:
+    return Bundle(folder, manifest_of(json.loads(json.dumps(manifest)), folder / MANIFEST))
+
+
+@pytest.mark.parametrize("schema", [1, 2])
+@settings(FUZZ, max_examples=100)
 @given(data=st.data())
-def test_edited_records(tmp_path: Path, recorded: dict[str, Any], data: st.DataObject) -> None:
+def test_edited_records(tmp_path: Path, recorded: dict[int, dict[str, Any]], schema: int, data: st.DataObject) -> None:
     """The report reads all of them, the clock asks for the parity record."""
-    manifest = json.loads(json.dumps(recorded))
-    kept = {name: manifest[name] for name in (*SECTIONS, "environment", "not_run", "signature") if name in manifest}
+    manifest = json.loads(json.dumps(recorded[schema]))
+    kept = {name: part for name, part in manifest.items() if name not in ("schema", "recipe", "files")}
     for path in data.draw(st.lists(st.sampled_from(list(places(kept))), min_size=1, max_size=2)):
         _put(manifest, path, data.draw(VALUES | st.just(GONE)))
     for read in (lambda bundle: report_page(bundle), lambda bundle: check_verified(bundle, "torch")):
         with soon(BundleError, GateError):
-            read(Bundle(tmp_path, json.loads(json.dumps(manifest))))
+            read(opened(tmp_path, manifest))
 
 
-def test_sound_records_are_read(tmp_path: Path, recorded: dict[str, Any]) -> None:
-    page = report_page(Bundle(tmp_path, recorded))
+@pytest.mark.parametrize("schema", [1, 2])
+def test_sound_records_are_read(tmp_path: Path, recorded: dict[int, dict[str, Any]], schema: int) -> None:
+    bundle = opened(tmp_path, recorded[schema])
+    page = report_page(bundle)
     assert "FAILED" not in page
     assert page.count("times as fast") + page.count("speed-up") >= 1
-    check_verified(Bundle(tmp_path, recorded), "torch")
+    if schema == 2:
+        check_verified(bundle, "torch")
+    else:  # its files are not here
+        with pytest.raises(BundleError, match="expected the files that were verified on torch"):
+            check_verified(bundle, "torch")
 
 
 def _put(table: Any, path: tuple[Any, ...], value: object) -> None:
@@ -223,16 +254,20 @@ def _put(table: Any, path: tuple[Any, ...], value: object) -> None:
             table = table[key]
         except (KeyError, IndexError, TypeError):
             return  # replaced or removed a moment ago
-    if isinstance(table, dict) and value is GONE:
+    if value is GONE and isinstance(table, dict):
         table.pop(path[-1], None)
     elif isinstance(table, dict):
         table[path[-1]] = value
+    elif isinstance(table, list) and path[-1] < len(table):
+        table[path[-1] : path[-1] + 1] = [] if value is GONE else [value]
 
 
+@pytest.mark.parametrize("schema", [1, 2])
 @FUZZ
-@given(spoilt('{"schema": 1, "recipe": {"name": "x"}, "files": {"a": {"sha256": "0", "size_bytes": 1}}}'))
-def test_manifests_that_are_hardly_json(tmp_path: Path, text: str) -> None:
-    (tmp_path / MANIFEST).write_text(text)
+@given(data=st.data())
+def test_manifests_that_are_hardly_json(tmp_path: Path, schema: int, data: st.DataObject) -> None:
+    text = f'{{"schema": {schema}, "recipe": {{"name": "x"}}, "files": {{"a": {{"sha256": "0", "size_bytes": 1}}}}}}'
+    (tmp_path / MANIFEST).write_text(data.draw(spoilt(text)))
     with soon(BundleError):
         Bundle.open(tmp_path)
 
@@ -241,6 +276,7 @@ def test_two_steps_at_once_keep_both_records(tmp_path: Path, tiny_bundle: Bundle
     """Both opened the bundle before either wrote."""
     folder = shutil.copytree(tiny_bundle.path, tmp_path / "bundle")
     one, other = Bundle.open(folder), Bundle.open(folder)
-    one.record("tuning", "first", {"tau": 0.5})
-    other.record("tuning", "second", {"tau": 0.6})
-    assert Bundle.open(folder).manifest["tuning"] == {"first": {"tau": 0.5}, "second": {"tau": 0.6}}
+    records = [Parity(runtime=runtime, images=1, batches=(1,), links=()) for runtime in ("torch", "onnxruntime-cpu")]
+    one.record(records[0])
+    other.record(records[1])
+    assert Bundle.open(folder).manifest.parity == tuple(records)

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from algm_deploy.bundle.records import Parity
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import RecipeError
-from algm_deploy.parity.chain import ParityReport, verify
+from algm_deploy.parity.chain import verify
 from algm_deploy.predictor import Predictor
 from algm_deploy.recipe.schema import MergePlan, Network
 from algm_deploy.runners.contract import Runner, runner, runner_type
@@ -33,7 +34,7 @@ def on(bundle: Bundle, runtime: str, folder: Path) -> tuple[Bundle, str]:
     return bundle, name
 
 
-def failures(report: ParityReport) -> list[str]:
+def failures(report: Parity) -> list[str]:
     return [f"{link.name}: {link.measured}" for link in report.links if not link.passed]
 
 

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import onnx
 
+from algm_deploy.bundle.records import Parity
 from algm_deploy.bundle.store import Bundle
-from algm_deploy.parity.chain import ParityReport
 from algm_deploy.runners.contract import Array
 
 Outputs = dict[str, Array]
 
 
-def broken(report: ParityReport) -> set[str]:
+def broken(report: Parity) -> set[str]:
     """Names of the links that do not hold."""
     return {link.name for link in report.links if not link.passed}
 
 
-def measured(report: ParityReport, name: str) -> str:
+def measured(report: Parity, name: str) -> str:
     """What a link says to people."""
     return next(link.measured for link in report.links if link.name == name)
 
@@ -29,6 +31,14 @@ def rewrite(bundle: Bundle, name: str, content: bytes) -> None:
     entry = bundle.files[name]
     with bundle.add(name, entry.made_from, entry.uses) as path:
         path.write_bytes(content)
+
+
+def edit_manifest(bundle: Bundle, change: Callable[[dict[str, Any]], object]) -> None:
+    """Changes the manifest of a bundle, which is to be opened again."""
+    path = bundle.path / "manifest.json"
+    manifest = json.loads(path.read_text())
+    change(manifest)
+    path.write_text(json.dumps(manifest))
 
 
 def edit_graph(bundle: Bundle, change: Callable[[onnx.ModelProto], None]) -> None:

@@ -12,15 +12,17 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from parity_cases import Outputs, broken, edit_constant, edit_graph, edit_weight, measured, rewrite
+from msgspec import to_builtins
+from parity_cases import Outputs, broken, edit_constant, edit_graph, edit_manifest, edit_weight, measured, rewrite
 
+from algm_deploy.bundle.records import Parity
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.deployment import export
 from algm_deploy.errors import BundleError
 from algm_deploy.models.deployed import PIXEL_SCALE, PixelEmbedding
 from algm_deploy.ops.clap import window_members, window_of_patch
 from algm_deploy.parity import chain, comparison, replay
-from algm_deploy.parity.chain import ParityReport, Trial, trials_of, verify
+from algm_deploy.parity.chain import Trial, trials_of, verify
 from algm_deploy.parity.comparison import unexplained_labels
 from algm_deploy.recipe.schema import DENSE, MergePlan
 from algm_deploy.runners.contract import Array
@@ -30,7 +32,7 @@ Tamper = Callable[[Callable[[Outputs, Array], Outputs]], str]
 ORT = "onnxruntime-cpu"
 
 
-def verified(bundle: Bundle, runtime: str, windows: Array) -> ParityReport:
+def verified(bundle: Bundle, runtime: str, windows: Array) -> Parity:
     return verify(bundle, runtime, windows, progress=False)
 
 
@@ -49,7 +51,7 @@ def test_sound_bundle_passes(
     assert decisions["images"] == 3 + 2 + 3 + 8
     assert report.links[3].facts["images_compared"] == decisions["images"] + 2  # nothing and everything merging
     record_property("support", f"algm segmenter/mask_transformer {runtime} verified")
-    json.dumps(report.record(), allow_nan=False)
+    json.dumps(to_builtins(report), allow_nan=False)
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -213,9 +215,8 @@ def test_the_reference_shares_no_kernel_with_what_is_proven(
 
 @pytest.mark.parametrize(("name", "value"), [("clap_threshold", 0.5), ("gbm_threshold", 0.0)])
 def test_threshold_default_of_the_manifest(own_bundle: Bundle, windows: Array, name: str, value: float) -> None:
-    signature = own_bundle.fact("signature")
-    own_bundle.update({"signature": {**signature, "defaults": {**signature["defaults"], name: value}}})
-    report = verified(own_bundle, ORT, windows)
+    edit_manifest(own_bundle, lambda manifest: manifest["signature"]["defaults"].update({name: value}))
+    report = verified(Bundle.open(own_bundle.path), ORT, windows)
     assert broken(report) == {"graph", "decisions"}
     assert f"'{name}': {value}" in measured(report, "graph")
     assert "below the threshold" in measured(report, "decisions")
@@ -231,10 +232,7 @@ def test_axes_of_an_output(own_bundle: Bundle, windows: Array) -> None:
 
 def test_plan_of_another_recipe(own_bundle: Bundle, windows: Array) -> None:
     """The manifest asks for raster order, the graph was exported with the published one."""
-    path = own_bundle.path / "manifest.json"
-    manifest = json.loads(path.read_text())
-    manifest["recipe"]["merging"]["order"] = "raster"
-    path.write_text(json.dumps(manifest))
+    edit_manifest(own_bundle, lambda manifest: manifest["recipe"]["merging"].update(order="raster"))
     report = verified(Bundle.open(own_bundle.path), ORT, windows)
     assert {"graph", "decisions"} <= broken(report)
     assert "CLAP: merged windows are not in raster order" in measured(report, "decisions")
@@ -335,7 +333,7 @@ def test_wrong_runtime(name: str, tiny_bundle: Bundle, windows: Array, tampered:
     report = verified(tiny_bundle, tampered(change), windows)
     assert broken(report) == links, report.links
     assert message in measured(report, "numbers")
-    json.dumps(report.record(), allow_nan=False)
+    json.dumps(to_builtins(report), allow_nan=False)
 
 
 def test_comparisons_that_did_not_happen_are_counted(tiny_bundle: Bundle, windows: Array, tampered: Tamper) -> None:
@@ -387,12 +385,9 @@ def test_nan_in_the_precision_of_the_bundle_is_no_excuse(
 
 def _shifted(
     bundle: Bundle, windows: Array, monkeypatch: pytest.MonkeyPatch, gate: float, noise: float, shift: float = 0.05
-) -> ParityReport:
+) -> Parity:
     """Verifies a runtime whose CLAP threshold is off by `shift`, under a noise that does or does not cover that."""
-    path = bundle.path / "manifest.json"
-    manifest = json.loads(path.read_text())
-    manifest["recipe"]["gates"] |= {"excused_decisions": gate}
-    path.write_text(json.dumps(manifest))
+    edit_manifest(bundle, lambda manifest: manifest["recipe"]["gates"].update(excused_decisions=gate))
 
     class Shifted(TorchRunner):
         def _infer(self, feeds: dict[str, Array], outputs: Sequence[str]) -> dict[str, Array]:

@@ -64,10 +64,10 @@ def test_plan_decides_what_is_expected(facts: Facts, tiny_bundle: Bundle) -> Non
 
 
 def test_signature_of_the_manifest(tiny_bundle: Bundle) -> None:
-    signature = tiny_bundle.fact("signature")
+    signature = tiny_bundle.signature
     assert signature_problems(signature, tiny_bundle.recipe) == []
-    assert "max_batch 8, found 9" in signature_problems({**signature, "max_batch": 9}, tiny_bundle.recipe)[0]
-    assert "merges" in signature_problems({**signature, "merges": None}, tiny_bundle.recipe)[0]
+    assert "max_batch 8, found 9" in signature_problems(replace(signature, max_batch=9), tiny_bundle.recipe)[0]
+    assert "merges" in signature_problems(replace(signature, merges=("clap_1",)), tiny_bundle.recipe)[0]
 
 
 def test_file_that_is_no_graph(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Link 4 on made-up scores: what a runtime errs, held to what PyTorch errs."""
+"""Links 4 to 6 on made-up outputs: what a runtime errs, held to what PyTorch errs."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from algm_deploy.parity.comparison import Numbers
-from algm_deploy.parity.links import Link
+from algm_deploy.bundle.records import Link
+from algm_deploy.parity.comparison import Counts, Decisions, Labels, Numbers
 from algm_deploy.parity.replay import Error, Replayed, error_of
 from algm_deploy.recipe.reading import recipe
 from algm_deploy.recipe.schema import Output
@@ -72,3 +72,31 @@ def test_images_that_were_not_compared() -> None:
     found = numbers.link(1)
     assert not found.passed
     assert found.measured == "0 of 1 images could be compared"
+
+
+# --- gates that PyTorch's own error widens beyond everything ---------------------------------------------------------
+
+
+def test_labels_need_no_less_than_nothing() -> None:
+    """PyTorch in 16 bits agrees with fp32 on a third of the pixels: minus 33 % would be required."""
+    labels = Labels(replace(recipe("demo"), precision="fp16"))
+    counts = np.zeros((1, 2), np.int64)
+    ours, free, exact = (
+        {"labels": np.array([[found]], np.uint8), "token_counts": counts} for found in ([1, 1, 0], [2, 2, 0], [0, 0, 0])
+    )
+    labels.compare(ours, free, exact, None)
+    found = labels.link(1)
+    assert found.gate == "0 % (PyTorch in fp16: 33.333 %)"
+    assert found.facts["label_agreement_required"] == pytest.approx(0.999 - 2 * 2 / 3)
+    assert found.passed
+
+
+def test_no_more_decisions_can_differ_than_there_are() -> None:
+    """PyTorch decides eight of ten otherwise than fp64: 160 % would be allowed, and moves make more than ten."""
+    decisions = Decisions(recipe("demo"))
+    decisions._images.append((Counts(unequal=False, decisions=10, others=12, own=8),))
+    decisions._compared = 1
+    found = decisions.link(1, 0)
+    assert found.gate == "0 unexcused, 100 % of decisions"
+    assert "100 % of decisions not as in fp64" in found.measured
+    assert (found.facts["decisions_otherwise_than_fp64_allowed"], found.passed) == (16, True)
