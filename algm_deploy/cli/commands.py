@@ -307,7 +307,7 @@ def demo(options: argparse.Namespace) -> int:
 
     print("A small Segmenter trained on drawn street scenes: synthetic throughout, but really trained.\n")
     folder = options.output
-    demonstrate(folder, options.runtime, options.scenes, print)
+    demonstrate(folder, options.runtime, print)
     print(
         "\nThe same for a checkpoint of yours:\n"
         "  algm-deploy deploy CHECKPOINT -o BUNDLE --images PHOTOS --data DATASET\n"

@@ -21,7 +21,7 @@ from algm_deploy.bundle.records import SECTIONS
 from algm_deploy.bundle.signature import Signature
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.cli.settings import parsed
-from algm_deploy.demo.run import SHORT, generated_scenes
+from algm_deploy.demo.run import SHORT, labelled_pictures
 from algm_deploy.deployment import bench_bundle, evaluate_bundle, verify_bundle
 from algm_deploy.errors import AlgmDeployError, BundleError, CheckpointError, GateError, RecipeError
 from algm_deploy.models.checkpoints import Checkpoint, read_variant, settings_from_variant
@@ -183,8 +183,7 @@ def test_manifests(tmp_path: Path, described: dict[str, Any], data: st.DataObjec
 def recorded(tiny_bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A manifest with a record of every kind, as the steps write them."""
     bundle = Bundle.open(shutil.copytree(tiny_bundle.path, tmp_path_factory.mktemp("recorded") / "bundle"))
-    scenes = generated_scenes(bundle.path.parent / "scenes", 2)
-    scenes = replace(scenes, class_names=bundle.recipe.class_names)
+    scenes = replace(labelled_pictures().subset(2), class_names=bundle.recipe.class_names)
     verify_bundle(bundle, "torch", [], 1, progress=False)
     for merge in (True, False):
         evaluate_bundle(bundle, "torch", scenes, merge=merge, progress=False)

@@ -13,10 +13,10 @@ import pytest
 from PIL import Image
 
 from algm_deploy.bundle.store import Bundle
-from algm_deploy.demo.scenes import scene
 from algm_deploy.errors import BundleError, GateError, ImageError
 from algm_deploy.evaluation.datasets import SPECS, Classes
 from algm_deploy.pictures.preprocessing import read_indices
+from algm_deploy.pictures.shipped import scene
 from algm_deploy.predictor import Predictor
 from algm_deploy.recipe.schema import MergePlan
 from algm_deploy.report import pictures as module
