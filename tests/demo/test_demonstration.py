@@ -10,7 +10,7 @@ import pytest
 
 from algm_deploy.bundle.records import Parity
 from algm_deploy.demo import run as demonstration
-from algm_deploy.demo.run import demonstrate, draw_pictures, labelled_pictures, measured_before
+from algm_deploy.demo.run import demonstrate, draw_pictures, labelled_pictures, measured_before, one_of_each_slice
 from algm_deploy.errors import GateError
 
 
@@ -62,6 +62,12 @@ def test_the_comparison_quotes_the_model_card(monkeypatch: pytest.MonkeyPatch) -
     assert "75.00 % without merging, 74.00 % with merging, at 75 % of the multiply-adds" in lines[0]
     assert "on 321 others" in lines[-1]
     assert "45.68 % without merging, 43.21 % with" in lines[-1]
+
+
+def test_the_report_shows_every_hour() -> None:
+    shown = one_of_each_slice(labelled_pictures())
+    assert [sample.slice for sample in shown.samples] == ["day", "dusk", "night"]
+    assert shown.samples[0] == labelled_pictures().samples[0]
 
 
 def test_pictures_are_of_every_hour(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
