@@ -42,7 +42,7 @@ def scene(number: int) -> tuple[Image8, Image8]:
         _cropped(pixels, crop)[:, :: -1 if mirrored else 1]
         for pixels in (read_photo(path), read_indices(labels).astype(np.uint8))
     )
-    return np.ascontiguousarray(picture), np.ascontiguousarray(classes)
+    return picture.copy(), classes.copy()
 
 
 def _cropped(pixels: Image8, crop: int) -> Image8:
