@@ -36,7 +36,7 @@ def predictor(tiny_bundle: Bundle) -> Iterator[Predictor]:
 def photo(tmp_path: Path) -> Path:
     """A photo 150 wide and 100 high, which takes two windows of 128."""
     path = tmp_path / "street.jpg"
-    Image.fromarray(scene(3)[0][:100, :150]).save(path)
+    Image.fromarray(scene(5)[0][:100, :150]).save(path)
     return path
 
 
