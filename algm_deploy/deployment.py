@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from algm_deploy.bundle.records import Evaluation, Parity, Rebuilds, Step
 from algm_deploy.bundle.signature import signature_of
 from algm_deploy.bundle.store import Bundle
-from algm_deploy.demo.scenes import scene
 from algm_deploy.environment import environment
 from algm_deploy.errors import BundleError, DatasetError, GateError, NotExecutedError
 from algm_deploy.evaluation.datasets import SPECS, Dataset
@@ -24,6 +23,7 @@ from algm_deploy.lowering.bundling import write_bundle
 from algm_deploy.models.checkpoints import VARIANT_FILE, read_checkpoint, settings_from_variant
 from algm_deploy.parity.chain import verify
 from algm_deploy.pictures.preprocessing import preprocessing_fingerprint, read_photo
+from algm_deploy.pictures.shipped import scene
 from algm_deploy.predictor import Predictor, network_anchors, network_canvas, takes_whole_frames
 from algm_deploy.recipe.reading import recipe_settings, resolve
 from algm_deploy.recipe.schema import Recipe
@@ -165,9 +165,10 @@ def _is_photo(path: Path) -> bool:
 def parity_windows(recipe: Recipe, paths: Sequence[Path], count: int) -> NDArray[Any]:
     """One window (n, 3, H, W) each of up to `count` pictures spread evenly over `paths`, in the graph's pixel dtype.
 
-    Without paths the pictures are synthetic street scenes, which exercise merging better than noise would.
+    Without paths they are `count` of the drawn street scenes that ship, which exercise merging better than noise would:
+    day, dusk and night are mixed, all differ, and beyond 24 they are mirror images and crops (`pictures.shipped`).
     """
-    photos = [read_photo(path) for path in spread(paths, count)] if paths else [scene(seed)[0] for seed in range(count)]
+    photos = [read_photo(path) for path in spread(paths, count)] if paths else [scene(n)[0] for n in range(count)]
     windows = []
     height, width = recipe.network.image_size
     for index, photo in enumerate(photos):

@@ -1,4 +1,4 @@
-"""Finds the data that travels with the package: recipes in `export/`, native sources in `runtimes/`."""
+"""Finds the data that travels with the package: recipes, native sources, and the demo's network and pictures."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from pathlib import Path
 from algm_deploy.errors import AlgmDeployError
 
 _PACKAGE = Path(__file__).resolve().parent
+
+DEMO_ASSETS = _PACKAGE / "demo" / "assets"
+"""`checkpoint.pth` with `variant.yml` and `MODEL_CARD.md`, and the labelled drawn scenes that ship: `classes.json`,
+`images/SLICE/NAME.png` and `labels/SLICE/NAME.png`, the slices being hours of the day."""
 
 
 def content(name: str) -> Path:

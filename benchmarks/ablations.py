@@ -17,11 +17,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from algm_deploy.bundle.store import Bundle
-from algm_deploy.demo import ASSETS
 from algm_deploy.demo.run import labelled_pictures
 from algm_deploy.deployment import export
 from algm_deploy.evaluation.datasets import open_dataset
 from algm_deploy.evaluation.evaluate import merge_names
+from algm_deploy.package_data import DEMO_ASSETS
 from algm_deploy.recipe.schema import DENSE, MergePlan, Network
 from algm_deploy.report.tables import markdown_table, shown
 from algm_deploy.tuning.ablations import ALGM, Variant
@@ -124,7 +124,9 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         bundle = (
-            Bundle.open(options.bundle) if options.bundle else export(ASSETS, Path(folder) / "demo", "demo", {}).bundle
+            Bundle.open(options.bundle)
+            if options.bundle
+            else export(DEMO_ASSETS, Path(folder) / "demo", "demo", {}).bundle
         )
         dataset = labelled_pictures()
         if options.data:

@@ -18,8 +18,8 @@ from algm_deploy.bundle.store import Bundle
 from algm_deploy.cli import main
 from algm_deploy.cli.commands import _engine_options
 from algm_deploy.cli.parser import RUNTIMES, parser
-from algm_deploy.demo.scenes import scene
 from algm_deploy.errors import BuildError, NotExecutedError
+from algm_deploy.pictures.shipped import scene
 from algm_deploy.runners import contract
 
 Run = Callable[..., tuple[int, str, str]]
@@ -290,7 +290,7 @@ def test_export_of_bad_settings(
         ("verify", "bundle", "--count", "0"),
         ("verify", "bundle", "--count", "1000000"),
         ("verify", "bundle", "--count", "9" * 5000),
-        ("demo", "--scenes", "1e9"),
+        ("bench", "bundle", "--count", "1e9"),
         ("tune", "bundle", "--objective", "gmacs", "--target", "nan"),
         ("tune", "bundle", "--objective", "reference", "--drop", "inf"),
         ("build", "bundle", "--repeat", "0"),

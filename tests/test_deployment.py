@@ -14,7 +14,6 @@ import pytest
 from PIL import Image
 
 from algm_deploy.bundle.store import Bundle
-from algm_deploy.demo.scenes import scene
 from algm_deploy.deployment import (
     bench_bundle,
     build_bundle,
@@ -28,6 +27,7 @@ from algm_deploy.deployment import (
 )
 from algm_deploy.errors import BundleError, CheckpointError, DatasetError, NotExecutedError, RecipeError
 from algm_deploy.evaluation.datasets import SPECS, open_dataset
+from algm_deploy.pictures.shipped import scene, scene_paths
 from algm_deploy.timing.protocols import usual_request
 
 CLASSES = [f"c{index}" for index in range(11)]
@@ -191,10 +191,18 @@ def test_windows_of_photos(tiny_bundle: Bundle, photos: Path) -> None:
     assert len(parity_windows(tiny_bundle.recipe, found, 9)) == 3
 
 
-def test_windows_without_photos_are_scenes(tiny_bundle: Bundle) -> None:
+def test_windows_without_photos_are_the_scenes_that_ship(tiny_bundle: Bundle) -> None:
     windows = parity_windows(tiny_bundle.recipe, [], 3)
     assert windows.shape == (3, 3, 128, 128)
+    assert np.array_equal(windows, parity_windows(tiny_bundle.recipe, scene_paths()[:3], 3))
     assert len({window.tobytes() for window in windows}) == 3
+
+
+@pytest.mark.parametrize("shipped", ["tiny", "wide"])
+def test_a_large_batch_of_different_windows_needs_no_photos(shipped: str, request: pytest.FixtureRequest) -> None:
+    """As many as `verify` may be asked for, which refuses equal ones."""
+    windows = parity_windows(request.getfixturevalue(f"{shipped}_bundle").recipe, [], 256)
+    assert len({window.tobytes() for window in windows}) == len(windows) == 256
 
 
 def test_windows_of_whole_frames(wide_bundle: Bundle, photos: Path) -> None:

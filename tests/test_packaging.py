@@ -45,6 +45,16 @@ def test_wheel_carries_code_recipes_and_native_sources(wheel: zipfile.ZipFile, r
     assert any(name.startswith("algm_deploy/_content/export/recipes/") for name in names)
 
 
+def test_wheel_carries_the_drawn_scenes_but_not_their_painter(wheel: zipfile.ZipFile, root_dir: Path) -> None:
+    names = wheel.namelist()
+    for kind in ("images", "labels"):
+        assert sum(name.startswith(f"algm_deploy/demo/assets/{kind}/") for name in names) == 24
+    painter = {file.name for file in (root_dir / "benchmarks" / "demo" / "painter").glob("*.py")} - {"__init__.py"}
+    assert painter == {"scenes.py", "things.py", "canvas.py"}
+    assert {Path(name).name for name in names} & painter == set()
+    assert [name for name in names if "painter" in name] == []
+
+
 # Modules whose distribution has another name, and those that only some extras install.
 DISTRIBUTIONS = {
     "PIL": "pillow",

@@ -11,8 +11,8 @@ from PIL import Image
 
 import algm_deploy
 from algm_deploy.bundle.store import Bundle
-from algm_deploy.demo.scenes import scene
 from algm_deploy.errors import BundleError, ImageError, RuntimeUnavailableError
+from algm_deploy.pictures.shipped import scene
 from algm_deploy.predictor import Predictor, network_anchors, network_canvas, takes_whole_frames
 
 RUNTIMES = ["torch", "onnxruntime-cpu"]

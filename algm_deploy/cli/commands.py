@@ -305,9 +305,12 @@ def demo(options: argparse.Namespace) -> int:
     """The whole product on an embedded synthetic example."""
     from algm_deploy.demo.run import demonstrate
 
-    print("A small Segmenter trained on drawn street scenes: synthetic throughout, but really trained.\n")
+    print(
+        "A small network goes from checkpoint to report. It merges tokens: parts of a picture that look alike become\n"
+        "one, which leaves less to compute. It was really trained, but on drawn street scenes: all here is synthetic.\n"
+    )
     folder = options.output
-    demonstrate(folder, options.runtime, options.scenes, print)
+    demonstrate(folder, options.runtime, print)
     print(
         "\nThe same for a checkpoint of yours:\n"
         "  algm-deploy deploy CHECKPOINT -o BUNDLE --images PHOTOS --data DATASET\n"

@@ -71,7 +71,6 @@ def _native_options(command: argparse.ArgumentParser) -> None:
 def _demo_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("-o", "--output", type=Path, default=Path("algm-demo"), help="folder to write (algm-demo)")
     _runtime(command)
-    command.add_argument("--scenes", type=up_to(100_000), default=200, help="drawn scenes to evaluate on (default 200)")
 
 
 def _runtime(command: argparse.ArgumentParser) -> None:

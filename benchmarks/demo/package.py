@@ -16,14 +16,14 @@ from typing import Any
 
 import numpy as np
 import yaml
+from painter.scenes import CLASSES, PALETTE, SLICES, scene, slice_name
 from PIL import Image
 
-from algm_deploy.demo import ASSETS
-from algm_deploy.demo.scenes import CLASSES, PALETTE, SLICES, scene, slice_name
+from algm_deploy.package_data import DEMO_ASSETS
 
 HERE = Path(__file__).resolve().parent
 RECORD, README = HERE / "record.json", HERE / "README.md"
-CARD = ASSETS / "MODEL_CARD.md"
+CARD = DEMO_ASSETS / "MODEL_CARD.md"
 START, END = "<!-- rendered from record.json -->", "<!-- end -->"
 
 VALIDATION_SEED = 7_000_000  # no training, selection or report scene has such a seed
@@ -134,7 +134,7 @@ package on an example that anybody may copy; it is no basis for any decision abo
   patches of {net["patch_size"]} pixels, {net["image_size"][0]}x{net["image_size"][1]} pixels, mask transformer with
   {net["decoder_depth"]} block; {net["parameters"] / 1e6:.2f} M parameters, stored in 16 bits, in the official
   Segmenter format (`checkpoint.pth`, `variant.yml`). Merging: CLAP in block 1 (2x2 windows), GBM in block 5.
-- **Data**: `algm_deploy.demo.scenes.scene(seed)`, drawn by this package: synthetic pictures with exact labels in ten
+- **Data**: street scenes that `benchmarks/demo/painter` draws from a seed: synthetic pictures with exact labels in ten
   classes ({", ".join(CLASSES)}); three in five by day, one in five at dusk, one in five at night. Training seeds
   0 to {record["scenes"]["train"]["count"] - 1}. The {sum(VALIDATION.values())} pictures in `images/` and `labels/`
   have seeds from {VALIDATION_SEED}, which no training saw; their seed is in the file's name.
@@ -246,7 +246,7 @@ def write_pictures() -> None:
         indexed = Image.fromarray(label, "P")
         indexed.putpalette(np.array(PALETTE, np.uint8).tobytes())
         for kind, picture in (("images", Image.fromarray(image)), ("labels", indexed)):
-            path = ASSETS / kind / slice_name(seed) / f"{seed}.png"
+            path = DEMO_ASSETS / kind / slice_name(seed) / f"{seed}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             picture.save(path, optimize=True)
 
@@ -262,10 +262,10 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="the --out of train.py")
     folder = parser.parse_args().folder
     record = json.loads((folder / "record.json").read_text())
-    ASSETS.mkdir(exist_ok=True)
-    shutil.copyfile(folder / f"{record['ships']}.pth", ASSETS / "checkpoint.pth")
-    (ASSETS / "variant.yml").write_text(yaml.dump(variant(record)))
-    (ASSETS / "classes.json").write_text(json.dumps({"names": CLASSES, "palette": PALETTE}) + "\n")
+    DEMO_ASSETS.mkdir(exist_ok=True)
+    shutil.copyfile(folder / f"{record['ships']}.pth", DEMO_ASSETS / "checkpoint.pth")
+    (DEMO_ASSETS / "variant.yml").write_text(yaml.dump(variant(record)))
+    (DEMO_ASSETS / "classes.json").write_text(json.dumps({"names": CLASSES, "palette": PALETTE}) + "\n")
     write_pictures()
     RECORD.write_text(compact(record))
     CARD.write_text(model_card(record))

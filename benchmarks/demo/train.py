@@ -32,10 +32,10 @@ import numpy as np
 import PIL
 import torch
 import torch.nn.functional as F
+from painter.canvas import SIZE
+from painter.scenes import CLASSES, SLICES, scene, slice_name
 from torch import Tensor, nn
 
-from algm_deploy.demo.canvas import SIZE
-from algm_deploy.demo.scenes import CLASSES, SLICES, scene, slice_name
 from algm_deploy.merging import insert_merging, merge_inputs
 from algm_deploy.models.scores import upsample_scores
 from algm_deploy.models.segmenter import Segmenter

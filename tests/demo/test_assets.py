@@ -6,15 +6,15 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+from painter.scenes import CLASSES, PALETTE, SLICES, scene, slice_name
 from PIL import Image
 
-from algm_deploy.demo import ASSETS
-from algm_deploy.demo.scenes import CLASSES, PALETTE, SLICES, scene, slice_name
 from algm_deploy.evaluation.datasets import Dataset, open_dataset
 from algm_deploy.merging import insert_merging, merge_inputs
 from algm_deploy.models.checkpoints import Checkpoint, read_checkpoint, recipe_from_variant, state_dict_for
 from algm_deploy.models.scores import upsample_scores
 from algm_deploy.models.segmenter import Segmenter
+from algm_deploy.package_data import DEMO_ASSETS
 from algm_deploy.recipe.reading import flatten, recipe, recipe_settings, resolve
 from algm_deploy.recipe.schema import DENSE
 
@@ -23,12 +23,12 @@ MEGABYTE = 1_000_000
 
 @pytest.fixture(scope="module")
 def checkpoint() -> Checkpoint:
-    return read_checkpoint(ASSETS)
+    return read_checkpoint(DEMO_ASSETS)
 
 
 @pytest.fixture(scope="module")
 def validation() -> Dataset:
-    return open_dataset("folder", ASSETS, slice_by="folder")
+    return open_dataset("folder", DEMO_ASSETS, slice_by="folder")
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +65,8 @@ def miou(truth: np.ndarray, guess: np.ndarray) -> float:
 
 
 def test_sizes() -> None:
-    assert (ASSETS / "checkpoint.pth").stat().st_size <= 8 * MEGABYTE
-    assert sum(path.stat().st_size for path in ASSETS.rglob("*.png")) <= 3.5 * MEGABYTE
+    assert (DEMO_ASSETS / "checkpoint.pth").stat().st_size <= 8 * MEGABYTE
+    assert sum(path.stat().st_size for path in DEMO_ASSETS.rglob("*.png")) <= 3.5 * MEGABYTE
 
 
 def test_checkpoint_is_16_bit_and_the_recipe_agrees_with_it(checkpoint: Checkpoint) -> None:
@@ -126,4 +126,4 @@ def test_tables_are_rendered_from_the_record(package: ModuleType) -> None:
     record = json.loads(package.RECORD.read_text())
     assert package.rendered(record) in package.README.read_text()
     assert package.model_card(record) == package.CARD.read_text()
-    assert sorted(package.validation_seeds()) == sorted(int(path.stem) for path in ASSETS.glob("images/*/*.png"))
+    assert sorted(package.validation_seeds()) == sorted(int(path.stem) for path in DEMO_ASSETS.glob("images/*/*.png"))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from algm_deploy.bundle.records import Parity
 from algm_deploy.demo import run as demonstration
-from algm_deploy.demo.run import demonstrate, generated_scenes, labelled_pictures
+from algm_deploy.demo.run import demonstrate, draw_pictures, labelled_pictures, measured_before, one_of_each_slice
 from algm_deploy.errors import GateError
 
 
@@ -16,18 +19,20 @@ def test_whole_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     few = labelled_pictures().subset(3)
     monkeypatch.setattr(demonstration, "labelled_pictures", lambda: few)
     lines: list[str] = []
-    bundle = demonstrate(tmp_path, "onnxruntime-cpu", 1, lines.append, progress=False)
+    bundle = demonstrate(tmp_path, "onnxruntime-cpu", lines.append, progress=False)
     assert [line[0] for line in lines if line[:1].isdigit()] == list("123456")
-    assert {"torch", "onnxruntime-cpu"} == set(bundle.fact("parity"))
-    assert all(record["passed"] for record in bundle.fact("parity").values())
-    assert all(record["pictures"] == "synthetic scenes" for record in bundle.section("parity").values())
-    compared = [line.strip().partition(":")[0] for line in lines if ": mIoU" in line]
-    assert compared == ["3 pictures of the package", "1 scene drawn now"]
-    speed = bundle.fact("speed")
-    assert {(one["runtime"], one["variant"]) for one in speed.values()} == {
+    parity = bundle.manifest.parity
+    assert {"torch", "onnxruntime-cpu"} == {record.runtime for record in parity}
+    assert all(record.passed for record in parity)
+    assert all(record.pictures == "synthetic scenes" for record in parity)
+    compared = [line.strip().partition(" that")[0] for line in lines if ": mIoU" in line]
+    assert compared == ["3 drawn scenes"]
+    assert [line.split()[0] for line in lines if "->" in line] == ["day", "night"]
+    speeds = bundle.manifest.speeds
+    assert {(one.runtime, one.variant) for one in speeds} == {
         (runtime, variant) for runtime in ("torch", "onnxruntime-cpu") for variant in ("dense", "merged")
     }
-    assert all(one["pictures"] == "synthetic scenes" and not one["representative"] for one in speed.values())
+    assert all(one.pictures == "synthetic scenes" and not one.representative for one in speeds)
     timed = [line.split()[0] for line in lines if "times as fast" in line or "not stable" in line]
     assert timed == ["torch", "onnxruntime-cpu"]
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
@@ -36,28 +41,59 @@ def test_whole_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert page.count("data:image/") > 10
 
 
-def test_fewer_scenes_than_an_earlier_run_are_fewer(tmp_path: Path) -> None:
-    """And a scene whose picture had not been finished is drawn again."""
-    assert len(generated_scenes(tmp_path, 3).samples) == 3
-    first = generated_scenes(tmp_path, 2).samples
-    assert len(first) == 2
-    first[1].image_path.unlink()
-    assert [sample.name for sample in generated_scenes(tmp_path, 2).samples] == [sample.name for sample in first]
+def test_what_was_measured_before_is_what_the_training_recorded(root_dir: Path) -> None:
+    record = json.loads((root_dir / "benchmarks" / "demo" / "record.json").read_text())
+    dense, merged = (record["evaluations"][record["ships"]]["report"][mode]["all"] for mode in ("dense", "merged"))
+    percents = [round(part["miou_percent"], 2) for part in (dense, merged)]
+    assert measured_before() == (merged["images"], *percents)
+    assert merged["images"] == 1000
+
+
+def test_the_comparison_quotes_the_model_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few scenes tell little, so the figures of many stand beside them: those of the card, whatever it says."""
+    found = (
+        SimpleNamespace(images=24, slices={}, miou_percent=miou, gmacs_per_window_mean=gmacs)
+        for miou, gmacs in ((75.0, 4.0), (74.0, 3.0))
+    )
+    monkeypatch.setattr(demonstration, "evaluate_bundle", lambda *_, **__: next(found))
+    monkeypatch.setattr(demonstration, "measured_before", lambda: (321, 45.678, 43.21))
+    lines: list[str] = []
+    demonstration._compare(None, "torch", None, lines.append, False)
+    assert "75.00 % without merging, 74.00 % with merging, at 75 % of the multiply-adds" in lines[0]
+    assert "on 321 others" in lines[-1]
+    assert "45.68 % without merging, 43.21 % with" in lines[-1]
+
+
+def test_the_report_shows_every_hour() -> None:
+    shown = one_of_each_slice(labelled_pictures())
+    assert [sample.slice for sample in shown.samples] == ["day", "dusk", "night"]
+    assert shown.samples[0] == labelled_pictures().samples[0]
+
+
+def test_pictures_are_of_every_hour(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    drawn: list[Path] = []
+    predictor = type("Opened", (), {"__enter__": lambda self: self, "__exit__": lambda *_: None})
+    writer = type("Writer", (), {"__init__": lambda *_: None, "write": lambda _, photo: drawn.append(photo) or [photo]})
+    monkeypatch.setattr(demonstration, "Predictor", lambda *_: predictor())
+    monkeypatch.setattr(demonstration, "PictureWriter", writer)
+    assert draw_pictures(None, "torch", tmp_path) == drawn
+    assert len(set(drawn)) == demonstration.PICTURES
+    assert {photo.parent.name for photo in drawn} == {"day", "dusk", "night"}
 
 
 def test_an_unsteady_machine_gives_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
-    records = [{"stable": False, "batch_ms_mean_of_medians": ms, "speedup": 2.0} for ms in (10.0, 5.0)]
-    rows = [type("Row", (), {"record": record}) for record in records]
+    records = [SimpleNamespace(stable=False, batch_ms_mean_of_medians=ms, speedup=2.0) for ms in (10.0, 5.0)]
+    rows = [SimpleNamespace(record=record) for record in records]
     monkeypatch.setattr(demonstration, "bench_bundle", lambda *_: rows)
-    bundle = type("Verified", (), {"section": lambda _, name: {"parity": {"torch": {}}}[name]})()
+    bundle = SimpleNamespace(found=lambda kind, runtime: {(Parity, "torch"): "passed"}[kind, runtime])
     lines: list[str] = []
     demonstration._time(bundle, "torch", lines.append, False)
     assert "not stable" in lines[0]
     assert "10.0" not in lines[0]
     for record in records:
-        record["stable"] = True
+        record.stable = True
     demonstration._time(bundle, "torch", lines.append, False)
-    assert "10.0 ms dense, 5.0 ms merged: 2.00 times as fast" in lines[1]
+    assert "10.0 ms without merging, 5.0 ms with: 2.00 times as fast" in lines[1]
 
 
 def test_a_demo_that_fails_parity_stops(monkeypatch: pytest.MonkeyPatch) -> None:

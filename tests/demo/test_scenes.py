@@ -2,12 +2,12 @@ import hashlib
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
-
-from algm_deploy.demo.canvas import LABEL_OF, MATERIALS, Camera
-from algm_deploy.demo.scenes import CLASSES, PALETTE, SLICES, scene, slice_name
+from painter.canvas import LABEL_OF, MATERIALS, Camera
+from painter.scenes import CLASSES, PALETTE, SLICES, scene, slice_name
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +29,10 @@ def test_every_class_occurs(fifty: list[tuple[np.ndarray, np.ndarray]]) -> None:
     assert (pixels > 0.002 * pixels.sum()).all(), dict(zip(CLASSES, pixels.tolist(), strict=True))
 
 
-def test_a_seed_is_one_picture_in_every_process() -> None:
-    code = "import sys; from algm_deploy.demo.scenes import scene; [sys.stdout.buffer.write(p) for p in scene(11)]"
-    other = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout
+def test_a_seed_is_one_picture_in_every_process(root_dir: Path) -> None:
+    code = "import sys; from painter.scenes import scene; [sys.stdout.buffer.write(p) for p in scene(11)]"
+    folder = root_dir / "benchmarks" / "demo"
+    other = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, check=True).stdout
     image, label = scene(11)
     assert other == image.tobytes() + label.tobytes()
 

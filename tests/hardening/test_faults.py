@@ -19,7 +19,7 @@ from PIL import Image
 
 from algm_deploy.bundle.records import Evaluation, Link, Parity
 from algm_deploy.bundle.store import Bundle
-from algm_deploy.demo.scenes import scene
+from algm_deploy.pictures.shipped import scene
 from algm_deploy.recipe.reading import read_recipe
 
 Run = Callable[..., tuple[int, float]]
@@ -192,7 +192,7 @@ def everything(bundle: Path, checkpoint: Path, photo: Path, data: Path, place: P
         ("tune", bundle, "--rule", "--images", photo, "-o", place / "tuned.toml"),
         ("predict", bundle, photo, "-o", place / "pictures", "--runtime", "torch"),
         ("report", bundle, "-o", place / "report.html"),
-        ("demo", "-o", place / "demo", "--scenes", 1),
+        ("demo", "-o", place / "demo"),
     ]
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from algm_deploy.demo.scenes import scene
+from algm_deploy.pictures.shipped import scene
 
 # Runs commands under an audit hook that refuses connections and notes programs that are started, objects that are
 # unpickled, and files that are opened for writing, removed or renamed.

@@ -15,7 +15,6 @@ import torch
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from algm_deploy.bundle.store import Bundle
-from algm_deploy.demo.scenes import scene
 from algm_deploy.deployment import export
 from algm_deploy.errors import ExportError
 from algm_deploy.lowering.onnxruntime import (
@@ -28,6 +27,7 @@ from algm_deploy.lowering.onnxruntime import (
 )
 from algm_deploy.models.families import FAMILIES
 from algm_deploy.ops.bodies import Body
+from algm_deploy.pictures.shipped import scene
 from algm_deploy.recipe.schema import MergePlan, Network
 
 BLOCKS = 4 + 2  # encoder and decoder of the tiny network

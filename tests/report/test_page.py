@@ -38,9 +38,9 @@ from algm_deploy.bundle.records import (
 from algm_deploy.bundle.signature import signature_of
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.cli import main
-from algm_deploy.demo.scenes import scene
 from algm_deploy.environment import environment
 from algm_deploy.errors import BundleError
+from algm_deploy.pictures.shipped import scene
 from algm_deploy.recipe.reading import recipe
 from algm_deploy.recipe.schema import MergePlan, Protocol, Recipe
 from algm_deploy.report.gallery import Example, Gallery, Photo, draw_gallery

@@ -13,10 +13,10 @@ import pytest
 from PIL import Image
 
 from algm_deploy.bundle.store import Bundle
-from algm_deploy.demo.scenes import scene
 from algm_deploy.errors import BundleError, GateError, ImageError
 from algm_deploy.evaluation.datasets import SPECS, Classes
 from algm_deploy.pictures.preprocessing import read_indices
+from algm_deploy.pictures.shipped import scene
 from algm_deploy.predictor import Predictor
 from algm_deploy.recipe.schema import MergePlan
 from algm_deploy.report import pictures as module
@@ -36,7 +36,7 @@ def predictor(tiny_bundle: Bundle) -> Iterator[Predictor]:
 def photo(tmp_path: Path) -> Path:
     """A photo 150 wide and 100 high, which takes two windows of 128."""
     path = tmp_path / "street.jpg"
-    Image.fromarray(scene(3)[0][:100, :150]).save(path)
+    Image.fromarray(scene(5)[0][:100, :150]).save(path)
     return path
 
 

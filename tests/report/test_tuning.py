@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from algm_deploy.bundle.store import Bundle
-from algm_deploy.demo.scenes import scene
 from algm_deploy.errors import BundleError, ImageError
+from algm_deploy.pictures.shipped import scene
 from algm_deploy.report.gallery import Photo, draw_gallery, draw_thresholds, threshold_sheet
 from algm_deploy.report.page import report_page
 from algm_deploy.report.tuning import finding_text, page_html, tuning_section, write_finding

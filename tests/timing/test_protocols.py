@@ -15,11 +15,11 @@ import torch
 from PIL import Image
 
 from algm_deploy.bundle.store import Bundle
-from algm_deploy.demo.scenes import scene
 from algm_deploy.deployment import bench_bundle, build_bundle, parity_windows, verify_bundle
 from algm_deploy.errors import BundleError, GateError, RuntimeUnavailableError
 from algm_deploy.evaluation.flops import multiply_adds
 from algm_deploy.lowering.onnxruntime import write_onnxruntime_onnx
+from algm_deploy.pictures.shipped import scene
 from algm_deploy.recipe.schema import DENSE
 from algm_deploy.report.records import Measured, measured
 from algm_deploy.report.tables import markdown_table, speed_notes, speed_table

@@ -12,9 +12,9 @@ import onnxruntime as ort
 import pytest
 
 from algm_deploy.bundle.store import Bundle
-from algm_deploy.demo.scenes import scene
 from algm_deploy.deployment import export
 from algm_deploy.errors import BuildError, BundleError, RuntimeUnavailableError
+from algm_deploy.pictures.shipped import scene
 from algm_deploy.runners.contract import runner, runner_type
 from algm_deploy.runners.onnxruntime import runner as module
 from algm_deploy.runners.onnxruntime import sessions

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageFilter
 
-from algm_deploy.demo.canvas import (
+from painter.canvas import (
     FACADE,
     FOLIAGE,
     GRASS,
@@ -39,7 +39,7 @@ from algm_deploy.demo.canvas import (
     noise_tile,
     shade,
 )
-from algm_deploy.demo.things import (
+from painter.things import (
     Mood,
     Stage,
     Style,

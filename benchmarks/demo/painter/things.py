@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from algm_deploy.demo.canvas import (
+from painter.canvas import (
     CLOTH,
     FACADE,
     FOLIAGE,

@@ -1,0 +1,1 @@
+"""Draws synthetic street scenes with labels: `scene(seed)` of `painter.scenes`."""
