@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, ClassVar, Literal
 
-from msgspec import Struct, field
+from msgspec import Struct
 
 from algm_deploy.bundle.signature import Signature
 from algm_deploy.environment import Environment, GpuState
@@ -27,13 +27,14 @@ class Record(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit
     """Base of all records."""
 
 
-class Measurement(Record, frozen=True, kw_only=True):
-    """A record of one step on one runtime; `section` is where manifests keep its kind."""
+class Measurement:
+    """What records of one runtime have in common; `section` is where manifests keep a kind, `step` what makes it."""
 
+    __slots__ = ()
     section: ClassVar[str]
     step: ClassVar[Step | None] = None
 
-    runtime: str
+    runtime: str  # of each record; here it is no field, so that a record may be figures as well
 
     @property
     def identity(self) -> tuple[Any, ...]:
@@ -83,12 +84,13 @@ class Link(Record, frozen=True, kw_only=True):
     facts: dict[str, Any] = {}
 
 
-class Parity(Measurement, frozen=True, kw_only=True):
+class Parity(Measurement, Record, frozen=True, kw_only=True):
     """The parity chain on one runtime. `files`: those that were executed, by SHA-256; `pictures`: of what kind."""
 
     section: ClassVar[str] = "parity"
     step: ClassVar[Step] = "parity"
 
+    runtime: str
     images: int
     batches: tuple[int, ...]
     links: tuple[Link, ...]
@@ -154,6 +156,7 @@ class Evaluation(Measurement, Figures, frozen=True, kw_only=True):
     section: ClassVar[str] = "evaluations"
     step: ClassVar[Step] = "evaluation"
 
+    runtime: str
     dataset: str
     split: str
     protocol: Protocol
@@ -199,7 +202,7 @@ class ByPicture(Record, frozen=True, kw_only=True):
             raise ValueError("expected as many token counts as latencies")
 
 
-class Speed(Measurement, frozen=True, kw_only=True):
+class Speed(Measurement, Record, frozen=True, kw_only=True):
     """One network under one protocol, timed in turns with the others of its run.
 
     `thresholds` are those in force of the merged network in this run. `stages` are medians in milliseconds of parts of
@@ -209,6 +212,7 @@ class Speed(Measurement, frozen=True, kw_only=True):
     section: ClassVar[str] = "speeds"
     step: ClassVar[Step] = "speed"
 
+    runtime: str
     variant: VariantName
     protocol: ProtocolName
     batch: int
@@ -293,7 +297,7 @@ class TimingCache(Record, frozen=True, kw_only=True):
     sha256_after: str | None
 
 
-class Engine(Measurement, frozen=True, kw_only=True):
+class Engine(Measurement, Record, frozen=True, kw_only=True):
     """What an engine was made of and for, and the evidence about it; a runner refuses an engine whose facts do not fit.
 
     `compute_capabilities` names the GPUs it was built for. `engine_layers` comes from the engine inspector where the
@@ -304,6 +308,7 @@ class Engine(Measurement, frozen=True, kw_only=True):
 
     section: ClassVar[str] = "engines"
 
+    runtime: str
     version: str
     precision: Precision
     batches: tuple[int, int, int]
@@ -323,20 +328,22 @@ class Engine(Measurement, frozen=True, kw_only=True):
     rewrites: dict[str, int] = {}
 
 
-class OptimizedGraph(Measurement, frozen=True, kw_only=True):
+class OptimizedGraph(Measurement, Record, frozen=True, kw_only=True):
     """A runtime's own ONNX graph: how often each rewrite fired, and how many segments there are for CUDA graphs."""
 
     section: ClassVar[str] = "optimized_graphs"
 
+    runtime: str
     rewrites: dict[str, int]
     segments: int = 0
 
 
-class Rebuilds(Measurement, frozen=True, kw_only=True):
+class Rebuilds(Measurement, Record, frozen=True, kw_only=True):
     """How far several builds of one executable differ; None where nothing here can execute it."""
 
     section: ClassVar[str] = "rebuilds"
 
+    runtime: str
     builds: int
     distinct_files: int
     pictures: int
@@ -373,10 +380,9 @@ class Tuning(Record, frozen=True, kw_only=True):
 Stored = Parity | Evaluation | Speed | Engine | OptimizedGraph | Rebuilds | Tuning
 
 
-class Manifest(Record, frozen=True, kw_only=True):
+class Manifest(Record, frozen=True, kw_only=True, tag_field="schema", tag=SCHEMA):
     """Everything a bundle knows about itself. `replacing`: files that a stopped `add` may have put in place."""
 
-    schema: int = field(default=SCHEMA)
     environment: Environment
     recipe: Recipe
     files: dict[str, FileEntry]
