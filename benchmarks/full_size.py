@@ -29,8 +29,8 @@ from tqdm import tqdm
 from algm_deploy.bundle.files import write_atomically
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.environment import environment
-from algm_deploy.models.checkpoints import expected_shapes
-from algm_deploy.models.families import NAMINGS, parameter_shapes
+from algm_deploy.models.checkpoints.weights import checkpoint_shapes
+from algm_deploy.models.loading import network_class, parameter_shapes
 from algm_deploy.recipe.reading import recipe
 from algm_deploy.recipe.schema import Network
 
@@ -89,10 +89,10 @@ def row(name: str, threshold: str, precision: str, folder: Path) -> dict[str, An
 def random_checkpoint(network: Network, target: Path) -> tuple[Path, int]:
     """Random weights under the names of the network's authors, and how many there are."""
     if network.family in NAMINGS:
-        naming = next(n for n in NAMINGS[network.family](network) if network.decoder in n.decoders)
+        naming = next(n for n in network_class(network).namings(network) if network.decoder in n.decoders)
         shapes = naming.expected(parameter_shapes(network))
     else:
-        shapes = expected_shapes(network)
+        shapes = checkpoint_shapes(network)
     generator = torch.Generator().manual_seed(SEED)
     state = {key: random_weight(key, shape, generator) for key, shape in shapes.items()}
     target.mkdir()

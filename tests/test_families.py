@@ -15,7 +15,7 @@ import torch
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.deployment import export, parity_windows
 from algm_deploy.errors import CheckpointError
-from algm_deploy.models.families import FAMILIES, NAMINGS, parameter_shapes
+from algm_deploy.models.loading import network_class, parameter_shapes
 from algm_deploy.parity.chain import verify
 from algm_deploy.recipe.reading import flatten
 from algm_deploy.recipe.schema import MergePlan, Network, Precision, Protocol, Recipe
@@ -61,7 +61,7 @@ def toy(family: Any, decoder: Any) -> Recipe:
 
 def checkpoint_of(network: Network, path: Path) -> Path:
     """A checkpoint of random weights as the authors' project writes it: one file, or backbone and head in a folder."""
-    naming = next(n for n in NAMINGS[network.family](network) if network.decoder in n.decoders)
+    naming = next(n for n in network_class(network).namings(network) if network.decoder in n.decoders)
     generator = torch.Generator().manual_seed(0)
     state = {
         key: torch.rand(shape, generator=generator) + 0.5

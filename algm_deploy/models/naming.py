@@ -1,7 +1,7 @@
 """How other projects name the parameters of our networks, and how their checkpoints become ours.
 
-mmsegmentation and its descendants write `{"state_dict": ..., "meta": ...}`. Batch norms behind or in front of their
-convolutions, and LayerScale behind linear layers, only scale and shift at inference: they are folded into their
+mmsegmentation and its descendants write `{"state_dict": ..., "meta": ...}`. Batch norms after or before their
+convolutions, and LayerScale after linear layers, only scale and shift at inference: they are folded into their
 neighbour, in fp64 with one rounding.
 """
 
@@ -45,7 +45,9 @@ class Naming:
         made: our parameters that are made of several of theirs.
         unused: beginnings of keys that play no part at inference.
         positioned: how many tokens in front of the patches have a row in their position embedding.
-        resized: their position embedding (1, N, D) of a square grid at another grid; None where they have no such rule.
+        resized: position embeddings (1, N, D) of the patches of a grid, that grid, another one -> those of the other;
+            None where they have no such rule.
+        square: whether their grid is always a square; otherwise it is that of the pictures in training.
         refusal: what is wrong with a checkpoint of theirs, which keys and shapes do not tell.
     """
 
@@ -59,7 +61,8 @@ class Naming:
     made: Mapping[str, Made] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
     positioned: int = 1
-    resized: Callable[[Tensor, Size], Tensor] | None = None
+    resized: Callable[[Tensor, Size, Size], Tensor] | None = None
+    square: bool = True
     refusal: Callable[[Mapping[str, Tensor]], str | None] = lambda found: None
 
     def expected(self, shapes: Shapes) -> dict[str, tuple[int, ...]]:
@@ -89,10 +92,12 @@ class Naming:
         counters = (f"{norm}.num_batches_tracked" for _, norm in self.convs.values())
         return key.startswith(self.unused) or key in counters
 
-    def translated(self, found: Mapping[str, Tensor], shapes: Shapes, grid: Size | None = None) -> dict[str, Tensor]:
+    def translated(
+        self, found: Mapping[str, Tensor], shapes: Shapes, grids: tuple[Size, Size] | None = None
+    ) -> dict[str, Tensor]:
         """Our parameters in fp32, copies, from their checkpoint, which has all of `expected`.
 
-        `grid`: what the position embedding is resized to, if it has to be.
+        `grids`: that of the position embedding and the one it is resized to, if it has to be.
         """
         ours = {}
         for name in shapes:
@@ -103,14 +108,14 @@ class Naming:
                 ours[name] = found[self._theirs(name)].to(torch.float32, copy=True)
             elif kind == "weight":
                 ours |= self._folded(layer, found)
-        ours[_POSITIONS] = self._position_rows(ours[_POSITIONS], _prefix(shapes), grid)
+        ours[_POSITIONS] = self._position_rows(ours[_POSITIONS], _prefix(shapes), grids)
         return ours | {name: change(ours[name]) for name, change in self.changed.items()}
 
-    def _position_rows(self, positions: Tensor, prefix: int, grid: Size | None) -> Tensor:
+    def _position_rows(self, positions: Tensor, prefix: int, grids: tuple[Size, Size] | None) -> Tensor:
         """Theirs with one row for each token in front of the patches, zero for those that have none."""
         patches = positions[:, self.positioned :]
-        if grid is not None and self.resized is not None:
-            patches = self.resized(patches, grid)
+        if grids and self.resized:
+            patches = self.resized(patches, *grids)
         tokens = torch.zeros(1, prefix, positions.shape[2])
         count = min(prefix, self.positioned)
         tokens[:, :count] = positions[:, :count]

@@ -43,7 +43,7 @@ def read_recipe(path: Path) -> Recipe:
 
 
 def recipe_settings(name: str) -> Settings:
-    """What a recipe says, by its name or the path of a TOML file, or one of its rows, `NAME@ROW`; no more than it says."""
+    """What a recipe says, and no more: by its name, the path of a TOML file, or `NAME@ROW` for one of its rows."""
     name, _, row = name.partition("@")
     if name.endswith(".toml"):
         return _read_settings(Path(name), row)

@@ -12,7 +12,9 @@ from algm_deploy.demo import ASSETS
 from algm_deploy.demo.scenes import CLASSES, PALETTE, SLICES, scene, slice_name
 from algm_deploy.evaluation.datasets import Dataset, open_dataset
 from algm_deploy.merging import insert_merging, merge_inputs
-from algm_deploy.models.checkpoints import Checkpoint, read_checkpoint, recipe_from_variant, state_dict_for
+from algm_deploy.models.checkpoints.reading import Checkpoint, read_checkpoint
+from algm_deploy.models.checkpoints.variant import recipe_from_variant
+from algm_deploy.models.checkpoints.weights import state_dict_for
 from algm_deploy.models.scores import upsample_scores
 from algm_deploy.models.segmenter import Segmenter
 from algm_deploy.recipe.reading import flatten, recipe, recipe_settings, resolve

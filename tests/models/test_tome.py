@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from named_weights import weights
-from torch import Tensor
+from torch import Tensor, nn
 
 from algm_deploy.merging import insert_merging, merge_inputs, replay_merging, tome_merges
 from algm_deploy.models.vit import VisionTransformer, VitNetwork
@@ -33,7 +33,7 @@ class Encoder(VitNetwork):
     """An encoder without a decoder."""
 
     def __init__(self, prefix: int) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # no recipe's network has it
         self.encoder = VisionTransformer((6, 6), 16, 32, 4, 2, prefix=prefix)
 
 

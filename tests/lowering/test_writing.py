@@ -20,19 +20,11 @@ from algm_deploy.bundle.files import sha256_of
 from algm_deploy.bundle.signature import Signature, signature_of
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BundleError, CheckpointError, ExportError
-from algm_deploy.lowering.bundling import (
-    ALIGNMENT,
-    EXTERNAL_BYTES,
-    ONNX,
-    ONNX_DATA,
-    WEIGHTS,
-    deployed,
-    load_network,
-    move_weights,
-    write_bundle,
-)
-from algm_deploy.merging import merge_inputs
-from algm_deploy.models.checkpoints import read_checkpoint, recipe_from_variant
+from algm_deploy.lowering.writing import ALIGNMENT, EXTERNAL_BYTES, ONNX, ONNX_DATA, move_weights, write_bundle
+from algm_deploy.merging import deployed, merge_inputs
+from algm_deploy.models.checkpoints.reading import read_checkpoint
+from algm_deploy.models.checkpoints.variant import recipe_from_variant
+from algm_deploy.models.loading import WEIGHTS, load_network
 
 
 def external(path: Path) -> dict[str, tuple[int, int]]:
@@ -169,7 +161,7 @@ def test_a_failing_export_leaves_nothing_behind(
     def fail(*_: Any) -> None:
         raise ExportError("no")
 
-    monkeypatch.setattr("algm_deploy.lowering.bundling.base_onnx", fail)
+    monkeypatch.setattr("algm_deploy.lowering.writing.base_onnx", fail)
     checkpoint = read_checkpoint(tiny_checkpoint)
     with pytest.raises(ExportError, match="no"):
         write_bundle(checkpoint, recipe_from_variant(checkpoint), tmp_path / "bundle")
