@@ -58,7 +58,7 @@ def test_merges_have_names_and_no_thresholds() -> None:
     assert signature.merges == ("tome_1", "tome_3")
     assert [tensor.name for tensor in signature.inputs] == ["image"]
     assert merge_names(PLAN) == ("tome_1", "tome_3")
-    assert merge_names(replace(PLAN, tome_r=(8,))) == ("tome",)
+    assert merge_names(replace(PLAN, tome_r=(8,))) == ("tome_1",)
 
 
 def test_a_report_names_r() -> None:

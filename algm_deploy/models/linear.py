@@ -42,9 +42,8 @@ class LinearProbe(VitNetwork):
         scores = [head(level.values[:, prefix:]) for head, level in zip(self.heads, levels, strict=True)]
         if len(levels) == 1:
             return TokenScores(scores[0], levels[0].map, prefix, stages)
-        grids = [
-            to_grid(wide(s), level.map, prefix, self.network.grid) for s, level in zip(scores, levels, strict=True)
-        ]
+        grid = self.network.grid
+        grids = [to_grid(wide(s), level.map, prefix, grid) for s, level in zip(scores, levels, strict=True)]
         return GridScores(torch.stack(grids).sum(0), prefix, stages)
 
     @staticmethod

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
-
-import msgspec
 
 from algm_deploy.errors import PlanError, RecipeError, nearest, shown
 from algm_deploy.package_data import content
@@ -125,7 +123,7 @@ def resolve(layers: Sequence[tuple[str, Settings]]) -> tuple[Recipe, tuple[str, 
 
 def to_table(recipe: Recipe) -> dict[str, Any]:
     """A recipe as a JSON-ready table that `from_table` reads back to an equal recipe."""
-    return {"schema": SCHEMA, **msgspec.to_builtins(recipe)}
+    return {"schema": SCHEMA, **asdict(recipe)}
 
 
 def from_table(table: Mapping[str, Any], source: str) -> Recipe:
@@ -148,13 +146,12 @@ def _build(values: Settings, source: str) -> Recipe:
         raise RecipeError(
             f"{source}: expected {', '.join(missing)}, found none: add it to the recipe or give variant.yml"
         )
-    table: dict[str, Any] = {name: {} for name in _SECTIONS}
+    parts: dict[str, dict[str, Any]] = {name: {} for name in ("", *_SECTIONS)}
     for key, value in values.items():
         section, _, name = key.rpartition(".")
-        (table[section] if section else table)[name] = value
+        parts[section][name] = value
     try:
-        built: Recipe = converted(Recipe, table, "recipe")
-        return built
+        return Recipe(**parts.pop(""), **{name: _SECTIONS[name](**part) for name, part in parts.items()})
     except (RecipeError, PlanError) as error:
         raise RecipeError(f"{source}: {error}") from error
 

@@ -122,5 +122,6 @@ def _stored_grid(checkpoint: Checkpoint, naming: Naming, network: Network) -> Si
         if patches > 0 and math.prod(grid) == patches:
             return grid
     raise CheckpointError(
-        f"{checkpoint.path}: expected position embeddings of {known} in {naming.positions}, got {patches} patches: {cure}"
+        f"{checkpoint.path}: expected position embeddings of {known} in {naming.positions}, got {patches} patches: "
+        f"{cure}"
     )
