@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from typing import Any, cast
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Literal, TypeVar
 
+from msgspec import Struct
 from torch import Tensor
 
-from algm_deploy.errors import CheckpointError, PlanError, RecipeError, shown
+from algm_deploy.errors import CheckpointError, PlanError, RecipeError
 from algm_deploy.models.checkpoints.reading import VARIANT_FILE, Checkpoint, shape_of
 from algm_deploy.models.segmenter import DISTILLED
+from algm_deploy.recipe.conversion import converted
 from algm_deploy.recipe.reading import flatten, resolve
 from algm_deploy.recipe.schema import (
     DENSE,
@@ -24,27 +26,61 @@ from algm_deploy.recipe.schema import (
     dataset_ratio,
 )
 
+Section = TypeVar("Section", bound=Struct)
+
+
+class _Decoder(Struct):
+    name: Literal["mask_transformer", "linear"]
+    n_layers: int = 0
+
+
+class _NetKwargs(Struct):
+    d_model: int
+    n_layers: int
+    n_heads: int
+    n_cls: int
+    image_size: int | Size
+    patch_size: int
+    normalization: Normalization
+    decoder: _Decoder
+    distilled: bool | None = None
+
+
+class _DatasetKwargs(Struct):
+    dataset: str
+    patch_type: Literal["pure", "algm"] | None = None
+    selected_layers: tuple[int, ...] | None = None
+    merging_window_size: int | Size | None = None
+    threshold: float | None = None
+
+
+class _InferenceKwargs(Struct):
+    im_size: int
+    window_size: int
+    window_stride: int
+
 
 def network_from_variant(checkpoint: Checkpoint) -> Network:
-    """The network that `variant.yml` describes, cross-checked with the shapes of the tensors."""
-    facts = _Facts(checkpoint)
-    decoder = facts.one_of("net_kwargs.decoder.name", values=("mask_transformer", "linear"))
-    try:
+    """The network that `variant.yml` describes, cross-checked with the shapes of the tensors.
+
+    Raises:
+        CheckpointError: there is no such file, a fact is missing or of another type, or contradicts the tensors.
+    """
+    with _errors_of(checkpoint):
+        said = _section(checkpoint, _NetKwargs, "net_kwargs")
         network = Network(
             family="segmenter",
-            embed_dim=facts.whole("net_kwargs.d_model"),
-            depth=facts.whole("net_kwargs.n_layers"),
-            heads=facts.whole("net_kwargs.n_heads"),
-            classes=facts.whole("net_kwargs.n_cls"),
-            image_size=facts.size("net_kwargs.image_size"),
-            patch_size=facts.whole("net_kwargs.patch_size"),
-            decoder=decoder,
-            decoder_depth=facts.whole("net_kwargs.decoder.n_layers") if decoder == "mask_transformer" else 0,
-            normalization=cast(Normalization, facts.one_of("net_kwargs.normalization", values=("vit", "deit"))),
-            extra_tokens=int(bool(facts.get("net_kwargs.distilled", False))),
+            embed_dim=said.d_model,
+            depth=said.n_layers,
+            heads=said.n_heads,
+            classes=said.n_cls,
+            image_size=_pair(said.image_size),
+            patch_size=said.patch_size,
+            decoder=said.decoder.name,
+            decoder_depth=said.decoder.n_layers if said.decoder.name == "mask_transformer" else 0,
+            normalization=said.normalization,
+            extra_tokens=int(bool(said.distilled)),
         )
-    except RecipeError as error:
-        raise CheckpointError(f"{facts.path}: {error}") from error
     _cross_check(checkpoint, network)
     return network
 
@@ -53,50 +89,35 @@ def plan_from_variant(checkpoint: Checkpoint) -> MergePlan:
     """The merging that the checkpoint was trained with: CLAP in its first selected layer, GBM in the later ones.
 
     `patch_type: pure` or absent means none. Decisions are per image, the default; the published code shares counts over
-    a batch.
+    a batch. Errors like those of `network_from_variant`.
     """
-    facts = _Facts(checkpoint)
-    if facts.get("dataset_kwargs.patch_type", "pure") == "pure":
-        return DENSE
-    facts.one_of("dataset_kwargs.patch_type", values=("pure", "algm"))
-    layers = facts.get("dataset_kwargs.selected_layers")
-    if not isinstance(layers, list | tuple) or not layers or not all(map(_is_whole, layers)):
-        raise facts.error("dataset_kwargs.selected_layers", "the 1-based layers that merge", layers)
-    try:
-        return MergePlan(
-            clap_layers=(layers[0],),
-            gbm_layers=tuple(layers[1:]),
-            window=facts.size("dataset_kwargs.merging_window_size"),
-            clap_threshold=facts.number("dataset_kwargs.threshold"),
-        )
-    except PlanError as error:
-        raise CheckpointError(f"{facts.path}: {error}") from error
+    with _errors_of(checkpoint):
+        said = _section(checkpoint, _DatasetKwargs, "dataset_kwargs")
+        if said.patch_type in (None, "pure"):
+            return DENSE
+        layers = said.selected_layers or ()
+        if not layers or said.threshold is None or said.merging_window_size is None:
+            raise RecipeError(
+                "expected selected_layers, merging_window_size and threshold in dataset_kwargs, which merge, got "
+                f"{said.selected_layers}, {said.merging_window_size} and {said.threshold}"
+            )
+        return MergePlan(layers[:1], layers[1:], _pair(said.merging_window_size), said.threshold)
 
 
 def protocol_from_variant(checkpoint: Checkpoint) -> Protocol:
-    """The evaluation protocol of `inference_kwargs`."""
-    facts = _Facts(checkpoint)
-    dataset = facts.get("dataset_kwargs.dataset")
-    if not isinstance(dataset, str):
-        raise facts.error("dataset_kwargs.dataset", "the name of a dataset", dataset)
-    try:
-        return Protocol(
-            dataset=dataset,
-            short_side=facts.whole("inference_kwargs.im_size"),
-            window=facts.whole("inference_kwargs.window_size"),
-            stride=facts.whole("inference_kwargs.window_stride"),
-            max_ratio=dataset_ratio(dataset),
-        )
-    except RecipeError as error:
-        raise CheckpointError(f"{facts.path}: {error}") from error
+    """The evaluation protocol of `inference_kwargs`; errors like those of `network_from_variant`."""
+    with _errors_of(checkpoint):
+        dataset = _section(checkpoint, _DatasetKwargs, "dataset_kwargs").dataset
+        said = _section(checkpoint, _InferenceKwargs, "inference_kwargs")
+        return Protocol(dataset, said.im_size, said.window_size, said.window_stride, dataset_ratio(dataset))
 
 
 def training_size(checkpoint: Checkpoint) -> Size | None:
     """Height and width of the pictures in training; None where no `variant.yml` says it."""
-    key = "net_kwargs.image_size"
-    if checkpoint.variant is None or (facts := _Facts(checkpoint)).get(key) is None:
+    if checkpoint.variant is None or "net_kwargs" not in checkpoint.variant:
         return None
-    return facts.size(key)
+    with _errors_of(checkpoint):
+        return _pair(_section(checkpoint, _NetKwargs, "net_kwargs").image_size)
 
 
 def settings_from_variant(checkpoint: Checkpoint) -> Settings:
@@ -113,63 +134,31 @@ def settings_from_variant(checkpoint: Checkpoint) -> Settings:
 
 def recipe_from_variant(checkpoint: Checkpoint) -> Recipe:
     """The recipe that `variant.yml` alone makes."""
-    settings = settings_from_variant(checkpoint)
+    with _errors_of(checkpoint):
+        return resolve([(VARIANT_FILE, settings_from_variant(checkpoint))])[0]
+
+
+def _section(checkpoint: Checkpoint, kind: type[Section], name: str) -> Section:
+    """The facts of one section that are read here; there are others beside them."""
+    if checkpoint.variant is None:
+        raise CheckpointError(
+            f"expected {VARIANT_FILE} beside {checkpoint.path}, found none: put it there or name a recipe"
+        )
+    found: Section = converted(kind, checkpoint.variant.get(name), name)
+    return found
+
+
+@contextmanager
+def _errors_of(checkpoint: Checkpoint) -> Iterator[None]:
     try:
-        return resolve([(VARIANT_FILE, settings)])[0]
-    except RecipeError as error:
-        raise CheckpointError(f"{checkpoint.path}: {error}") from error
+        yield
+    except (RecipeError, PlanError) as error:
+        raise CheckpointError(f"{checkpoint.path.with_name(VARIANT_FILE)}: {error}") from error
 
 
-class _Facts:
-    """Typed access to `variant.yml`; every failure names the file, the key, what was expected and what came."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self.path = checkpoint.path.with_name(VARIANT_FILE)
-        if checkpoint.variant is None:
-            raise CheckpointError(
-                f"expected {VARIANT_FILE} beside {checkpoint.path}, found none: put it there or name a recipe"
-            )
-        self.facts = checkpoint.variant
-
-    def error(self, key: str, expected: str, came: object) -> CheckpointError:
-        return CheckpointError(f"{self.path}: expected {expected} as {key}, got {shown(came)}")
-
-    def get(self, key: str, default: object = None) -> Any:
-        """The value under a dotted key; the default where the key or its section is absent or null."""
-        value: Any = self.facts
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
-        return default if value is None else value
-
-    def whole(self, key: str) -> int:
-        value = self.get(key)
-        if not _is_whole(value):
-            raise self.error(key, "a positive whole number", value)
-        return int(value)
-
-    def number(self, key: str) -> float:
-        value = self.get(key)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise self.error(key, "a finite number", value)
-        return float(value)
-
-    def size(self, key: str) -> Size:
-        """(height, width) from a pair or from one number for both."""
-        value = self.get(key)
-        pair = (value, value) if _is_whole(value) else value
-        if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(map(_is_whole, pair)):
-            raise self.error(key, "one or two positive whole numbers", value)
-        return int(pair[0]), int(pair[1])
-
-    def one_of(self, key: str, values: tuple[str, ...]) -> str:
-        value = self.get(key)
-        if value not in values:
-            raise self.error(key, " or ".join(values), value)
-        return str(value)
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1 << 31
+def _pair(size: int | Size) -> Size:
+    """(height, width) from a pair or from one number for both."""
+    return (size, size) if isinstance(size, int) else size
 
 
 def _cross_check(checkpoint: Checkpoint, network: Network) -> None:
