@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from algm_deploy.models.multiply_adds import linear_head
-from algm_deploy.models.naming import BATCH_NORM_EPS, Made, Naming, joined_tokens, layer_scales
+from algm_deploy.models.naming import STATISTICS, Made, Naming, batch_norm, joined_tokens, layer_scales
 from algm_deploy.models.scores import GridScores, Scores, TokenScores, to_grid
 from algm_deploy.models.vit import MergeInputs, VitNetwork
 from algm_deploy.ops._rows import wide
@@ -119,30 +119,19 @@ def _head(network: Network) -> dict[str, Made]:
     """The linear layer with the batch norm in front of it folded in, cut into the part of each level."""
     levels, dim = max(1, len(network.stages)), network.embed_dim
     width = levels * dim
-    needs: dict[str, tuple[int, ...]] = {
-        f"{_HEAD}bn.{name}": (width,) for name in ("weight", "bias", "running_mean", "running_var")
-    }
+    needs: dict[str, tuple[int, ...]] = {f"{_HEAD}bn.{name}": (width,) for name in STATISTICS}
     needs |= {f"{_HEAD}conv_seg.weight": (network.classes, width, 1, 1), f"{_HEAD}conv_seg.bias": (network.classes,)}
     weights = {f"heads.{i}.weight": Made(needs, partial(_head_weight, i * dim, dim)) for i in range(levels)}
     return weights | {"heads.0.bias": Made(needs, _head_bias)}
 
 
-def _batch_norm(found: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Scale and shift of every channel, fp64."""
-    weight, bias, mean, variance = (
-        found[f"{_HEAD}bn.{name}"].double() for name in ("weight", "bias", "running_mean", "running_var")
-    )
-    scale = weight / (variance + BATCH_NORM_EPS).sqrt()
-    return scale, bias - mean * scale
-
-
 def _head_weight(start: int, dim: int, found: Mapping[str, Tensor]) -> Tensor:
-    scaled = found[f"{_HEAD}conv_seg.weight"].double()[:, :, 0, 0] * _batch_norm(found)[0]
+    scaled = found[f"{_HEAD}conv_seg.weight"].double()[:, :, 0, 0] * batch_norm(f"{_HEAD}bn", found)[0]
     return scaled[:, start : start + dim].float().contiguous()
 
 
 def _head_bias(found: Mapping[str, Tensor]) -> Tensor:
-    shift = found[f"{_HEAD}conv_seg.weight"].double()[:, :, 0, 0] @ _batch_norm(found)[1]
+    shift = found[f"{_HEAD}conv_seg.weight"].double()[:, :, 0, 0] @ batch_norm(f"{_HEAD}bn", found)[1]
     return (found[f"{_HEAD}conv_seg.bias"].double() + shift).float()
 
 

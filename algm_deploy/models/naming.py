@@ -17,8 +17,9 @@ from torch import Tensor
 from algm_deploy.recipe.schema import Network, Size
 
 Shapes = Mapping[str, tuple[int, ...]]
-BATCH_NORM_EPS = 1e-5
-_STATISTICS = ("weight", "bias", "running_mean", "running_var")
+_BATCH_NORM_EPS = 1e-5
+# Parts of a batch norm that count at inference.
+STATISTICS = ("weight", "bias", "running_mean", "running_var")
 _POSITIONS, _TOKENS = "encoder.pos_embed", "encoder.cls_token"
 
 
@@ -76,7 +77,7 @@ class Naming:
             elif not conv:
                 expected[self._theirs(ours)] = shape
             elif kind == "weight":
-                expected |= {f"{conv}.weight": shape} | {f"{norm}.{name}": shape[:1] for name in _STATISTICS}
+                expected |= {f"{conv}.weight": shape} | {f"{norm}.{name}": shape[:1] for name in STATISTICS}
             elif self.conv_bias:
                 expected[f"{conv}.bias"] = shape
         _, rows, dim = shapes[_POSITIONS]
@@ -127,13 +128,19 @@ class Naming:
 
     def _folded(self, layer: str, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
         conv, norm = self.convs[layer]
-        scale, shift, mean, variance = (found[f"{norm}.{name}"].double() for name in _STATISTICS)
-        scale = scale / (variance + BATCH_NORM_EPS).sqrt()
+        scale, shift = batch_norm(norm, found)
         own = found[f"{conv}.bias"].double() if self.conv_bias else 0
         return {
             f"{layer}.weight": (found[f"{conv}.weight"].double() * scale[:, None, None, None]).float(),
-            f"{layer}.bias": (shift + (own - mean) * scale).float(),
+            f"{layer}.bias": (own * scale + shift).float(),
         }
+
+
+def batch_norm(name: str, found: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Scale and shift of every channel, fp64, that a batch norm amounts to."""
+    weight, bias, mean, variance = (found[f"{name}.{part}"].double() for part in STATISTICS)
+    scale = weight / (variance + _BATCH_NORM_EPS).sqrt()
+    return scale, bias - mean * scale
 
 
 def _prefix(shapes: Shapes) -> int:

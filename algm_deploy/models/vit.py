@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from algm_deploy.models.naming import Naming
-from algm_deploy.recipe.schema import Network, Size, patch_margins
+from algm_deploy.recipe.schema import Network, patch_margins
 
 
 class Tokens(NamedTuple):
@@ -133,34 +133,19 @@ class Block(nn.Module):
 class VisionTransformer(nn.Module):
     """Encoder of patches after `prefix` tokens that are none: cls, a distillation token or registers.
 
-    Args:
-        grid, patch_size, dim, depth, heads: its shape.
-        prefix: 0 for networks that drop the cls token before the first block.
-        eps: of every LayerNorm.
-        norm: normalise the outputs; networks whose decoder does so have no such LayerNorm.
-        outputs: 1-based blocks whose tokens `forward` returns; the last one where empty.
+    It has the blocks that may merge. `eps` is that of every LayerNorm; `norm`: outputs are normalised here, not by the
+    decoder. `outputs` are the 1-based blocks whose tokens `forward` returns.
     """
 
-    def __init__(
-        self,
-        grid: Size,
-        patch_size: int,
-        dim: int,
-        depth: int,
-        heads: int,
-        *,
-        prefix: int = 1,
-        eps: float = 1e-5,
-        norm: bool = True,
-        outputs: tuple[int, ...] = (),
-    ) -> None:
+    def __init__(self, network: Network, eps: float = 1e-5, norm: bool = True) -> None:
         super().__init__()
-        self.grid, self.prefix, self.outputs = grid, prefix, outputs or (depth,)
-        if prefix:
-            self.cls_token = nn.Parameter(torch.zeros(1, prefix, dim))
-        self.pos_embed = nn.Parameter(torch.zeros(1, prefix + grid[0] * grid[1], dim))
-        self.patch_embed: nn.Module = PatchEmbedding(patch_size, dim)
-        self.blocks = nn.ModuleList(Block(dim, heads, eps) for _ in range(depth))
+        dim, depth = network.embed_dim, network.encoder_depth
+        self.grid, self.prefix, self.outputs = network.grid, network.prefix, network.stages or (depth,)
+        if self.prefix:
+            self.cls_token = nn.Parameter(torch.zeros(1, self.prefix, dim))
+        self.pos_embed = nn.Parameter(torch.zeros(1, self.prefix + self.grid[0] * self.grid[1], dim))
+        self.patch_embed: nn.Module = PatchEmbedding(network.patch_size, dim)
+        self.blocks = nn.ModuleList(Block(dim, network.heads, eps) for _ in range(depth))
         self.norm: nn.Module = nn.LayerNorm(dim, eps) if norm else nn.Identity()
         self.outlet: nn.Module = KeepTokens()  # a slot between encoder and decoder
 
@@ -207,17 +192,7 @@ class VitNetwork(nn.Module):
     def __init__(self, network: Network, eps: float = 1e-5, norm: bool = True) -> None:
         super().__init__()
         self.network = network
-        self.encoder = VisionTransformer(
-            network.grid,
-            network.patch_size,
-            network.embed_dim,
-            network.encoder_depth,
-            network.heads,
-            prefix=network.prefix,
-            eps=eps,
-            norm=norm,
-            outputs=network.stages,
-        )
+        self.encoder = VisionTransformer(network, eps, norm)
 
     @staticmethod
     def namings(network: Network) -> tuple[Naming, ...]:
