@@ -19,8 +19,9 @@ from algm_deploy.environment import environment
 from algm_deploy.errors import BundleError, DatasetError, GateError, NotExecutedError
 from algm_deploy.evaluation.datasets import SPECS, Dataset
 from algm_deploy.evaluation.evaluate import evaluate
-from algm_deploy.lowering.bundling import write_bundle
-from algm_deploy.models.checkpoints import VARIANT_FILE, read_checkpoint, settings_from_variant
+from algm_deploy.lowering.writing import write_bundle
+from algm_deploy.models.checkpoints.reading import VARIANT_FILE, read_checkpoint
+from algm_deploy.models.checkpoints.variant import settings_from_variant
 from algm_deploy.parity.chain import verify
 from algm_deploy.pictures.preprocessing import preprocessing_fingerprint, read_photo
 from algm_deploy.pictures.shipped import scene

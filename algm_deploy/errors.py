@@ -5,6 +5,8 @@ Each message says what was expected, what came, and what to do. The command line
 """
 
 import re
+from collections.abc import Sequence
+from difflib import get_close_matches
 
 # How PyTorch, oneDNN, ONNX Runtime, OpenCV and TensorRT say it, on the host and on a device; they share no class.
 _MEMORY = re.compile(
@@ -30,6 +32,12 @@ def shown(value: object) -> str:
     except ValueError:  # Python refuses to write numbers of more than 4300 digits; hexadecimal ones can be read
         text = "a number of thousands of digits"
     return text[:100]
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """The known name that an unknown one resembles, as the end of a message; empty where it resembles none."""
+    close = get_close_matches(name, known, 1, 0.5) or [key for key in known if key.endswith(f".{name}")][:1]
+    return f": did you mean {close[0]}?" if close else ""
 
 
 class CheckpointError(AlgmDeployError):

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 import algm_deploy.ops  # noqa: F401  registers torch.ops.algm
 from algm_deploy.errors import PlanError
+from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.vit import Block, KeepTokens, MergeInputs, Model, Tokens, VitNetwork, share_parameters
 from algm_deploy.ops._rows import merge_rows, row_of, sum_rows
 from algm_deploy.ops.tome import most_merges
-from algm_deploy.recipe.schema import MergePlan, Size
+from algm_deploy.recipe.schema import MergePlan, Recipe, Size
 
 
 class Clap(nn.Module):
@@ -123,6 +124,11 @@ def insert_merging(model: Model, plan: MergePlan) -> Model:
     if plan.method == "tome":
         _insert_tome(merged, plan)
     return merged
+
+
+def deployed(model: VitNetwork, recipe: Recipe) -> Deployed:
+    """The network with the recipe's merging and the deployed inputs and outputs, in evaluation mode."""
+    return Deployed(insert_merging(model, recipe.merging), recipe.network, recipe.output).eval()
 
 
 def tome_merges(plan: MergePlan, patches: int) -> dict[int, int]:

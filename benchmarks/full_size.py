@@ -30,8 +30,7 @@ from algm_deploy.bundle.files import write_atomically
 from algm_deploy.bundle.records import Engine, Parity
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.environment import environment
-from algm_deploy.models.checkpoints import expected_shapes
-from algm_deploy.models.families import NAMINGS, parameter_shapes
+from algm_deploy.models.checkpoints.weights import checkpoint_shapes
 from algm_deploy.recipe.reading import recipe
 from algm_deploy.recipe.schema import Network
 
@@ -87,18 +86,12 @@ def row(name: str, threshold: str, precision: str, folder: Path) -> dict[str, An
 
 def random_checkpoint(network: Network, target: Path) -> tuple[Path, int]:
     """Random weights under the names of the network's authors, and how many there are."""
-    if network.family in NAMINGS:
-        naming = next(n for n in NAMINGS[network.family](network) if network.decoder in n.decoders)
-        shapes = naming.expected(parameter_shapes(network))
-    else:
-        shapes = expected_shapes(network)
+    shapes = checkpoint_shapes(network)
     generator = torch.Generator().manual_seed(SEED)
     state = {key: random_weight(key, shape, generator) for key, shape in shapes.items()}
     target.mkdir()
     parts: dict[str, dict[str, Any]] = {"latest.pth": {"state_dict": state}}
-    if network.family == "segmenter":
-        parts = {"checkpoint.pth": {"model": state}}
-    elif network.family in ("dinov2", "deit"):
+    if "blocks.0.norm1.weight" in state:  # a backbone's own file
         head = {key: state.pop(key) for key in list(state) if key.startswith("decode_head.")}
         parts = {"backbone.pth": state, "head.pth": {"state_dict": head}}
     for file, content in parts.items():

@@ -30,7 +30,7 @@ from algm_deploy.bundle.store import Bundle
 from algm_deploy.deployment import build_bundle, find_images, parity_windows
 from algm_deploy.environment import environment
 from algm_deploy.errors import GateError
-from algm_deploy.lowering.bundling import load_network
+from algm_deploy.models.loading import load_network
 from algm_deploy.native_libraries import find_library
 from algm_deploy.parity.chain import verify
 from algm_deploy.timing.variants import VARIANTS, variant_graph

@@ -35,10 +35,10 @@ from algm_deploy.bundle.records import VariantName
 from algm_deploy.bundle.signature import CLAP_THRESHOLD, GBM_THRESHOLD, signature_of
 from algm_deploy.environment import environment
 from algm_deploy.errors import GateError
-from algm_deploy.lowering.bundling import ALIGNMENT, EXTERNAL_BYTES
+from algm_deploy.lowering.writing import ALIGNMENT, EXTERNAL_BYTES
 from algm_deploy.merging import merge_inputs, replay_merging
 from algm_deploy.models.deployed import Deployed
-from algm_deploy.models.families import DTYPES, FAMILIES, network_module
+from algm_deploy.models.loading import DTYPES, network_class, network_module
 from algm_deploy.models.vit import MergeInputs, Tokens, VitNetwork
 from algm_deploy.native_libraries import require_library
 from algm_deploy.ops.clap import window_similarity
@@ -123,7 +123,7 @@ def random_network(recipe: Recipe) -> VitNetwork:
     """Weights as a network starts its training with: norms are identities, all else is noise of deviation 0.02."""
     with torch.device("meta"):
         shapes = {
-            key: tensor.shape for key, tensor in FAMILIES[recipe.network.family](recipe.network).state_dict().items()
+            key: tensor.shape for key, tensor in network_class(recipe.network)(recipe.network).state_dict().items()
         }
     generator = torch.Generator().manual_seed(SEED)
     dtype = DTYPES[recipe.precision]

@@ -24,6 +24,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from algm_deploy.environment import environment
+from algm_deploy.recipe.families import architectures
 from algm_deploy.recipe.reading import recipe, recipe_names
 from algm_deploy.recipe.schema import Recipe
 from algm_deploy.report.tables import markdown_table
@@ -94,7 +95,7 @@ def page(claims: Claims) -> str:
     device = gpu["environment"]["devices"][0]["name"]
     recipes = [recipe(name) for name in recipe_names()]
     rows = [(r.name, r.protocol.dataset, _pictures(r, claims), *_cells("algm", r, claims)) for r in recipes]
-    networks = sorted({_network(r) for r in recipes} | {claim.split()[1] for claim in claims if "/" in claim})
+    networks = sorted(row.name for row in architectures())
     tome = [(n, *(_cell("tome", n, runtime, claims) for runtime in RUNTIMES)) for n in networks]
     return "\n".join(
         (
@@ -113,10 +114,6 @@ def _listed(sizes: Iterable[str]) -> str:
     return f"{', '.join(first)} and {last}" if first else last
 
 
-def _network(facts: Recipe) -> str:
-    return f"{facts.network.family}/{facts.network.decoder}"
-
-
 def _pictures(facts: Recipe, claims: Claims) -> str:
     """How far the data set itself was used: evaluated, or its layout alone."""
     dataset = facts.protocol.dataset
@@ -127,7 +124,7 @@ def _pictures(facts: Recipe, claims: Claims) -> str:
 
 
 def _cells(method: str, facts: Recipe, claims: Claims) -> list[str]:
-    cells = {runtime: _cell(method, _network(facts), runtime, claims) for runtime in RUNTIMES}
+    cells = {runtime: _cell(method, facts.network.architecture.name, runtime, claims) for runtime in RUNTIMES}
     if _verified_on_a_gpu(facts):
         cells["onnxruntime-cuda"] = "verified"
     return list(cells.values())

@@ -34,7 +34,7 @@ from algm_deploy.bundle.signature import CLAP_THRESHOLD, GBM_THRESHOLD
 from algm_deploy.errors import BuildError, GateError
 from algm_deploy.merging import merge_inputs, replay_merging
 from algm_deploy.models.deployed import Deployed
-from algm_deploy.models.families import network_module
+from algm_deploy.models.loading import network_module
 from algm_deploy.models.scores import TokenScores, labels_of, upsample_scores
 from algm_deploy.models.vit import MergeInputs, VitNetwork
 from algm_deploy.native_libraries import REBUILD

@@ -161,7 +161,7 @@ def golden_segmenter(vectors_dir: Path) -> Callable[[str], Segmenter]:
     """The golden networks (4 blocks, 64 wide, 128x128 pixels, 11 classes) by decoder, merge slots empty."""
     import torch
 
-    from algm_deploy.models.families import network_module
+    from algm_deploy.models.loading import network_module
     from algm_deploy.recipe.schema import Network
 
     def load(decoder: str) -> Segmenter:

@@ -28,7 +28,7 @@ from algm_deploy.lowering.export import base_onnx
 from algm_deploy.lowering.portable import add_function_bodies
 from algm_deploy.merging import insert_merging
 from algm_deploy.models.deployed import Deployed
-from algm_deploy.models.families import FAMILIES
+from algm_deploy.models.loading import network_class
 from algm_deploy.parity.graph import graph_facts, graph_problems
 from algm_deploy.recipe.reading import recipe, recipe_names
 from algm_deploy.recipe.schema import MergePlan, Network, Recipe
@@ -75,7 +75,7 @@ def shrunk(full: Recipe) -> Recipe:
 def exported(network: Network, plan: MergePlan, image: str, output: Any) -> ir.Model:
     """The base graph of a network with random weights; recipes that shrink to the same one share it."""
     torch.manual_seed(0)
-    model = FAMILIES[network.family](network).eval().requires_grad_(False)
+    model = network_class(network)(network).eval().requires_grad_(False)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.2)
     return base_onnx(Deployed(insert_merging(model, plan), network, output).eval(), plan, image)

@@ -19,7 +19,7 @@ from algm_deploy.evaluation.flops import multiply_adds
 from algm_deploy.lowering.onnxruntime import graph_file, write_onnxruntime_onnx
 from algm_deploy.lowering.portable import operator_of
 from algm_deploy.lowering.tensorrt import write_tensorrt_onnx
-from algm_deploy.models.families import FAMILIES
+from algm_deploy.models.loading import network_class
 from algm_deploy.models.vit import VitNetwork
 from algm_deploy.predictor import Predictor
 from algm_deploy.recipe.reading import recipe
@@ -58,7 +58,7 @@ def test_merges_have_names_and_no_thresholds() -> None:
     assert signature.merges == ("tome_1", "tome_3")
     assert [tensor.name for tensor in signature.inputs] == ["image"]
     assert merge_names(PLAN) == ("tome_1", "tome_3")
-    assert merge_names(replace(PLAN, tome_r=(8,))) == ("tome",)
+    assert merge_names(replace(PLAN, tome_r=(8,))) == ("tome_1",)
 
 
 def test_a_report_names_r() -> None:
@@ -104,7 +104,7 @@ def test_the_graph_for_cuda_has_tome_in_standard_operators(bundle: Bundle) -> No
 
 def test_truncated_pays_for_all_but_the_merge() -> None:
     torch.manual_seed(0)
-    model: VitNetwork = FAMILIES["segmenter"](NETWORK)
+    model: VitNetwork = network_class(NETWORK)(NETWORK)
     facts = Recipe("tiny", NETWORK, PLAN, Protocol("camvid", 96, 96, 96))
     truncated: Any = variant_network(model, facts, "truncated", [28, 24])[0].model
     assert all(block.proportional for block in truncated.blocks)

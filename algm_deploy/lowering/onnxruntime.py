@@ -34,9 +34,9 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BundleError, ExportError
-from algm_deploy.lowering.bundling import ONNX, ONNX_DATA
 from algm_deploy.lowering.onnxruntime_segments import stretches
 from algm_deploy.lowering.portable import operator_of
+from algm_deploy.lowering.writing import ONNX, ONNX_DATA
 from algm_deploy.ops.bodies import OPSET
 from algm_deploy.ops.schema import DOMAIN, VERSION
 from algm_deploy.recipe.schema import Recipe

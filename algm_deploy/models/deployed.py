@@ -2,7 +2,7 @@
 
 Graph inputs:  image (B, 3, H, W), RGB in 0..255, uint8 or float32; `clap_threshold` and `gbm_threshold`, fp32 scalars.
 Graph outputs: `labels` (B, H, W) or `scores` (B, K, H, W) fp32; `token_counts` (B, M) int64, patch tokens of each image
-behind each of the M merges; `token_map_i` (B, N) int64, row of every patch behind merge i.
+after each of the M merges; `token_map_i` (B, N) int64, row of every patch after merge i.
 """
 
 from __future__ import annotations

@@ -1,23 +1,24 @@
 """EoMT (Kerssies et al., CVPR 2025): a plain ViT whose last blocks also take queries; queries and patches make masks.
 
 The arithmetic is that of tue-mps/eomt (models/eomt.py, models/scale_block.py, the semantic scores of
-training/lightning_module.py) as it is evaluated, without masked attention. Tokens are merged in the blocks in front of
-the queries' and pass those merged. They are unmerged before the mask features, which convolutions enlarge.
+training/lightning_module.py) as it is evaluated, without masked attention. Tokens are merged in the blocks before the
+queries' and pass those merged. They are unmerged before the mask features, which convolutions enlarge.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from algm_deploy.models.multiply_adds import NORM, attention, mlp
 from algm_deploy.models.naming import Naming, joined_tokens, layer_scales
 from algm_deploy.models.scores import GridNetwork, scores_of_masks, to_grid
-from algm_deploy.models.vit import Block, Tokens, encoder_of
+from algm_deploy.models.vit import Block, Tokens
 from algm_deploy.recipe.schema import Network
 
 EPS = 1e-6
@@ -86,41 +87,52 @@ class Eomt(GridNetwork):
     """Image (B, 3, H, W), normalised, to class scores (B, K, H, W) that sum up the masks of all queries."""
 
     def __init__(self, network: Network) -> None:
-        super().__init__()
-        self.encoder = encoder_of(network, EPS, norm=False)
+        super().__init__(network, EPS, norm=False)
         self.decoder = QueryDecoder(network)
 
+    @staticmethod
+    def decoder_multiply_adds(network: Network, levels: Sequence[int]) -> int:
+        """The last blocks with queries beside the tokens, the heads, masks at up to a quarter of the size."""
+        (tokens,) = levels
+        dim, queries = network.embed_dim, network.queries
+        rows = queries + tokens + network.prefix
+        total = network.decoder_depth * (attention(rows, dim) + mlp(rows, dim)) + NORM * rows * dim
+        total += queries * dim * (network.classes + 1) + 3 * queries * dim * dim
+        cells = network.grid[0] * network.grid[1]
+        for _ in range(_enlargements(network)):
+            cells *= 4
+            total += cells * dim * (dim + 9 + NORM)
+        height, width = network.image_size
+        return total + queries * dim * cells + queries * network.classes * height * width
 
-# ---------------------------------------------------------------------------------------------------- checkpoint keys
-
-
-def namings(network: Network) -> tuple[Naming, ...]:
-    """tue-mps/eomt on the backbones of timm, which give no position to the tokens in front of the patches."""
-    blocks = {f"encoder.blocks.{i}": f"{_BACKBONE}blocks.{i}" for i in range(network.encoder_depth)}
-    for i in range(network.decoder_depth):
-        blocks[f"decoder.blocks.{i}"] = f"{_BACKBONE}blocks.{network.encoder_depth + i}"
-    names = {f"{ours}.": f"{theirs}." for ours, theirs in blocks.items()}
-    names |= {"encoder.": _BACKBONE, "decoder.norm.": f"{_BACKBONE}norm.", "decoder.queries": _QUERIES}
-    names |= {"decoder.classes.": "network.class_head."}
-    names |= {f"decoder.mask.{i}.": f"network.mask_head.{2 * i}." for i in range(3)}
-    inside = {"up.": "conv1.", "smooth.": "conv2.", "norm.": "norm."}
-    for i in range(_enlargements(network)):
-        names |= {f"decoder.enlarge.{i}.{ours}": f"network.upscale.{i}.{theirs}" for ours, theirs in inside.items()}
-    tokens = joined_tokens(
-        network.embed_dim, {f"{_BACKBONE}cls_token": 1, f"{_BACKBONE}reg_token": network.extra_tokens}
-    )
-    return (
-        Naming(
-            project="tue-mps/eomt",
-            mark=_BACKBONE,
-            decoders=("queries",),
-            names=names,
-            made=tokens | layer_scales(network, blocks),
-            unused=("network.encoder.pixel_", _MASK_SHARE, "criterion."),
-            positioned=0,
-            refusal=partial(_refusal, network),
-        ),
-    )
+    @staticmethod
+    def namings(network: Network) -> tuple[Naming, ...]:
+        """tue-mps/eomt on the backbones of timm, which give no position to the tokens before the patches."""
+        blocks = {f"encoder.blocks.{i}": f"{_BACKBONE}blocks.{i}" for i in range(network.encoder_depth)}
+        for i in range(network.decoder_depth):
+            blocks[f"decoder.blocks.{i}"] = f"{_BACKBONE}blocks.{network.encoder_depth + i}"
+        names = {f"{ours}.": f"{theirs}." for ours, theirs in blocks.items()}
+        names |= {"encoder.": _BACKBONE, "decoder.norm.": f"{_BACKBONE}norm.", "decoder.queries": _QUERIES}
+        names |= {"decoder.classes.": "network.class_head."}
+        names |= {f"decoder.mask.{i}.": f"network.mask_head.{2 * i}." for i in range(3)}
+        inside = {"up.": "conv1.", "smooth.": "conv2.", "norm.": "norm."}
+        for i in range(_enlargements(network)):
+            names |= {f"decoder.enlarge.{i}.{ours}": f"network.upscale.{i}.{theirs}" for ours, theirs in inside.items()}
+        tokens = joined_tokens(
+            network.embed_dim, {f"{_BACKBONE}cls_token": 1, f"{_BACKBONE}reg_token": network.extra_tokens}
+        )
+        return (
+            Naming(
+                project="tue-mps/eomt",
+                mark=_BACKBONE,
+                decoders=("queries",),
+                names=names,
+                made=tokens | layer_scales(network, blocks),
+                unused=("network.encoder.pixel_", _MASK_SHARE, "criterion."),
+                positioned=0,
+                refusal=partial(_refusal, network),
+            ),
+        )
 
 
 def _refusal(network: Network, found: Mapping[str, Tensor]) -> str | None:

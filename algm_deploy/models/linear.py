@@ -3,23 +3,24 @@
 The arithmetic is that of facebookresearch/dinov2 (dinov2/models/vision_transformer.py, eval/segmentation/) and of
 facebookresearch/deit (models.py). The head is the one DINOv2 is evaluated with: a batch norm and a linear layer a patch
 on the normalised tokens of the last block, or on those of the last four side by side (called multi-scale there, after
-its test-time scales). It works on merged tokens; scores are unmerged behind it, each level's by the map of its depth.
+its test-time scales). It works on merged tokens; scores are unmerged after it, each level's by the map of its depth.
 Batch norm and LayerScale are folded into linear layers when a checkpoint is read.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from algm_deploy.models.naming import BATCH_NORM_EPS, Made, Naming, joined_tokens, layer_scales
+from algm_deploy.models.multiply_adds import linear_head
+from algm_deploy.models.naming import STATISTICS, Made, Naming, batch_norm, joined_tokens, layer_scales
 from algm_deploy.models.scores import GridScores, Scores, TokenScores, to_grid
-from algm_deploy.models.vit import MergeInputs, VitNetwork, encoder_of
+from algm_deploy.models.vit import MergeInputs, VitNetwork
 from algm_deploy.ops._rows import wide
 from algm_deploy.recipe.schema import Network, Size
 
@@ -31,9 +32,7 @@ class LinearProbe(VitNetwork):
     """Image (B, 3, H, W), normalised, to class scores of merged tokens; of the grid where several blocks are read."""
 
     def __init__(self, network: Network) -> None:
-        super().__init__()
-        self.grid = network.grid
-        self.encoder = encoder_of(network, EPS)
+        super().__init__(network, EPS)
         levels = range(max(1, len(network.stages)))
         self.heads = nn.ModuleList(nn.Linear(network.embed_dim, network.classes, bias=not level) for level in levels)
 
@@ -43,48 +42,59 @@ class LinearProbe(VitNetwork):
         scores = [head(level.values[:, prefix:]) for head, level in zip(self.heads, levels, strict=True)]
         if len(levels) == 1:
             return TokenScores(scores[0], levels[0].map, prefix, stages)
-        grids = [to_grid(wide(s), level.map, prefix, self.grid) for s, level in zip(scores, levels, strict=True)]
+        grid = self.network.grid
+        grids = [to_grid(wide(s), level.map, prefix, grid) for s, level in zip(scores, levels, strict=True)]
         return GridScores(torch.stack(grids).sum(0), prefix, stages)
+
+    @staticmethod
+    def decoder_multiply_adds(network: Network, levels: Sequence[int]) -> int:
+        return linear_head(network, levels)
+
+
+class Dinov2(LinearProbe):
+    """facebookresearch/dinov2: the backbone's file and that of the head, mmsegmentation's, together."""
+
+    @staticmethod
+    def namings(network: Network) -> tuple[Naming, ...]:
+        registers = network.extra_tokens
+        tokens = joined_tokens(network.embed_dim, {"cls_token": 1, "register_tokens": registers})
+        blocks = {f"encoder.blocks.{i}": f"blocks.{i}" for i in range(network.depth)}
+        return (
+            Naming(
+                project="facebookresearch/dinov2",
+                mark="blocks.0.ls1.",
+                decoders=("linear", "linear_ms"),
+                names={"encoder.": ""},
+                made=tokens | layer_scales(network, blocks) | _head(network),
+                unused=("mask_token", f"{_HEAD}bn.num_batches_tracked"),
+                resized=_smoothed if registers else _by_factors,
+                refusal=_dinov2_refusal,
+            ),
+        )
+
+
+class Deit(LinearProbe):
+    """facebookresearch/deit: its backbone, and a head like DINOv2's in a file of its own."""
+
+    @staticmethod
+    def namings(network: Network) -> tuple[Naming, ...]:
+        distilled = network.extra_tokens
+        return (
+            Naming(
+                project="facebookresearch/deit",
+                mark="blocks.",
+                decoders=("linear",),
+                names={"encoder.": ""},
+                made=joined_tokens(network.embed_dim, {"cls_token": 1, "dist_token": distilled}) | _head(network),
+                unused=("head.", "head_dist.", f"{_HEAD}bn.num_batches_tracked"),
+                positioned=network.prefix,
+                resized=_resized,
+                refusal=_headless,
+            ),
+        )
 
 
 # ---------------------------------------------------------------------------------------------------- checkpoint keys
-
-
-def dinov2_namings(network: Network) -> tuple[Naming, ...]:
-    """facebookresearch/dinov2: the backbone's file and that of the head, mmsegmentation's, together."""
-    registers = network.extra_tokens
-    tokens = joined_tokens(network.embed_dim, {"cls_token": 1, "register_tokens": registers})
-    blocks = {f"encoder.blocks.{i}": f"blocks.{i}" for i in range(network.depth)}
-    return (
-        Naming(
-            project="facebookresearch/dinov2",
-            mark="blocks.0.ls1.",
-            decoders=("linear", "linear_ms"),
-            names={"encoder.": ""},
-            made=tokens | layer_scales(network, blocks) | _head(network),
-            unused=("mask_token", f"{_HEAD}bn.num_batches_tracked"),
-            resized=_with_registers if registers else _without_registers,
-            refusal=_dinov2_refusal,
-        ),
-    )
-
-
-def deit_namings(network: Network) -> tuple[Naming, ...]:
-    """facebookresearch/deit: its backbone, and a head as DINOv2's in a file of its own."""
-    distilled = network.extra_tokens
-    return (
-        Naming(
-            project="facebookresearch/deit",
-            mark="blocks.",
-            decoders=("linear",),
-            names={"encoder.": ""},
-            made=joined_tokens(network.embed_dim, {"cls_token": 1, "dist_token": distilled}) | _head(network),
-            unused=("head.", "head_dist.", f"{_HEAD}bn.num_batches_tracked"),
-            positioned=network.prefix,
-            resized=_with_size,
-            refusal=_headless,
-        ),
-    )
 
 
 def _headless(found: Mapping[str, Tensor]) -> str | None:
@@ -109,54 +119,36 @@ def _head(network: Network) -> dict[str, Made]:
     """The linear layer with the batch norm in front of it folded in, cut into the part of each level."""
     levels, dim = max(1, len(network.stages)), network.embed_dim
     width = levels * dim
-    needs: dict[str, tuple[int, ...]] = {
-        f"{_HEAD}bn.{name}": (width,) for name in ("weight", "bias", "running_mean", "running_var")
-    }
+    needs: dict[str, tuple[int, ...]] = {f"{_HEAD}bn.{name}": (width,) for name in STATISTICS}
     needs |= {f"{_HEAD}conv_seg.weight": (network.classes, width, 1, 1), f"{_HEAD}conv_seg.bias": (network.classes,)}
     weights = {f"heads.{i}.weight": Made(needs, partial(_head_weight, i * dim, dim)) for i in range(levels)}
     return weights | {"heads.0.bias": Made(needs, _head_bias)}
 
 
-def _batch_norm(found: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Scale and shift of every channel, fp64."""
-    weight, bias, mean, variance = (
-        found[f"{_HEAD}bn.{name}"].double() for name in ("weight", "bias", "running_mean", "running_var")
-    )
-    scale = weight / (variance + BATCH_NORM_EPS).sqrt()
-    return scale, bias - mean * scale
-
-
 def _head_weight(start: int, dim: int, found: Mapping[str, Tensor]) -> Tensor:
-    scaled = found[f"{_HEAD}conv_seg.weight"].double()[:, :, 0, 0] * _batch_norm(found)[0]
+    scaled = found[f"{_HEAD}conv_seg.weight"].double()[:, :, 0, 0] * batch_norm(f"{_HEAD}bn", found)[0]
     return scaled[:, start : start + dim].float().contiguous()
 
 
 def _head_bias(found: Mapping[str, Tensor]) -> Tensor:
-    shift = found[f"{_HEAD}conv_seg.weight"].double()[:, :, 0, 0] @ _batch_norm(found)[1]
+    shift = found[f"{_HEAD}conv_seg.weight"].double()[:, :, 0, 0] @ batch_norm(f"{_HEAD}bn", found)[1]
     return (found[f"{_HEAD}conv_seg.bias"].double() + shift).float()
 
 
-def _without_registers(patches: Tensor, grid: Size) -> Tensor:
+def _by_factors(patches: Tensor, old: Size, new: Size) -> Tensor:
     """DINOv2 hands the factors to the interpolation, a tenth of a patch too large against rounding."""
-    side = math.isqrt(patches.shape[1])
-    factors = ((grid[0] + 0.1) / side, (grid[1] + 0.1) / side)
-    return _flat(F.interpolate(_square(patches), scale_factor=factors, mode="bicubic"))
+    return _bicubic(patches, old, scale_factor=((new[0] + 0.1) / old[0], (new[1] + 0.1) / old[1]))
 
 
-def _with_registers(patches: Tensor, grid: Size) -> Tensor:
+def _smoothed(patches: Tensor, old: Size, new: Size) -> Tensor:
     """DINOv2 with registers hands over the size, and smooths what gets smaller."""
-    return _flat(F.interpolate(_square(patches), size=grid, mode="bicubic", antialias=True))
+    return _bicubic(patches, old, size=new, antialias=True)
 
 
-def _with_size(patches: Tensor, grid: Size) -> Tensor:
+def _resized(patches: Tensor, old: Size, new: Size) -> Tensor:
     """DeiT (main.py, fine-tuning at another size)."""
-    return _flat(F.interpolate(_square(patches), size=grid, mode="bicubic"))
+    return _bicubic(patches, old, size=new)
 
 
-def _square(patches: Tensor) -> Tensor:
-    side = math.isqrt(patches.shape[1])
-    return patches.mT.reshape(1, -1, side, side)
-
-
-def _flat(grid: Tensor) -> Tensor:
-    return grid.flatten(2).mT
+def _bicubic(patches: Tensor, old: Size, **how: Any) -> Tensor:
+    return F.interpolate(patches.mT.reshape(1, -1, *old), mode="bicubic", **how).flatten(2).mT

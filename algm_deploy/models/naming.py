@@ -1,7 +1,7 @@
 """How other projects name the parameters of our networks, and how their checkpoints become ours.
 
-mmsegmentation and its descendants write `{"state_dict": ..., "meta": ...}`. Batch norms behind or in front of their
-convolutions, and LayerScale behind linear layers, only scale and shift at inference: they are folded into their
+mmsegmentation and its descendants write `{"state_dict": ..., "meta": ...}`. Batch norms after or before their
+convolutions, and LayerScale after linear layers, only scale and shift at inference: they are folded into their
 neighbour, in fp64 with one rounding.
 """
 
@@ -17,8 +17,9 @@ from torch import Tensor
 from algm_deploy.recipe.schema import Network, Size
 
 Shapes = Mapping[str, tuple[int, ...]]
-BATCH_NORM_EPS = 1e-5
-_STATISTICS = ("weight", "bias", "running_mean", "running_var")
+_BATCH_NORM_EPS = 1e-5
+# Parts of a batch norm that count at inference.
+STATISTICS = ("weight", "bias", "running_mean", "running_var")
 _POSITIONS, _TOKENS = "encoder.pos_embed", "encoder.cls_token"
 
 
@@ -45,7 +46,9 @@ class Naming:
         made: our parameters that are made of several of theirs.
         unused: beginnings of keys that play no part at inference.
         positioned: how many tokens in front of the patches have a row in their position embedding.
-        resized: their position embedding (1, N, D) of a square grid at another grid; None where they have no such rule.
+        resized: position embeddings (1, N, D) of the patches of a grid, that grid, another one -> those of the other;
+            None where they have no such rule.
+        square: whether their grid is always a square; otherwise it is that of the pictures in training.
         refusal: what is wrong with a checkpoint of theirs, which keys and shapes do not tell.
     """
 
@@ -59,7 +62,8 @@ class Naming:
     made: Mapping[str, Made] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
     positioned: int = 1
-    resized: Callable[[Tensor, Size], Tensor] | None = None
+    resized: Callable[[Tensor, Size, Size], Tensor] | None = None
+    square: bool = True
     refusal: Callable[[Mapping[str, Tensor]], str | None] = lambda found: None
 
     def expected(self, shapes: Shapes) -> dict[str, tuple[int, ...]]:
@@ -73,7 +77,7 @@ class Naming:
             elif not conv:
                 expected[self._theirs(ours)] = shape
             elif kind == "weight":
-                expected |= {f"{conv}.weight": shape} | {f"{norm}.{name}": shape[:1] for name in _STATISTICS}
+                expected |= {f"{conv}.weight": shape} | {f"{norm}.{name}": shape[:1] for name in STATISTICS}
             elif self.conv_bias:
                 expected[f"{conv}.bias"] = shape
         _, rows, dim = shapes[_POSITIONS]
@@ -89,10 +93,12 @@ class Naming:
         counters = (f"{norm}.num_batches_tracked" for _, norm in self.convs.values())
         return key.startswith(self.unused) or key in counters
 
-    def translated(self, found: Mapping[str, Tensor], shapes: Shapes, grid: Size | None = None) -> dict[str, Tensor]:
+    def translated(
+        self, found: Mapping[str, Tensor], shapes: Shapes, grids: tuple[Size, Size] | None = None
+    ) -> dict[str, Tensor]:
         """Our parameters in fp32, copies, from their checkpoint, which has all of `expected`.
 
-        `grid`: what the position embedding is resized to, if it has to be.
+        `grids`: that of the position embedding and the one it is resized to, if it has to be.
         """
         ours = {}
         for name in shapes:
@@ -103,14 +109,14 @@ class Naming:
                 ours[name] = found[self._theirs(name)].to(torch.float32, copy=True)
             elif kind == "weight":
                 ours |= self._folded(layer, found)
-        ours[_POSITIONS] = self._position_rows(ours[_POSITIONS], _prefix(shapes), grid)
+        ours[_POSITIONS] = self._position_rows(ours[_POSITIONS], _prefix(shapes), grids)
         return ours | {name: change(ours[name]) for name, change in self.changed.items()}
 
-    def _position_rows(self, positions: Tensor, prefix: int, grid: Size | None) -> Tensor:
+    def _position_rows(self, positions: Tensor, prefix: int, grids: tuple[Size, Size] | None) -> Tensor:
         """Theirs with one row for each token in front of the patches, zero for those that have none."""
         patches = positions[:, self.positioned :]
-        if grid is not None and self.resized is not None:
-            patches = self.resized(patches, grid)
+        if grids and self.resized:
+            patches = self.resized(patches, *grids)
         tokens = torch.zeros(1, prefix, positions.shape[2])
         count = min(prefix, self.positioned)
         tokens[:, :count] = positions[:, :count]
@@ -122,13 +128,19 @@ class Naming:
 
     def _folded(self, layer: str, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
         conv, norm = self.convs[layer]
-        scale, shift, mean, variance = (found[f"{norm}.{name}"].double() for name in _STATISTICS)
-        scale = scale / (variance + BATCH_NORM_EPS).sqrt()
+        scale, shift = batch_norm(norm, found)
         own = found[f"{conv}.bias"].double() if self.conv_bias else 0
         return {
             f"{layer}.weight": (found[f"{conv}.weight"].double() * scale[:, None, None, None]).float(),
-            f"{layer}.bias": (shift + (own - mean) * scale).float(),
+            f"{layer}.bias": (own * scale + shift).float(),
         }
+
+
+def batch_norm(name: str, found: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Scale and shift of every channel, fp64, that a batch norm amounts to."""
+    weight, bias, mean, variance = (found[f"{name}.{part}"].double() for part in STATISTICS)
+    scale = weight / (variance + _BATCH_NORM_EPS).sqrt()
+    return scale, bias - mean * scale
 
 
 def _prefix(shapes: Shapes) -> int:

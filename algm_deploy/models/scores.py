@@ -19,7 +19,7 @@ class TokenScores(NamedTuple):
     """Class scores of merged tokens.
 
     scores (B, S', K), rows of padding unspecified; map (B, N) with `prefix` leading rows that `scores` no longer has;
-    stages: the tokens behind each merging block.
+    stages: the tokens after each merging block.
     """
 
     scores: Tensor

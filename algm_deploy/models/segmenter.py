@@ -6,14 +6,20 @@ on merged tokens; class scores are unmerged at the very end.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from algm_deploy.models.multiply_adds import NORM, attention, linear_head, mlp, normalised
+from algm_deploy.models.naming import Naming, joined_tokens
 from algm_deploy.models.scores import TokenScores
-from algm_deploy.models.vit import Block, MergeInputs, Tokens, VitNetwork, encoder_of
+from algm_deploy.models.vit import Block, MergeInputs, Tokens, VitNetwork
 from algm_deploy.ops._rows import wide
-from algm_deploy.recipe.schema import Network
+from algm_deploy.recipe.schema import Network, Size
+
+DISTILLED = "encoder.dist_token"
 
 
 def _unit(x: Tensor) -> Tensor:
@@ -43,7 +49,7 @@ class MaskTransformer(nn.Module):
         super().__init__()
         self.cls_emb = nn.Parameter(torch.zeros(1, classes, dim))
         self.proj_dec = nn.Linear(dim, dim)
-        self.blocks = nn.ModuleList(Block(dim, dim // 64) for _ in range(depth))
+        self.blocks = nn.ModuleList(Block(dim, max(1, dim // 64)) for _ in range(depth))
         self.decoder_norm = nn.LayerNorm(dim)
         self.proj_patch = nn.Parameter(torch.zeros(dim, dim))
         self.proj_classes = nn.Parameter(torch.zeros(dim, dim))
@@ -65,9 +71,7 @@ class Segmenter(VitNetwork):
     """Image (B, 3, H, W), normalised, to class scores of merged tokens."""
 
     def __init__(self, network: Network) -> None:
-        super().__init__()
-        self.network = network
-        self.encoder = encoder_of(network)
+        super().__init__(network)
         self.decoder: nn.Module = (
             LinearDecoder(network.embed_dim, network.classes)
             if network.decoder == "linear"
@@ -79,3 +83,40 @@ class Segmenter(VitNetwork):
         (tokens,), stages = self.encoder(image, inputs)
         patches = tokens._replace(values=tokens.values[:, prefix:], length=tokens.length - prefix)
         return TokenScores(self.decoder(patches), tokens.map, prefix, stages)
+
+    @staticmethod
+    def decoder_multiply_adds(network: Network, levels: Sequence[int]) -> int:
+        if network.decoder == "linear":
+            return linear_head(network, levels)
+        (tokens,) = levels
+        dim, classes = network.embed_dim, network.classes
+        rows = tokens + classes
+        blocks = network.decoder_depth * (attention(rows, dim) + mlp(rows, dim))
+        projections = tokens * dim * dim + rows * dim * dim
+        scores = tokens * classes * dim + NORM * tokens * classes
+        return normalised(network, levels) + projections + blocks + NORM * rows * dim + scores
+
+    @staticmethod
+    def namings(network: Network) -> tuple[Naming, ...]:
+        """The official names are ours; a DeiT's distillation token stands alone, and its classifiers play no part."""
+        tokens = {"encoder.cls_token": 1, DISTILLED: network.extra_tokens}
+        return (
+            Naming(
+                project="rstrudel/segmenter",
+                mark="encoder.",
+                decoders=("mask_transformer", "linear"),
+                names={"": ""},
+                made=joined_tokens(network.embed_dim, tokens),
+                unused=("encoder.head.", "encoder.head_dist."),
+                positioned=network.prefix,
+                resized=resized_positions,
+                square=False,
+            ),
+        )
+
+
+def resized_positions(patches: Tensor, old: Size, new: Size) -> Tensor:
+    """Position embeddings (1, N, D) of one grid at another: bilinear with align_corners=False, as the published code
+    does at run time (segm/model/utils.py)."""
+    grid = patches.mT.reshape(1, -1, *old)
+    return F.interpolate(grid, size=new, mode="bilinear", align_corners=False).flatten(2).mT

@@ -7,15 +7,16 @@ section 3.4: after the decoder). The maps are then summed, which equals unmergin
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from algm_deploy.models.multiply_adds import NORM, attention, mlp
 from algm_deploy.models.naming import Naming, dropped, mmseg_encoder
 from algm_deploy.models.scores import GridNetwork, scores_of_masks, to_grid
-from algm_deploy.models.vit import Attention, Tokens, encoder_of
+from algm_deploy.models.vit import Attention, Tokens
 from algm_deploy.ops._rows import wide
 from algm_deploy.recipe.schema import Network
 
@@ -72,7 +73,7 @@ class Stage(nn.Module):
         rows, valid = self.norm(self.proj(tokens.values)), None
         if tokens.padded:
             valid = tokens.size > 0
-            rows = torch.where(valid[:, :, None], rows, 0)  # zero times a NaN behind the mask would be NaN
+            rows = torch.where(valid[:, :, None], rows, 0)  # zero times a NaN of padding would be NaN
         for layer in self.layers:
             queries, similarity = layer(queries, rows, valid)
         return queries, similarity.mT
@@ -102,29 +103,38 @@ class Segvit(GridNetwork):
     """Image (B, 3, H, W), normalised, to class scores (B, K, H, W) in [0, K]."""
 
     def __init__(self, network: Network) -> None:
-        super().__init__()
-        self.encoder = encoder_of(network, ENCODER_EPS, norm=False)
+        super().__init__(network, ENCODER_EPS, norm=False)
         self.decoder = AtmDecoder(network)
 
+    @staticmethod
+    def decoder_multiply_adds(network: Network, levels: Sequence[int]) -> int:
+        """Class queries attend to the tokens of each level; then one product of masks and classes at full size."""
+        dim, classes = network.decoder_dim, network.classes
+        total = classes * dim * (classes + 1) + classes * classes * network.image_size[0] * network.image_size[1]
+        for tokens in levels:
+            cross = 2 * (classes + tokens) * dim * dim + 2 * classes * tokens * dim + NORM * classes * dim
+            layers = network.decoder_depth * (attention(classes, dim) + cross + mlp(classes, dim))
+            total += tokens * network.embed_dim * dim + NORM * tokens * dim + layers
+        return total
 
-def namings(network: Network) -> tuple[Naming, ...]:
-    """zbwxp/SegVit."""
-    names = mmseg_encoder(network)
-    names |= {"decoder.queries": "decode_head.q.weight", "decoder.classes.": "decode_head.class_embed."}
-    inside = {"attn.qkv.": "self_attn.in_proj_", "attn.proj.": "self_attn.out_proj.", "cross.": "multihead_attn."}
-    inside |= {"fc1.": "linear1.", "fc2.": "linear2.", "norm": "norm"}
-    for i in range(len(network.stages)):
-        names[f"decoder.stages.{i}.proj."] = f"decode_head.input_proj_{i + 1}."
-        names[f"decoder.stages.{i}.norm."] = f"decode_head.proj_norm_{i + 1}."
-        for j in range(network.decoder_depth):
-            ours, theirs = f"decoder.stages.{i}.layers.{j}.", f"decode_head.decoder_{i + 1}.layers.{j}."
-            names |= {ours + a: theirs + b for a, b in inside.items()}
-    unused = ("decode_head.loss_decode.", *dropped(network))
-    return (Naming("zbwxp/SegVit", "decode_head.decoder_1.", ("atm",), names, unused=unused, refusal=_shrunk),)
+    @staticmethod
+    def namings(network: Network) -> tuple[Naming, ...]:
+        names = mmseg_encoder(network)
+        names |= {"decoder.queries": "decode_head.q.weight", "decoder.classes.": "decode_head.class_embed."}
+        inside = {"attn.qkv.": "self_attn.in_proj_", "attn.proj.": "self_attn.out_proj.", "cross.": "multihead_attn."}
+        inside |= {"fc1.": "linear1.", "fc2.": "linear2.", "norm": "norm"}
+        for i in range(len(network.stages)):
+            names[f"decoder.stages.{i}.proj."] = f"decode_head.input_proj_{i + 1}."
+            names[f"decoder.stages.{i}.norm."] = f"decode_head.proj_norm_{i + 1}."
+            for j in range(network.decoder_depth):
+                ours, theirs = f"decoder.stages.{i}.layers.{j}.", f"decode_head.decoder_{i + 1}.layers.{j}."
+                names |= {ours + a: theirs + b for a, b in inside.items()}
+        unused = ("decode_head.loss_decode.", *dropped(network))
+        return (Naming("zbwxp/SegVit", "decode_head.decoder_1.", ("atm",), names, unused=unused, refusal=_shrunk),)
 
 
 def _shrunk(found: Mapping[str, Tensor]) -> str | None:
-    """Its head has the class queries in a part of its own, behind one that brings the full grid back."""
+    """Its head has the class queries in a part of its own, after one that brings the full grid back."""
     if not any(key.startswith("decode_head.atm.") for key in found):
         return None
     return (

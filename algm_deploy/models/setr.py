@@ -7,17 +7,20 @@ of MLA by the token map of its own depth. Batch norms are folded into the convol
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from algm_deploy.models.multiply_adds import BILINEAR, normalised
 from algm_deploy.models.naming import Naming, dropped, mmseg_encoder
 from algm_deploy.models.scores import GridNetwork, resize, to_grid
-from algm_deploy.models.vit import Tokens, encoder_of
+from algm_deploy.models.vit import Tokens
 from algm_deploy.recipe.schema import Network
 
 EPS = 1e-6
-# Convolutions of a one-level head, their kernel, and the factor its scores are enlarged by before the last resize.
+# Convolutions of a one-level head, a side of their kernel, and what its scores are enlarged by before the last resize.
 _HEADS = {"naive": (1, 1, 1), "naive_mmseg": (1, 1, 4), "pup": (4, 3, 1)}
 _LEVELS = range(4)
 
@@ -33,7 +36,7 @@ def _enlarged(maps: Tensor, factor: int, align_corners: bool = False) -> Tensor:
 class UpHead(nn.Module):
     """Convolutions with a ReLU each, doubling the grid between them, then class scores: naive (one) or PUP (four).
 
-    mmsegmentation enlarges features in front of the last convolution; that one is pointwise, so the two commute.
+    mmsegmentation enlarges features before the last convolution; that one is pointwise, so the two commute.
     """
 
     def __init__(self, network: Network) -> None:
@@ -51,6 +54,18 @@ class UpHead(nn.Module):
         for i, conv in enumerate(self.convs):
             maps = F.relu(conv(_enlarged(maps, 2) if i else maps))
         return _enlarged(self.score(maps), self.last_factor)
+
+    @staticmethod
+    def multiply_adds(network: Network, levels: Sequence[int]) -> int:
+        """Convolutions on every patch, the grid doubled before each but the first."""
+        count, kernel, factor = _HEADS[network.decoder]
+        cells, width = network.grid[0] * network.grid[1], network.decoder_dim
+        total = normalised(network, levels) + cells * kernel**2 * network.embed_dim * width
+        for _ in range(count - 1):
+            cells *= 4
+            total += BILINEAR * cells * width + cells * kernel**2 * width * width
+        enlarged = BILINEAR * factor**2 * cells * network.classes if factor > 1 else 0
+        return total + cells * width * network.classes + enlarged
 
 
 class MultiLevelHead(nn.Module):
@@ -85,22 +100,40 @@ class MultiLevelHead(nn.Module):
         scores: Tensor = self.score(torch.cat([_enlarged(x, 4, align_corners=True) for x in maps], 1))
         return scores
 
+    @staticmethod
+    def multiply_adds(network: Network, levels: Sequence[int]) -> int:
+        """Convolutions of each level on every patch, then of all levels together."""
+        cells, width, half = network.grid[0] * network.grid[1], network.decoder_dim, network.decoder_dim // 2
+        level = cells * (network.embed_dim * width + 9 * (width * width + width * half + half * half))
+        joined = len(levels) * half
+        if network.decoder == "mla_mmseg":
+            scores = cells * joined * network.classes + BILINEAR * 16 * cells * network.classes
+        else:
+            scores = BILINEAR * 16 * cells * joined + 16 * cells * 9 * joined * network.classes
+        return normalised(network, levels) + len(levels) * level + scores
+
+
+def _head(network: Network) -> type[UpHead] | type[MultiLevelHead]:
+    return UpHead if network.decoder in _HEADS else MultiLevelHead
+
 
 class Setr(GridNetwork):
     """Image (B, 3, H, W), normalised, to class scores on a grid."""
 
     def __init__(self, network: Network) -> None:
-        super().__init__()
-        self.encoder = encoder_of(network, EPS, norm=False)
-        self.decoder = UpHead(network) if network.decoder in _HEADS else MultiLevelHead(network)
+        super().__init__(network, EPS, norm=False)
+        self.decoder = _head(network)(network)
+
+    @staticmethod
+    def decoder_multiply_adds(network: Network, levels: Sequence[int]) -> int:
+        return _head(network).multiply_adds(network, levels)
+
+    @staticmethod
+    def namings(network: Network) -> tuple[Naming, ...]:
+        return _fudan(network), _mmseg(network)
 
 
 # ---------------------------------------------------------------------------------------------------- checkpoint keys
-
-
-def namings(network: Network) -> tuple[Naming, ...]:
-    """The projects whose SETR checkpoints are read."""
-    return _fudan(network), _mmseg(network)
 
 
 def _fudan(network: Network) -> Naming:

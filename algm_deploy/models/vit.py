@@ -7,13 +7,15 @@ computes attention, then hands its tokens to the slot, then runs its MLP: that i
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from algm_deploy.recipe.schema import Network, Size, patch_margins
+from algm_deploy.models.naming import Naming
+from algm_deploy.recipe.schema import Network, patch_margins
 
 
 class Tokens(NamedTuple):
@@ -129,36 +131,21 @@ class Block(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """Encoder of patches behind `prefix` tokens that are none: cls, a distillation token or registers.
+    """Encoder of patches after `prefix` tokens that are none: cls, a distillation token or registers.
 
-    Args:
-        grid, patch_size, dim, depth, heads: its shape.
-        prefix: 0 for networks that drop the cls token before the first block.
-        eps: of every LayerNorm.
-        norm: normalise the outputs; networks whose decoder does so have no such LayerNorm.
-        outputs: 1-based blocks whose tokens `forward` returns; the last one where empty.
+    It has the blocks that may merge. `eps` is that of every LayerNorm; `norm`: outputs are normalised here, not by the
+    decoder. `outputs` are the 1-based blocks whose tokens `forward` returns.
     """
 
-    def __init__(
-        self,
-        grid: Size,
-        patch_size: int,
-        dim: int,
-        depth: int,
-        heads: int,
-        *,
-        prefix: int = 1,
-        eps: float = 1e-5,
-        norm: bool = True,
-        outputs: tuple[int, ...] = (),
-    ) -> None:
+    def __init__(self, network: Network, eps: float = 1e-5, norm: bool = True) -> None:
         super().__init__()
-        self.grid, self.prefix, self.outputs = grid, prefix, outputs or (depth,)
-        if prefix:
-            self.cls_token = nn.Parameter(torch.zeros(1, prefix, dim))
-        self.pos_embed = nn.Parameter(torch.zeros(1, prefix + grid[0] * grid[1], dim))
-        self.patch_embed: nn.Module = PatchEmbedding(patch_size, dim)
-        self.blocks = nn.ModuleList(Block(dim, heads, eps) for _ in range(depth))
+        dim, depth = network.embed_dim, network.encoder_depth
+        self.grid, self.prefix, self.outputs = network.grid, network.prefix, network.stages or (depth,)
+        if self.prefix:
+            self.cls_token = nn.Parameter(torch.zeros(1, self.prefix, dim))
+        self.pos_embed = nn.Parameter(torch.zeros(1, self.prefix + self.grid[0] * self.grid[1], dim))
+        self.patch_embed: nn.Module = PatchEmbedding(network.patch_size, dim)
+        self.blocks = nn.ModuleList(Block(dim, network.heads, eps) for _ in range(depth))
         self.norm: nn.Module = nn.LayerNorm(dim, eps) if norm else nn.Identity()
         self.outlet: nn.Module = KeepTokens()  # a slot between encoder and decoder
 
@@ -178,7 +165,7 @@ class VisionTransformer(nn.Module):
         )
 
     def forward(self, image: Tensor, inputs: MergeInputs | None = None) -> tuple[list[Tokens], list[Tokens]]:
-        """The tokens behind each block of `outputs`, and those behind each merging block, in order.
+        """The tokens after each block of `outputs`, and those after each merging block, in order.
 
         Blocks merge, so outputs differ in length: each has the map of its own depth.
         """
@@ -193,25 +180,29 @@ class VisionTransformer(nn.Module):
         return outputs, stages
 
 
-def encoder_of(network: Network, eps: float = 1e-5, norm: bool = True) -> VisionTransformer:
-    """The encoder of a network: all its blocks that may merge."""
-    return VisionTransformer(
-        network.grid,
-        network.patch_size,
-        network.embed_dim,
-        network.encoder_depth,
-        network.heads,
-        prefix=network.prefix,
-        eps=eps,
-        norm=norm,
-        outputs=network.stages,
-    )
-
-
 class VitNetwork(nn.Module):
-    """What merging and deployment need of a network: an encoder whose blocks have merge slots."""
+    """A network: an encoder whose blocks have merge slots, and whatever makes class scores of its tokens.
+
+    `forward` takes images (B, 3, H, W), normalised, and what the merge slots are given; it returns `Scores`. The static
+    methods tell what a checkpoint holds and what the decoder costs; `recipe/families.py` names the class.
+    """
 
     encoder: VisionTransformer
+
+    def __init__(self, network: Network, eps: float = 1e-5, norm: bool = True) -> None:
+        super().__init__()
+        self.network = network
+        self.encoder = VisionTransformer(network, eps, norm)
+
+    @staticmethod
+    def namings(network: Network) -> tuple[Naming, ...]:
+        """The projects whose checkpoints of the network's family are read."""
+        raise NotImplementedError
+
+    @staticmethod
+    def decoder_multiply_adds(network: Network, levels: Sequence[int]) -> int:
+        """Multiply-adds of all after the encoder's last block; `levels`: patch tokens of each level that is read."""
+        raise NotImplementedError
 
     @property
     def blocks(self) -> nn.ModuleList:

@@ -25,7 +25,7 @@ from algm_deploy.bundle.records import Link, Parity
 from algm_deploy.bundle.signature import CLAP_THRESHOLD, GBM_THRESHOLD, signature_of, threshold_defaults
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BundleError, ExecutionError
-from algm_deploy.models.families import DTYPES
+from algm_deploy.models.loading import DTYPES
 from algm_deploy.parity.comparison import Decided, Decisions, Labels, Numbers, output_problem
 from algm_deploy.parity.links import graph_link, network_link, operators_link
 from algm_deploy.parity.replay import Replayed, Replays

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from algm_deploy.bundle.records import Link
 from algm_deploy.bundle.store import Bundle
-from algm_deploy.lowering.bundling import ONNX, load_network
+from algm_deploy.lowering.writing import ONNX
 from algm_deploy.merging import insert_merging, merge_inputs
 from algm_deploy.models.deployed import NORMALIZATIONS, Deployed
-from algm_deploy.models.families import DTYPES
+from algm_deploy.models.loading import DTYPES, load_network
 from algm_deploy.models.scores import upsample_scores
 from algm_deploy.models.vit import Tokens
 from algm_deploy.ops import reference

@@ -16,10 +16,9 @@ import torch
 from numpy.typing import NDArray
 
 from algm_deploy.bundle.store import Bundle
-from algm_deploy.lowering.bundling import load_network
 from algm_deploy.merging import Replay, merge_inputs, replay_merging, tome_merges
 from algm_deploy.models.deployed import Deployed
-from algm_deploy.models.families import DTYPES
+from algm_deploy.models.loading import DTYPES, load_network
 from algm_deploy.models.scores import Scores, upsample_scores
 from algm_deploy.models.vit import Tokens
 from algm_deploy.ops._rows import wide

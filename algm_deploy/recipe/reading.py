@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, fields, is_dataclass
-from difflib import get_close_matches
+from dataclasses import MISSING, asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from algm_deploy.errors import PlanError, RecipeError, shown
+from algm_deploy.errors import PlanError, RecipeError, nearest, shown
 from algm_deploy.package_data import content
 from algm_deploy.recipe.conversion import converted
 from algm_deploy.recipe.schema import Recipe, Settings
@@ -42,13 +41,13 @@ def read_recipe(path: Path) -> Recipe:
 
 
 def recipe_settings(name: str) -> Settings:
-    """What a recipe says, by its name or the path of a TOML file, `@ROW` behind it; what it leaves out is absent."""
+    """What a recipe says, and no more: by its name, the path of a TOML file, or `NAME@ROW` for one of its rows."""
     name, _, row = name.partition("@")
     if name.endswith(".toml"):
         return _read_settings(Path(name), row)
     names = recipe_names()
     if name not in names:
-        hint = _nearest(name, names) or ":"
+        hint = nearest(name, names) or ":"
         raise RecipeError(
             f"expected a .toml file or a recipe of the package, got {name!r:.100}{hint} `algm-deploy list` names them"
         )
@@ -63,7 +62,7 @@ def _read_settings(path: Path, row: str = "") -> Settings:
         return settings
     if not isinstance(rows, Mapping) or not isinstance(rows.get(row), Mapping):
         known = ", ".join(rows) if rows else "none"
-        raise RecipeError(f"{path}: expected one of its rows ({known}), got {row!r:.100}{_nearest(row, tuple(rows))}")
+        raise RecipeError(f"{path}: expected one of its rows ({known}), got {row!r:.100}{nearest(row, tuple(rows))}")
     changed = settings_of({"schema": SCHEMA, **rows[row]}, f"{path}, row {row}")
     # The row has figures of its own; those of the network without merging are the same.
     dense = {key: value for key, value in settings.get("published", {}).items() if key.endswith("_dense")}
@@ -100,7 +99,7 @@ def settings_of(table: Mapping[str, Any], source: str) -> Settings:
 def checked(key: str, value: object) -> Any:
     """The value of one setting in its field's type; RecipeError when the key is unknown or the value does not fit."""
     if key not in _FIELDS:
-        hint = _nearest(key, tuple(_FIELDS))
+        hint = nearest(key, tuple(_FIELDS))
         raise RecipeError(f"expected a setting such as merging.clap_threshold, got {key!r:.100}{hint}")
     return converted(_FIELDS[key], value, key)
 
@@ -124,11 +123,7 @@ def resolve(layers: Sequence[tuple[str, Settings]]) -> tuple[Recipe, tuple[str, 
 
 def to_table(recipe: Recipe) -> dict[str, Any]:
     """A recipe as a JSON-ready table that `from_table` reads back to an equal recipe."""
-    table: dict[str, Any] = {"schema": SCHEMA}
-    for key, value in flatten(recipe).items():
-        section, _, name = key.rpartition(".")
-        (table.setdefault(section, {}) if section else table)[name] = value
-    return table
+    return {"schema": SCHEMA, **asdict(recipe)}
 
 
 def from_table(table: Mapping[str, Any], source: str) -> Recipe:
@@ -151,20 +146,14 @@ def _build(values: Settings, source: str) -> Recipe:
         raise RecipeError(
             f"{source}: expected {', '.join(missing)}, found none: add it to the recipe or give variant.yml"
         )
+    parts: dict[str, dict[str, Any]] = {name: {} for name in ("", *_SECTIONS)}
+    for key, value in values.items():
+        section, _, name = key.rpartition(".")
+        parts[section][name] = value
     try:
-        sections = {name: kind(**_section(values, name)) for name, kind in _SECTIONS.items()}
-        return Recipe(**sections, **{key: value for key, value in values.items() if "." not in key})
+        return Recipe(**parts.pop(""), **{name: _SECTIONS[name](**part) for name, part in parts.items()})
     except (RecipeError, PlanError) as error:
         raise RecipeError(f"{source}: {error}") from error
-
-
-def _section(values: Settings, section: str) -> dict[str, Any]:
-    return {key.partition(".")[2]: value for key, value in values.items() if key.startswith(f"{section}.")}
-
-
-def _nearest(name: str, known: Sequence[str]) -> str:
-    close = get_close_matches(name, known, 1, 0.5) or [key for key in known if key.endswith(f".{name}")][:1]
-    return f": did you mean {close[0]}?" if close else ""
 
 
 def _required(kind: Any) -> list[str]:

@@ -7,13 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from algm_deploy.errors import PlanError, RecipeError
+from algm_deploy.recipe.families import Architecture, architecture
 
 Size = tuple[int, int]
 Color = tuple[int, int, int]
-Family = Literal["segmenter", "setr", "segvit", "dinov2", "deit", "eomt"]
-Decoder = Literal[
-    "mask_transformer", "linear", "linear_ms", "naive", "pup", "mla", "naive_mmseg", "mla_mmseg", "atm", "queries"
-]
 Normalization = Literal["vit", "deit"]
 Semantics = Literal["code", "paper"]
 Batching = Literal["per_image", "batch_min"]
@@ -27,41 +24,24 @@ Precision = Literal["fp32", "fp16", "bf16"]
 Settings = Mapping[str, Any]
 
 
-# Decoders of each family, and encoder blocks a decoder reads (where not the last alone).
-_DECODERS = {
-    "segmenter": ("mask_transformer", "linear"),
-    "setr": ("naive", "pup", "mla", "naive_mmseg", "mla_mmseg"),
-    "segvit": ("atm",),
-    "dinov2": ("linear", "linear_ms"),
-    "deit": ("linear",),
-    "eomt": ("queries",),
-}
-_STAGES = {"mla": 4, "mla_mmseg": 4, "atm": 3, "linear_ms": 4}
-_WITHOUT_CLS = ("mla", "mla_mmseg", "atm")
-# Most tokens beside cls that stand in front of the patches: a distillation token, or registers.
-_EXTRA_TOKENS = {"segmenter": 1, "deit": 1, "dinov2": 16, "eomt": 16}
-# Pictures of other families are cut into whole patches; DINOv2's evaluation pads them with zeros.
-_PADDED = "dinov2"
-
-
 @dataclass(frozen=True)
 class Network:
     """Shape of a plain-ViT segmenter. Sizes are (height, width) in pixels; `embed_dim` is the width of a token.
 
     `stages` are the 1-based encoder blocks whose tokens the decoder reads, where it reads several. `decoder_dim` is the
     width of a SETR or SegViT decoder. `naive_mmseg` and `mla_mmseg` are mmsegmentation's, which differ from SETR's own.
-    `extra_tokens` stand behind cls: DINOv2's registers or DeiT's distillation token. `queries` join the last
-    `decoder_depth` of EoMT's `depth` blocks.
+    `extra_tokens` follow cls: DINOv2's registers or DeiT's distillation token. `queries` join the last `decoder_depth`
+    of EoMT's `depth` blocks.
     """
 
-    family: Family
+    family: str
     embed_dim: int
     depth: int
     heads: int
     classes: int
     image_size: Size
     patch_size: int = 16
-    decoder: Decoder = "mask_transformer"
+    decoder: str = "mask_transformer"
     decoder_depth: int = 2
     normalization: Normalization = "vit"
     stages: tuple[int, ...] = ()
@@ -70,47 +50,43 @@ class Network:
     queries: int = 0
 
     def __post_init__(self) -> None:
-        _check_ranges("network", self, decoder_dim=(1, 8192), stages=(1, self.depth))
+        row = self.architecture
         _check_ranges("network", self, embed_dim=(1, 8192), depth=(1, 256), heads=(1, 256), classes=(1, 65535))
-        _check_ranges("network", self, patch_size=(1, 256), decoder_depth=(0, 256), image_size=(self.patch_size, 16384))
-        _check_ranges("network", self, extra_tokens=(0, _EXTRA_TOKENS.get(self.family, 0)), queries=(0, 1024))
+        _check_ranges("network", self, patch_size=(1, 256), image_size=(self.patch_size, 16384))
+        _check_ranges("network", self, stages=(1, self.depth), decoder_dim=(1, 8192))
+        _check_ranges("network", self, extra_tokens=(0, row.extra_tokens), queries=(int(row.queries), 1024))
+        _check_ranges("network", self, decoder_depth=(row.blocks or 0, self.depth - 1 if row.queries else 256))
         if self.embed_dim % self.heads:
             raise RecipeError(f"expected network.heads to divide the width {self.embed_dim}, got {self.heads}")
-        if self.family != _PADDED and any(side % self.patch_size for side in self.image_size):
+        if row.own_heads and self.decoder_dim % self.heads:
+            raise RecipeError(
+                f"expected network.heads to divide network.decoder_dim {self.decoder_dim} for decoder {self.decoder}, "
+                f"got {self.heads}"
+            )
+        if not row.padded and any(side % self.patch_size for side in self.image_size):
             raise RecipeError(
                 f"expected network.image_size in multiples of the patch size {self.patch_size}, got {self.image_size}"
             )
-        self._check_decoder()
+        if len(self.stages) != row.stages or sorted(set(self.stages)) != list(self.stages):
+            raise RecipeError(
+                f"expected {row.stages} ascending blocks as network.stages for decoder {self.decoder}, "
+                f"got {self.stages}"
+            )
 
-    def _check_decoder(self) -> None:
-        known = _DECODERS[self.family]
-        if self.decoder not in known:
-            raise RecipeError(f"expected {' or '.join(known)} as network.decoder of {self.family}, got {self.decoder}")
-        count = _STAGES.get(self.decoder, 0)
-        if len(self.stages) != count or sorted(set(self.stages)) != list(self.stages):
-            raise RecipeError(
-                f"expected {count} ascending blocks as network.stages for decoder {self.decoder}, got {self.stages}"
-            )
-        if self.decoder == "atm" and (self.decoder_dim % self.heads or self.decoder_depth < 1):
-            raise RecipeError(
-                f"expected network.decoder_depth of at least 1 and network.heads to divide network.decoder_dim for "
-                f"decoder atm, got {self.decoder_depth} and {self.heads} in {self.decoder_dim}"
-            )
-        if self.decoder == "queries" and not (self.queries and 1 <= self.decoder_depth < self.depth):
-            raise RecipeError(
-                f"expected network.queries of at least 1 and network.decoder_depth from 1 to {self.depth - 1} for "
-                f"decoder queries, got {self.queries} and {self.decoder_depth}"
-            )
+    @property
+    def architecture(self) -> Architecture:
+        """The row of the network's family and decoder."""
+        return architecture(self.family, self.decoder)
 
     @property
     def prefix(self) -> int:
         """Leading rows of the sequence that are no patches: cls, which some networks drop, and `extra_tokens`."""
-        return 0 if self.decoder in _WITHOUT_CLS else 1 + self.extra_tokens
+        return 1 + self.extra_tokens if self.architecture.cls else 0
 
     @property
     def encoder_depth(self) -> int:
-        """Blocks that may merge tokens: all, but for those that EoMT's queries pass."""
-        return self.depth - self.decoder_depth if self.decoder == "queries" else self.depth
+        """Blocks that may merge tokens: all, but for those that queries join."""
+        return self.depth - self.decoder_depth if self.architecture.queries else self.depth
 
     @property
     def grid(self) -> Size:
@@ -135,7 +111,7 @@ class MergePlan:
     `clap_threshold` is CLAP's cosine-similarity threshold (tau). `gbm_threshold` is the multiplier of the standard
     deviation's share in `adaptive` mode (published: 1) and the similarity threshold in `fixed` mode.
 
-    With method `tome`, the baseline, `tome_r` says how many tokens vanish in each block from the first, none behind its
+    With method `tome`, the baseline, `tome_r` says how many tokens vanish in each block from the first, none after its
     end; of everything else nothing is read, and `clap_layers` and `gbm_layers` are empty.
     """
 
@@ -162,7 +138,7 @@ class MergePlan:
             raise PlanError(f"CLAP works on the full patch grid and fits one layer only, got {self.clap_layers}")
         if self.clap_layers and self.gbm_layers and min(self.gbm_layers) < self.clap_layers[0]:
             raise PlanError(
-                f"CLAP needs the full patch grid: layer {self.clap_layers[0]} lies behind GBM {self.gbm_layers}"
+                f"CLAP needs the full patch grid: layer {self.clap_layers[0]} lies after GBM {self.gbm_layers}"
             )
         if min(self.window) < 1 or self.window[0] * self.window[1] < 2:
             raise PlanError(f"a CLAP window covers at least two patches, got {self.window[0]}x{self.window[1]}")
@@ -219,7 +195,7 @@ class Protocol:
 
     @property
     def resized_side(self) -> int:
-        """Short side in pixels behind the photo's own resize."""
+        """Short side in pixels after the photo's own resize."""
         return self.short_side if self.resize == "double" else max(self.short_side, self.window)
 
 

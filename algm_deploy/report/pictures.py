@@ -119,8 +119,8 @@ def window_similarity_of(bundle: Bundle) -> SimilarityOf | None:
     """
     import torch
 
-    from algm_deploy.lowering.bundling import load_network
     from algm_deploy.models.deployed import Deployed
+    from algm_deploy.models.loading import load_network
     from algm_deploy.ops.clap import window_similarity
 
     network, plan = bundle.recipe.network, bundle.recipe.merging

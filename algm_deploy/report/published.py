@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from msgspec import Struct
+
 from algm_deploy.errors import RecipeError
 from algm_deploy.package_data import content
+from algm_deploy.recipe.conversion import converted
 from algm_deploy.recipe.schema import Network, Recipe
 
 SCHEMA = 1
@@ -20,24 +22,9 @@ NO_REDUCTION = "none"
 _LETTERS = {(192, 12): "Ti", (384, 12): "S", (768, 12): "B", (1024, 24): "L", (1408, 40): "g"}
 # What all rows of a table may have in common.
 _SHARED = ("network", "dataset", "throughput_conditions", "without_recipe")
-# What they call a network with this decoder.
-_NETWORKS = {
-    "mask_transformer": "Segmenter",
-    "naive": "SETR-Naive",
-    "mla": "SETR-MLA",
-    "pup": "SETR-PUP",
-    "naive_mmseg": "SETR-Naive of mmsegmentation",
-    "mla_mmseg": "SETR-MLA of mmsegmentation",
-    "atm": "SegViT",
-    "queries": "EoMT",
-}
-# The same decoder on another ViT.
-_DISTILLED = {"mask_transformer": "Segmenter on DeiT", "linear": "Segmenter on DeiT, linear decoder"}
-_LINEAR = "DINOv2 with a linear head"
 
 
-@dataclass(frozen=True)
-class Published:
+class Published(Struct, frozen=True, forbid_unknown_fields=True):
     """One published row. None stands for what its source does not state.
 
     `gmacs` are multiply-adds in 10⁹ of one crop of `crop` x `crop` pixels; `implemented` says whether this project can
@@ -60,8 +47,7 @@ class Published:
     without_recipe: str | None = None
 
 
-@dataclass(frozen=True)
-class Positions:
+class Positions(Struct, frozen=True, forbid_unknown_fields=True):
     """In which blocks, from 1, a published network merges: a block for CLAP and blocks for GBM."""
 
     network: str
@@ -75,14 +61,17 @@ def read_published(path: Path | None = None) -> tuple[Published, ...]:
     """All rows of the file, by default of the one that comes with the package.
 
     Raises:
-        RecipeError: the file cannot be read, or a row names an unknown source, method or column.
+        RecipeError: the file cannot be read, a row names an unknown source or method, or a column is unknown or of
+            another type.
     """
     path = path or content("benchmarks") / FILE
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
         if table.get("schema") != SCHEMA:
-            raise RecipeError(f"{path}: expected `schema = {SCHEMA}`, got {table.get('schema')!r}: update the file")
+            raise RecipeError(f"expected `schema = {SCHEMA}`, got {table.get('schema')!r}: update the file")
         return tuple(_row(row, group, table) for group in table["tables"] for row in group["rows"])
+    except RecipeError as error:
+        raise RecipeError(f"{path}: {error}") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RecipeError(f"{path}: expected tables of published figures, got {error!r:.200}: correct it") from error
 
@@ -101,9 +90,8 @@ def read_positions(path: Path | None = None) -> tuple[Positions, ...]:
 
 def network_name(network: Network) -> str | None:
     """Name of a network in published tables; None for decoders they do not have."""
-    if network.family == "segmenter" and network.extra_tokens:
-        return _DISTILLED[network.decoder]
-    return _LINEAR if (network.family, network.decoder) == ("dinov2", "linear") else _NETWORKS.get(network.decoder)
+    row = network.architecture
+    return row.distilled if network.extra_tokens and row.distilled else row.published
 
 
 def published_beside(recipe: Recipe, rows: Sequence[Published]) -> tuple[Published, ...]:
@@ -123,7 +111,9 @@ def backbone(network: Network) -> str | None:
 
 
 def _row(row: dict[str, Any], group: dict[str, Any], table: dict[str, Any]) -> Published:
-    shared = {key: group[key] for key in _SHARED if key in group}
-    method = table["methods"][row["method"]]
-    facts = {**shared, **row, "method": row["method"], "source": table["sources"][group["source"]]}
-    return Published(**facts, implemented=method["implemented"])
+    facts = {key: group[key] for key in _SHARED if key in group} | row
+    method, source = table["methods"][row["method"]], table["sources"][group["source"]]
+    published: Published = converted(
+        Published, {**facts, "source": source, "implemented": method["implemented"]}, group["source"]
+    )
+    return published

@@ -12,9 +12,10 @@ from algm_deploy.bundle.records import VariantName, VariantOrigin
 from algm_deploy.bundle.signature import Signature, signature_of
 from algm_deploy.bundle.store import Bundle, BundleWriter
 from algm_deploy.errors import BundleError
-from algm_deploy.lowering.bundling import ONNX, WEIGHTS, load_network, write_network
 from algm_deploy.lowering.onnxruntime import stretch_file
+from algm_deploy.lowering.writing import ONNX, write_network
 from algm_deploy.models.deployed import Deployed
+from algm_deploy.models.loading import WEIGHTS, load_network
 from algm_deploy.runners.contract import Runner, runner, runner_type
 from algm_deploy.runners.torch.runner import TorchRunner
 from algm_deploy.timing.variants import truncate, variant_network, variant_recipe

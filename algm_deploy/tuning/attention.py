@@ -22,8 +22,8 @@ from tqdm import tqdm
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import DatasetError, PlanError
 from algm_deploy.evaluation.datasets import Dataset
-from algm_deploy.lowering.bundling import deployed, load_network
-from algm_deploy.merging import merge_inputs
+from algm_deploy.merging import deployed, merge_inputs
+from algm_deploy.models.loading import load_network
 from algm_deploy.models.vit import Block, Tokens, VisionTransformer
 from algm_deploy.recipe.schema import DENSE, MergePlan, Recipe
 from algm_deploy.tuning.similarity import Picture, pictures_of, windows_of

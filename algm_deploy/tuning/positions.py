@@ -16,8 +16,8 @@ from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BundleError, PlanError
 from algm_deploy.evaluation.datasets import Dataset
 from algm_deploy.evaluation.evaluate import evaluate
-from algm_deploy.lowering.bundling import deployed, load_network
-from algm_deploy.merging import merge_inputs
+from algm_deploy.merging import deployed, merge_inputs
+from algm_deploy.models.loading import load_network
 from algm_deploy.models.vit import VitNetwork
 from algm_deploy.pictures.preprocessing import Pixels
 from algm_deploy.pictures.sliding import ScoresOf

@@ -33,8 +33,8 @@ from algm_deploy.bundle.files import write_atomically
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BundleError, DatasetError
 from algm_deploy.evaluation.datasets import IGNORE, Dataset
-from algm_deploy.lowering.bundling import load_network
 from algm_deploy.models.deployed import Deployed
+from algm_deploy.models.loading import load_network
 from algm_deploy.models.vit import MergeInputs, Tokens, VisionTransformer
 from algm_deploy.ops.clap import window_members
 from algm_deploy.pictures.preprocessing import (

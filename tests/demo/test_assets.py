@@ -11,7 +11,9 @@ from PIL import Image
 
 from algm_deploy.evaluation.datasets import Dataset, open_dataset
 from algm_deploy.merging import insert_merging, merge_inputs
-from algm_deploy.models.checkpoints import Checkpoint, read_checkpoint, recipe_from_variant, state_dict_for
+from algm_deploy.models.checkpoints.reading import Checkpoint, read_checkpoint
+from algm_deploy.models.checkpoints.variant import recipe_from_variant
+from algm_deploy.models.checkpoints.weights import state_dict_for
 from algm_deploy.models.scores import upsample_scores
 from algm_deploy.models.segmenter import Segmenter
 from algm_deploy.package_data import DEMO_ASSETS

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from algm_deploy.models.checkpoints import read_checkpoint, state_dict_for
+from algm_deploy.models.checkpoints.reading import read_checkpoint
+from algm_deploy.models.checkpoints.weights import state_dict_for
 from algm_deploy.recipe.reading import recipe
 
 

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from algm_deploy.bundle.store import Bundle, BundleWriter
-from algm_deploy.lowering.bundling import deployed, write_network
-from algm_deploy.models.families import DTYPES, network_module, parameter_shapes
+from algm_deploy.lowering.writing import write_network
+from algm_deploy.merging import deployed
+from algm_deploy.models.loading import DTYPES, network_module, parameter_shapes
 from algm_deploy.models.vit import VitNetwork
 from algm_deploy.pictures.preprocessing import preprocessing_fingerprint
 from algm_deploy.recipe.schema import MergePlan, Network, Protocol, Recipe

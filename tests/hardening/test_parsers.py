@@ -24,7 +24,8 @@ from algm_deploy.cli.settings import parsed
 from algm_deploy.deployment import bench_bundle, evaluate_bundle, verify_bundle
 from algm_deploy.errors import AlgmDeployError, BundleError, CheckpointError, GateError, RecipeError
 from algm_deploy.evaluation.datasets import Dataset, open_dataset
-from algm_deploy.models.checkpoints import Checkpoint, read_variant, settings_from_variant
+from algm_deploy.models.checkpoints.reading import Checkpoint, read_variant
+from algm_deploy.models.checkpoints.variant import settings_from_variant
 from algm_deploy.package_data import content
 from algm_deploy.recipe.reading import checked, read_recipe, recipe_settings
 from algm_deploy.report.page import report_page

@@ -17,7 +17,7 @@ from algm_deploy.bundle.signature import merge_names, output_names, threshold_de
 from algm_deploy.errors import ExportError
 from algm_deploy.lowering.export import base_onnx
 from algm_deploy.models.deployed import Deployed
-from algm_deploy.models.families import FAMILIES
+from algm_deploy.models.loading import network_class
 from algm_deploy.models.segmenter import Segmenter
 from algm_deploy.models.vit import Tokens
 from algm_deploy.recipe.schema import DENSE, MergePlan, Network
@@ -62,7 +62,7 @@ def test_runs_like_the_network(exported: Exports, configuration: str, blob_image
 def test_other_families_run_like_the_network(export_network: Exports, network: Network) -> None:
     """Decoders that unmerge by themselves, at several depths; no cls, or more tokens than that; random weights."""
     torch.manual_seed(0)
-    model = FAMILIES[network.family](network).eval().requires_grad_(False)
+    model = network_class(network)(network).eval().requires_grad_(False)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.2)
     export = export_network(model, network, MergePlan((1,), (3,), clap_threshold=0.3))

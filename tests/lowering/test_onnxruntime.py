@@ -25,7 +25,7 @@ from algm_deploy.lowering.onnxruntime import (
     rewrite,
     write_onnxruntime_onnx,
 )
-from algm_deploy.models.families import FAMILIES
+from algm_deploy.models.loading import network_class
 from algm_deploy.ops.bodies import Body
 from algm_deploy.pictures.shipped import scene
 from algm_deploy.recipe.schema import MergePlan, Network
@@ -157,7 +157,7 @@ def test_other_families_are_rewritten(
 ) -> None:
     """Several tokens in front of the patches, padded pictures, queries: the same rewrites, the same results."""
     torch.manual_seed(0)
-    model = FAMILIES[network.family](network).eval().requires_grad_(False)
+    model = network_class(network)(network).eval().requires_grad_(False)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     exported = export_network(model, network, MergePlan((1,), (3,), clap_threshold=0.3))

@@ -23,7 +23,7 @@ from algm_deploy.lowering.export import base_onnx
 from algm_deploy.lowering.tensorrt import ENUMERATIONS, tensorrt_from_base
 from algm_deploy.merging import insert_merging, merge_inputs
 from algm_deploy.models.deployed import Deployed
-from algm_deploy.models.families import FAMILIES
+from algm_deploy.models.loading import network_class
 from algm_deploy.models.segmenter import Segmenter
 from algm_deploy.ops import reference
 from algm_deploy.ops.attention import reference as attention_reference
@@ -418,7 +418,7 @@ def test_other_families_compute_the_same(family: Any, decoder: Any, stages: tupl
     torch.manual_seed(0)
     facts = {"patch_size": 8, "decoder": decoder, "decoder_depth": 1, "decoder_dim": 8, "stages": stages} | more
     network = Network(family, 16, 4, 2, 5, (32, 48), **facts)
-    model = FAMILIES[family](network).eval()
+    model = network_class(network)(network).eval()
     for parameter in (p for p in model.parameters() if p.ndim > 1):
         torch.nn.init.normal_(parameter, std=0.2)
     deployed = Deployed(insert_merging(model, PLAN), network, "scores").eval()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from official_files import official_shapes
 
-from algm_deploy.models.checkpoints import expected_shapes
+from algm_deploy.models.checkpoints.weights import checkpoint_shapes
+from algm_deploy.models.loading import parameter_shapes
 from algm_deploy.models.scores import TokenScores, upsample_scores
 from algm_deploy.models.segmenter import Segmenter
 from algm_deploy.models.vit import Tokens
@@ -20,11 +23,11 @@ Golden = Callable[[str], Segmenter]
 @pytest.mark.parametrize("decoder", ["mask_transformer", "linear"])
 @pytest.mark.parametrize(("dim", "depth", "heads"), [(192, 12, 3), (384, 12, 6), (768, 12, 12), (1024, 24, 16)])
 def test_parameters_have_the_official_names_and_shapes(decoder: str, dim: int, depth: int, heads: int) -> None:
-    """ViT-T, S, B and L; `expected_shapes` is what checkpoints are checked against."""
+    """ViT-T, S, B and L, and on a DeiT, whose distillation token stands alone in checkpoints."""
     network = Network("segmenter", dim, depth, heads, 150, (512, 512), decoder=decoder)
-    with torch.device("meta"):
-        model = Segmenter(network)
-    assert {name: tuple(value.shape) for name, value in model.state_dict().items()} == expected_shapes(network)
+    assert parameter_shapes(network) == checkpoint_shapes(network) == official_shapes(network)
+    distilled = replace(network, extra_tokens=1)
+    assert checkpoint_shapes(distilled) == official_shapes(distilled)
 
 
 @pytest.mark.parametrize("decoder", ["mask_transformer", "linear"])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from named_weights import weights
 from torch import Tensor
 
 from algm_deploy.merging import insert_merging, merge_inputs, replay_merging, tome_merges
-from algm_deploy.models.vit import VisionTransformer, VitNetwork
-from algm_deploy.recipe.schema import MergePlan
+from algm_deploy.models.vit import VitNetwork
+from algm_deploy.recipe.schema import MergePlan, Network
 
 DATA = Path(__file__).parents[1] / "data"
 CASES = ("constant", "schedule", "one_block", "halves", "distilled", "no_cls")
@@ -33,8 +34,11 @@ class Encoder(VitNetwork):
     """An encoder without a decoder."""
 
     def __init__(self, prefix: int) -> None:
-        super().__init__()
-        self.encoder = VisionTransformer((6, 6), 16, 32, 4, 2, prefix=prefix)
+        network = Network("segmenter", 32, 4, 2, 5, (96, 96), extra_tokens=max(0, prefix - 1))
+        if not prefix:  # of a network that reads several blocks
+            network = replace(network, family="setr", decoder="mla", stages=(1, 2, 3, 4))
+        super().__init__(network)
+        self.encoder.outputs = (4,)
 
 
 class Case:

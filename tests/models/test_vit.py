@@ -10,12 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from algm_deploy.models.vit import Block, KeepTokens, Tokens, VisionTransformer, share_parameters
+from algm_deploy.recipe.schema import Network
 
 
 @pytest.fixture
 def encoder() -> VisionTransformer:
     torch.manual_seed(0)
-    model = VisionTransformer((2, 3), patch_size=4, dim=16, depth=2, heads=2)
+    model = VisionTransformer(Network("segmenter", 16, 2, 2, 5, (8, 12), patch_size=4))
     nn.init.normal_(model.pos_embed)
     nn.init.normal_(model.cls_token)
     return model.eval().requires_grad_(False)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from algm_deploy.errors import PlanError, RecipeError
 from algm_deploy.evaluation.flops import multiply_adds
 from algm_deploy.recipe import reading as recipes
-from algm_deploy.recipe.schema import DENSE, MergePlan, Network, Protocol, Recipe
+from algm_deploy.recipe.schema import DENSE, MergePlan, Network, Protocol, Recipe, dataset_ratio
 
 SMALL = Recipe(
     "small",
@@ -143,10 +143,10 @@ def test_protocols_are_the_published_ones(name: str) -> None:
 
 def test_the_long_limit_of_a_checkpoint_without_a_recipe() -> None:
     for dataset, ratio in {"ade20k": 4, "cityscapes": 2, "pascal_context": 8, "pascal_context_59": 8}.items():
-        assert recipes.dataset_ratio(dataset) == ratio
+        assert dataset_ratio(dataset) == ratio
     for name in PUBLISHED:
         protocol = recipes.recipe(name).protocol
-        assert protocol.max_ratio == recipes.dataset_ratio(protocol.dataset), name
+        assert protocol.max_ratio == dataset_ratio(protocol.dataset), name
 
 
 @pytest.mark.parametrize("name", PRETRAINED)

@@ -90,10 +90,11 @@ TABLE = '[[tables]]\nsource = "a"\nnetwork = "N"\ndataset = "d"\nrows = [{row}]\
         HEAD.replace("schema = 1", "schema = 2"),
         HEAD + TABLE.replace("{row}", '{ backbone = "b", method = "unheard" }'),
         HEAD + TABLE.replace("{row}", '{ backbone = "b", method = "none", miou = 1 }'),
+        HEAD + TABLE.replace("{row}", '{ backbone = "b", method = "none", miou_percent = "high" }'),
         HEAD + TABLE.replace('"a"', '"b"').replace("{row}", '{ backbone = "b", method = "none" }'),
         "no toml",
     ],
-    ids=["schema", "method", "column", "source", "syntax"],
+    ids=["schema", "method", "column", "figure", "source", "syntax"],
 )
 def test_a_wrong_file_is_refused(text: str, tmp_path: Path) -> None:
     file = tmp_path / "published.toml"

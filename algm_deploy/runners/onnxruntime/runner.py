@@ -17,7 +17,6 @@ import torch
 from algm_deploy.bundle.records import OptimizedGraph
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BundleError, RuntimeUnavailableError
-from algm_deploy.lowering.bundling import ONNX
 from algm_deploy.lowering.onnxruntime import (
     CUSTOM_OPERATORS,
     Provider,
@@ -25,6 +24,7 @@ from algm_deploy.lowering.onnxruntime import (
     stretch_file,
     write_onnxruntime_onnx,
 )
+from algm_deploy.lowering.writing import ONNX
 from algm_deploy.native_libraries import REBUILD, find_library, require_library
 from algm_deploy.runners.contract import Array, Runner
 from algm_deploy.runners.onnxruntime.graphs import GraphUse, StretchedSession

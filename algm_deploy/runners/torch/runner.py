@@ -15,8 +15,9 @@ import torch
 from algm_deploy.bundle.signature import CLAP_THRESHOLD, GBM_THRESHOLD
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import RuntimeUnavailableError
-from algm_deploy.lowering.bundling import deployed, load_network
+from algm_deploy.merging import deployed
 from algm_deploy.models.deployed import Deployed
+from algm_deploy.models.loading import load_network
 from algm_deploy.models.scores import labels_of, upsample_scores
 from algm_deploy.models.vit import MergeInputs
 from algm_deploy.native_libraries import REBUILD

@@ -32,7 +32,7 @@ from algm_deploy.lowering.export import base_onnx
 from algm_deploy.lowering.tensorrt import plugin_node, tensorrt_from_base
 from algm_deploy.merging import insert_merging
 from algm_deploy.models.deployed import Deployed
-from algm_deploy.models.families import FAMILIES
+from algm_deploy.models.loading import network_class
 from algm_deploy.models.segmenter import Segmenter
 from algm_deploy.recipe.schema import MergePlan, Network, Output, Precision
 from algm_deploy.runners.tensorrt import build as tensorrt_build
@@ -82,7 +82,7 @@ def test_engines_of_other_families(
 ) -> None:
     """Several tokens in front of the patches, padded pictures, queries, convolutions, and levels unmerged apart."""
     torch.manual_seed(0)
-    deployed = Deployed(insert_merging(FAMILIES[network.family](network), PLAN), network, "scores").eval()
+    deployed = Deployed(insert_merging(network_class(network)(network), PLAN), network, "scores").eval()
     onnx.save(tensorrt_from_base(base_onnx(deployed, PLAN, "uint8"), precision)[0], tmp_path / "model.onnx")
     built = build(tmp_path / "model.onnx", precision)
     parsed, tokens = built.parsed_network, TYPES[precision]
@@ -104,7 +104,7 @@ def test_engines_of_masks_exported_in_16_bits(rtx: None, tmp_path: Path, family:
     stages = (1, 2, 3) if family == "segvit" else ()
     network = Network(family, 64, 3, 1, 5, (64, 96), decoder_depth=1, stages=stages, **decoder)  # type: ignore[arg-type]
     torch.manual_seed(0)
-    model = insert_merging(FAMILIES[family](network).half(), PLAN)
+    model = insert_merging(network_class(network)(network).half(), PLAN)
     base = base_onnx(Deployed(model, network, "scores").eval(), PLAN, "uint8")
     onnx.save(tensorrt_from_base(base, "fp16")[0], tmp_path / "model.onnx")
     layers = build(tmp_path / "model.onnx", "fp16").parsed_network["layers"]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from algm_deploy.merging import insert_merging, merge_inputs, replay_merging
 from algm_deploy.models.deployed import Deployed
-from algm_deploy.models.families import FAMILIES
+from algm_deploy.models.loading import network_class
 from algm_deploy.models.scores import labels_of, upsample_scores
 from algm_deploy.models.segmenter import Segmenter
 from algm_deploy.ops.native_kernels import use_kernels
@@ -238,7 +238,7 @@ def test_float_pixels(blob_images: Images) -> None:
 def test_other_networks_are_not_supported() -> None:
     assert torch_packed.supports(deployed(PLANS[USUAL]))
     setr = Network("setr", 64, 4, 2, 11, (128, 128), decoder="naive")
-    assert not torch_packed.supports(Deployed(FAMILIES["setr"](setr), setr, "scores"))
+    assert not torch_packed.supports(Deployed(network_class(setr)(setr), setr, "scores"))
     replaying = Deployed(replay_merging(segmenter(network()), PLANS[USUAL]), network(), "scores")
     assert not torch_packed.supports(replaying)
     counting = deployed(PLANS[USUAL])

@@ -1,32 +1,28 @@
-"""From weights and a recipe to a bundle: the network itself, the portable ONNX, and what runners must know."""
+"""Writes a bundle: the weights of a network, its portable ONNX, and the signature that runners read."""
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO
 
 import onnx_ir as ir
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from algm_deploy.bundle.files import sha256_of
 from algm_deploy.bundle.signature import signature_of
 from algm_deploy.bundle.store import Bundle, BundleWriter
-from algm_deploy.errors import BundleError, ExportError
+from algm_deploy.errors import ExportError
 from algm_deploy.lowering.export import base_onnx
 from algm_deploy.lowering.portable import add_function_bodies
-from algm_deploy.merging import insert_merging
-from algm_deploy.models.checkpoints import Checkpoint, state_dict_for
+from algm_deploy.merging import deployed
+from algm_deploy.models.checkpoints.reading import Checkpoint
+from algm_deploy.models.checkpoints.weights import state_dict_for
 from algm_deploy.models.deployed import Deployed
-from algm_deploy.models.families import DTYPES, network_module, parameter_shapes
+from algm_deploy.models.loading import DTYPES, WEIGHTS, network_module, save_weights
 from algm_deploy.models.vit import VitNetwork
 from algm_deploy.recipe.schema import Recipe
 
-WEIGHTS, ONNX, ONNX_DATA = "weights.safetensors", "model.onnx", "model.onnx.data"
+ONNX, ONNX_DATA = "model.onnx", "model.onnx.data"
 ALIGNMENT = 64
 # Smaller tensors stay in the graph, where shape inference and graph optimisers can read them.
 EXTERNAL_BYTES = 1024
@@ -62,11 +58,7 @@ def write_network(writer: BundleWriter, model: VitNetwork, network: Deployed, so
     `source`: SHA-256 of what the weights were made from, by file name.
     """
     recipe = writer.recipe
-    weights = writer.path(WEIGHTS)
-    try:
-        save_file(_contiguous(model.state_dict()), weights)
-    except SafetensorError as error:  # a full disk, in an error of its own
-        raise OSError(errno.EIO, str(error), str(weights)) from error
+    save_weights(model, writer.path(WEIGHTS))
     made_from = {WEIGHTS: writer.list_file(WEIGHTS, source).sha256}
     graph = base_onnx(network, recipe.merging, signature_of(recipe).image.dtype)
     with writer.path(ONNX_DATA).open("wb") as data:
@@ -76,33 +68,6 @@ def write_network(writer: BundleWriter, model: VitNetwork, network: Deployed, so
     writer.list_file(ONNX_DATA, made_from)
     writer.list_file(ONNX, made_from, uses=(ONNX_DATA,))
     writer.describe(signature=signature_of(recipe))
-
-
-def load_network(bundle: Bundle, dtype: torch.dtype | None = None) -> VitNetwork:
-    """The network of a bundle, merge slots empty, in the bundle's precision or in `dtype`.
-
-    Raises:
-        BundleError: the weights cannot be read or are those of another network.
-    """
-    path = bundle.file(WEIGHTS)
-    try:
-        weights = load_file(path)
-    except SafetensorError as error:
-        raise BundleError(f"{path}: expected weights as safetensors ({error}): export the bundle again") from error
-    expected = parameter_shapes(bundle.recipe.network)
-    found = {name: tuple(weight.shape) for name, weight in weights.items()}
-    if found != expected:
-        name, _ = min(expected.items() ^ found.items())
-        raise BundleError(
-            f"{path}: expected {name} of shape {expected.get(name)} for the recipe's network, got {found.get(name)}: "
-            "export the bundle again"
-        )
-    return network_module(bundle.recipe.network, weights, dtype or DTYPES[bundle.recipe.precision])
-
-
-def deployed(model: VitNetwork, recipe: Recipe) -> Deployed:
-    """The network with the recipe's merging and the deployed inputs and outputs."""
-    return Deployed(insert_merging(model, recipe.merging), recipe.network, recipe.output).eval()
 
 
 def move_weights(model: ir.Model, data: BinaryIO, location: str) -> None:
@@ -117,7 +82,3 @@ def move_weights(model: ir.Model, data: BinaryIO, location: str) -> None:
         value.const_value = ir.ExternalTensor(
             location, offset, tensor.nbytes, tensor.dtype, shape=ir.Shape(tensor.shape.numpy()), name=str(value.name)
         )
-
-
-def _contiguous(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {key: value.contiguous() for key, value in state_dict.items()}

@@ -17,22 +17,14 @@ import pytest
 import torch
 
 from algm_deploy.bundle.files import sha256_of
-from algm_deploy.bundle.signature import Signature, signature_of
+from algm_deploy.bundle.signature import signature_of
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BundleError, CheckpointError, ExportError
-from algm_deploy.lowering.bundling import (
-    ALIGNMENT,
-    EXTERNAL_BYTES,
-    ONNX,
-    ONNX_DATA,
-    WEIGHTS,
-    deployed,
-    load_network,
-    move_weights,
-    write_bundle,
-)
-from algm_deploy.merging import merge_inputs
-from algm_deploy.models.checkpoints import read_checkpoint, recipe_from_variant
+from algm_deploy.lowering.writing import ALIGNMENT, EXTERNAL_BYTES, ONNX, ONNX_DATA, move_weights, write_bundle
+from algm_deploy.merging import deployed, merge_inputs
+from algm_deploy.models.checkpoints.reading import read_checkpoint
+from algm_deploy.models.checkpoints.variant import recipe_from_variant
+from algm_deploy.models.loading import WEIGHTS, load_network
 
 
 def external(path: Path) -> dict[str, tuple[int, int]]:
@@ -51,9 +43,9 @@ def test_contents(tiny_bundle: Bundle) -> None:
     assert {WEIGHTS, ONNX, ONNX_DATA} <= set(tiny_bundle.files)
     tiny_bundle.verify()
     manifest = tiny_bundle.manifest
-    assert Signature.from_table(manifest["signature"]) == signature_of(tiny_bundle.recipe)
-    assert manifest["unused_checkpoint_keys"] == []
-    assert manifest["position_embedding_resized_from"] is None
+    assert tiny_bundle.signature == signature_of(tiny_bundle.recipe)
+    assert manifest.unused_checkpoint_keys == ()
+    assert manifest.position_embedding_resized_from is None
     assert tiny_bundle.files[ONNX].uses == (ONNX_DATA,)
     assert tiny_bundle.files[ONNX].made_from == {WEIGHTS: tiny_bundle.files[WEIGHTS].sha256}
     assert list(tiny_bundle.files[WEIGHTS].made_from) == ["checkpoint.pth"]
@@ -131,15 +123,15 @@ def test_the_network_comes_back(tiny_bundle: Bundle, tiny_checkpoint: Path) -> N
 def half_bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     checkpoint = read_checkpoint(tiny_checkpoint)
     recipe = replace(recipe_from_variant(checkpoint), precision="fp16", output="labels", max_batch=2)
-    return write_bundle(checkpoint, recipe, tmp_path_factory.mktemp("half") / "bundle", {"answer": 42})
+    return write_bundle(checkpoint, recipe, tmp_path_factory.mktemp("half") / "bundle", "42")
 
 
 def test_half_precision_halves_the_weights(half_bundle: Bundle, tiny_bundle: Bundle, blob_images: Any) -> None:
     for name in (WEIGHTS, ONNX_DATA):
         ratio = half_bundle.files[name].size_bytes / tiny_bundle.files[name].size_bytes
         assert 0.45 < ratio < 0.55
-    assert half_bundle.manifest["answer"] == 42
-    assert half_bundle.manifest["signature"]["outputs"][0]["dtype"] == "uint8"
+    assert half_bundle.manifest.preprocessing_sha256 == "42"
+    assert half_bundle.signature.outputs[0].dtype == "uint8"
     tail, _, _ = deployed(load_network(half_bundle), half_bundle.recipe)(
         torch.from_numpy(blob_images(1)), merge_inputs(0.7, 1.0)
     )
@@ -150,7 +142,7 @@ def test_bf16_has_no_portable_graph(tiny_checkpoint: Path, tmp_path: Path) -> No
     checkpoint = read_checkpoint(tiny_checkpoint)
     recipe = replace(recipe_from_variant(checkpoint), precision="bf16")
     with pytest.raises(ExportError, match="fp32 or fp16"):
-        write_bundle(checkpoint, recipe, tmp_path / "bundle")
+        write_bundle(checkpoint, recipe, tmp_path / "bundle", "")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -159,7 +151,7 @@ def test_weights_that_do_not_fit_leave_nothing_behind(tiny_checkpoint: Path, tmp
     recipe = recipe_from_variant(checkpoint)
     other = replace(recipe, network=replace(recipe.network, classes=12), class_names=(), palette=())
     with pytest.raises(CheckpointError):
-        write_bundle(checkpoint, other, tmp_path / "bundle")
+        write_bundle(checkpoint, other, tmp_path / "bundle", "")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -169,8 +161,8 @@ def test_a_failing_export_leaves_nothing_behind(
     def fail(*_: Any) -> None:
         raise ExportError("no")
 
-    monkeypatch.setattr("algm_deploy.lowering.bundling.base_onnx", fail)
+    monkeypatch.setattr("algm_deploy.lowering.writing.base_onnx", fail)
     checkpoint = read_checkpoint(tiny_checkpoint)
     with pytest.raises(ExportError, match="no"):
-        write_bundle(checkpoint, recipe_from_variant(checkpoint), tmp_path / "bundle")
+        write_bundle(checkpoint, recipe_from_variant(checkpoint), tmp_path / "bundle", "")
     assert list(tmp_path.iterdir()) == []
