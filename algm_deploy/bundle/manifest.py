@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 
@@ -30,7 +31,7 @@ def read_manifest(folder: Path) -> Manifest:
             f"{folder}: expected a bundle with {MANIFEST}, found none: name the folder that `deploy` wrote"
         )
     try:
-        table = json.loads(file.read_text(encoding="utf-8"), parse_constant=_refuse)
+        table = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise BundleError(f"{file}: expected JSON, got {_reason(error)}: copy or export the bundle again") from error
     return manifest_of(table, file)
@@ -43,54 +44,62 @@ def manifest_of(table: Any, file: Path) -> Manifest:
         BundleError: another schema, or a table that no step wrote.
     """
     version = table.get("schema") if isinstance(table, dict) else None
-    if version not in (1, SCHEMA) or isinstance(version, bool):
+    if type(version) is not int or version not in (1, SCHEMA):
         raise BundleError(f"{file}: expected bundle schema {SCHEMA}, got {version!r:.100}: export it with this release")
     try:
-        table = upgraded(table) if version == 1 else dict(table)
-        table["recipe"] = from_table(table["recipe"], str(file))
-    except (KeyError, TypeError, AttributeError, ValueError, RecipeError) as error:
-        raise BundleError(f"{file}: expected the facts of a bundle, got {_reason(error)}: export it again") from error
-    try:
-        manifest: Manifest = converted(Manifest, table, "")
+        return _checked(upgraded(table) if version == 1 else table)
     except RecipeError as error:
-        said = " ".join(str(error).split())[:400]
         raise BundleError(
-            f"{file}: {said}: it was edited, remove that entry and run the step that writes it, or export again"
+            f"{file}: {_said(error)}: it was edited, remove that entry and run the step that writes it, or export again"
         ) from error
-    for entries in (manifest.files, manifest.replacing):
-        for name, entry in entries.items():
-            for listed in (name, *entry.uses):
-                checked_name(listed)
-    return manifest
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
     """Writes it, and returns what a reader will find.
 
     Raises:
-        BundleError: a figure is NaN, or a value is none that JSON holds.
+        BundleError: a value is none that JSON holds, such as NaN, or none of its field; nothing is written.
     """
+    file = folder / MANIFEST
     try:
-        table = {**msgspec.to_builtins(manifest), "recipe": to_table(manifest.recipe)}
-        text = json.dumps(table, indent=1, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise BundleError(f"expected finite JSON values as facts of a manifest, got {_reason(error)}") from error
-    found = manifest_of(json.loads(text), folder / MANIFEST)
-    with write_atomically(folder / MANIFEST) as path:
+        table = {"schema": SCHEMA, **msgspec.to_builtins(manifest), "recipe": to_table(manifest.recipe)}
+        text = json.dumps(table, indent=1)
+        found = _checked(json.loads(text))
+    except (TypeError, ValueError, RecursionError, RecipeError) as error:
+        raise BundleError(f"{file}: {_said(error)}: nothing was written") from error
+    with write_atomically(file) as path:
         path.write_text(text + "\n", encoding="utf-8")
     return found
 
 
+def _checked(table: Mapping[str, Any]) -> Manifest:
+    """The manifest in a table of today's schema; RecipeError, with the place, where it is none."""
+    entries = {key: part for key, part in table.items() if key != "schema"}
+    recipe = converted(dict[str, Any], entries.get("recipe"), "recipe")
+    manifest: Manifest = converted(Manifest, entries | {"recipe": from_table(recipe, "recipe")}, "")
+    for listed in (manifest.files, manifest.replacing):
+        for name, entry in listed.items():
+            for one in (name, *entry.uses):
+                if not _is_inside(one):
+                    raise RecipeError(f"expected relative paths inside the bundle as files, got {one!r:.100}")
+    return manifest
+
+
 def checked_name(name: str) -> str:
     """The name of a file inside a bundle; BundleError where it leads elsewhere."""
-    parts = PurePosixPath(name).parts
-    if not parts or PurePosixPath(name).is_absolute() or ".." in parts or "\\" in name or name == MANIFEST:
+    if not _is_inside(name):
         raise BundleError(f"expected a relative path inside the bundle, got {name!r:.100}")
     return name
 
 
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant}, which is no JSON")
+def _is_inside(name: str) -> bool:
+    path = PurePosixPath(name)
+    inside = bool(path.parts) and not path.is_absolute() and ".." not in path.parts
+    return inside and "\\" not in name and name != MANIFEST
+
+
+def _said(error: Exception) -> str:
+    return " ".join(str(error).split())[:400]
 
 
 def _reason(error: BaseException) -> str:

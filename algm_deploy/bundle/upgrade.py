@@ -3,46 +3,59 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from algm_deploy.bundle.records import storable
+from algm_deploy.errors import RecipeError
+from algm_deploy.recipe.conversion import converted
 
 Table = dict[str, Any]
 
 _TOKENS = re.compile(r"tokens_after_(.+)_(mean|min|max)")
 _PROVIDERS = {"cpu": "onnxruntime-cpu", "cuda": "onnxruntime-cuda"}
-_KEPT = (
-    *("environment", "recipe", "files", "replacing", "signature", "preprocessing_sha256", "unused_checkpoint_keys"),
-    *("position_embedding_resized_from", "variant"),
-)
+_SECTIONS = ("parity", "evaluation", "speed", "engines", "onnxruntime", "rebuilds", "tuning")
 
 
 def upgraded(old: Table) -> Table:
-    """A manifest of schema 1 as one of schema 2.
+    """A manifest of schema 1 as one of schema 2, before it is checked.
 
     Sections were tables by a key that began with the runtime; merges stood in the names of figures (`clap`, or `gbm_11`
     among several of a kind).
 
     Raises:
-        KeyError, TypeError, ValueError, AttributeError: it is none.
+        RecipeError: something of it cannot be read; it names the place.
     """
-    merges = _merges(old)
+    signature = converted(Table, old.get("signature", {}), "signature")
+    merges = _merges(converted(tuple[str, ...], signature.get("merges", ()), "signature.merges"))
+    defaults = converted(dict[str, float], signature.get("defaults", {}), "signature.defaults")
+
+    def records(section: str, upgrade: Callable[[str, Table], Table]) -> list[Table]:
+        found = []
+        for key, record in converted(dict[str, Table], old.get(section, {}), section).items():
+            try:
+                found.append(upgrade(key, record))
+            except (KeyError, TypeError, AttributeError, ValueError) as error:
+                said = f"{type(error).__name__} {error}"
+                raise RecipeError(f"expected a record of schema 1 as {section}.{key:.100}, got {said:.100}") from error
+        return found
+
+    reasons = converted(dict[str, str], old.get("not_run", {}), "not_run")
     return {
-        "schema": 2,
-        **{key: old[key] for key in _KEPT if key in old},
-        "not_run": [_not_run(key, reason) for key, reason in old.get("not_run", {}).items()],
-        "parity": [_parity(key, one) for key, one in old.get("parity", {}).items()],
-        "evaluations": [_evaluation(key, one, merges) for key, one in old.get("evaluation", {}).items()],
-        "speeds": [_speed(key, one, merges) for key, one in old.get("speed", {}).items()],
-        "engines": [_engine(key, one) for key, one in old.get("engines", {}).items()],
-        "optimized_graphs": [_graph(key, one) for key, one in old.get("onnxruntime", {}).items()],
-        "rebuilds": [{"runtime": key, **one} for key, one in old.get("rebuilds", {}).items()],
-        "tunings": [_tuning(key, one) for key, one in old.get("tuning", {}).items()],
+        **{key: part for key, part in old.items() if key not in _SECTIONS},
+        "not_run": [_not_run(key, reason) for key, reason in reasons.items()],
+        "parity": records("parity", _parity),
+        "evaluations": records("evaluation", lambda key, one: _evaluation(key, one, merges)),
+        "speeds": records("speed", lambda key, one: _speed(key, one, merges, defaults)),
+        "engines": records("engines", _engine),
+        "optimized_graphs": records("onnxruntime", _graph),
+        "rebuilds": records("rebuilds", lambda key, one: {"runtime": key, **one}),
+        "tunings": records("tuning", _tuning),
     }
 
 
-def _merges(old: Table) -> dict[str, str]:
-    """Names of merges then -> now, from the signature, whose names they are now."""
-    names = old["signature"]["merges"] if "signature" in old else []
+def _merges(names: tuple[str, ...]) -> dict[str, str]:
+    """Names of merges then -> now, which are those of the signature."""
     kinds = [name.partition("_")[0] for name in names]
     return {kind if kinds.count(kind) == 1 else name: name for kind, name in zip(kinds, names, strict=True)}
 
@@ -73,8 +86,11 @@ def _evaluation(key: str, old: Table, merges: Mapping[str, str]) -> Table:
     }
 
 
-def _speed(key: str, old: Table, merges: Mapping[str, str]) -> Table:
-    new = {"runtime": key.partition(" ")[0], **_without(_with_tokens(old, merges))}
+def _speed(key: str, old: Table, merges: Mapping[str, str], defaults: Mapping[str, float]) -> Table:
+    """The key alone said at which thresholds a whole run was timed: `torch mixed dense batch 8 clap_threshold 0.9`."""
+    runtime, _, _, _, _, *given = key.split()
+    thresholds = {**defaults, **dict(zip(given[::2], map(float, given[1::2]), strict=True))}
+    new = {**_without(_with_tokens(old, merges)), "runtime": runtime, "thresholds": storable(thresholds)}
     if not new.get("merge_efficiency_by_round", True):
         del new["merge_efficiency_by_round"]
     if by_picture := new.get("by_picture"):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import is_dataclass
-from math import isfinite
+from dataclasses import fields, is_dataclass
+from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -14,9 +14,8 @@ import msgspec
 from algm_deploy.errors import RecipeError, shown
 
 _WORDS = {int: "a whole number", float: "a finite number", str: "a text", bool: "true or false", NoneType: "null"}
-_STEP = re.compile(r"\.([\w-]+)|\[(\d+)\]|(\[\.\.\.\])")
+_STEP = re.compile(r"\.(\w+)|\[(\d+)\]|\[\.\.\.\]")
 _ABSENT = re.compile(r"Object missing required field `(\w+)`")
-_UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`", re.DOTALL)
 
 
 def converted(kind: Any, value: object, key: str) -> Any:
@@ -25,19 +24,19 @@ def converted(kind: Any, value: object, key: str) -> Any:
     Lists become tuples where the field is one, whole numbers become floats.
 
     Raises:
-        RecipeError: the value does not fit; it names `key`, the place inside the value, what is expected and what came.
+        RecipeError: the value does not fit; it names the place, below `key`, what is expected there and what came.
     """
-    _check_finite(value, key)
     try:
+        _check(kind, value, key)
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         raise RecipeError(_worded(str(error), kind, value, key)) from error
     except RecursionError as error:
-        raise RecipeError(f"expected {described(kind)} as {key}, got {shown(value)}") from error
+        raise RecipeError(f"expected {described(kind)} as {key}, got one of a thousand levels") from error
 
 
 def described(kind: Any) -> str:
-    """A type in words: `a list of 3 whole numbers`."""
+    """A type in words: `a list of a whole number`."""
     origin, args = get_origin(kind), get_args(kind)
     if origin is Literal:
         return " or ".join(map(str, args))
@@ -46,69 +45,80 @@ def described(kind: Any) -> str:
     if origin is list or (origin is tuple and args[-1] is Ellipsis):
         return f"a list of {described(args[0])}"
     if origin is tuple:
-        return f"{len(args)} whole numbers"
+        return f"{len(args)} whole numbers" if set(args) == {int} else f"a list of {' and '.join(map(described, args))}"
     if origin is dict:
         return "a table of numbers" if args[1] is float else "a table"
     return _WORDS.get(kind, "a table")
 
 
-def _check_finite(value: object, key: str) -> None:
-    """TOML and Python's JSON have NaN and infinity, which no setting and no figure may be."""
-    if isinstance(value, float) and not isfinite(value):
+def _check(kind: Any, value: object, key: str) -> None:
+    """Refuses what msgspec takes: NaN, infinity, numbers of any length, entries that a dataclass does not have."""
+    if isinstance(value, float) and not abs(value) < 1e300:
         raise RecipeError(f"expected a finite number as {key}, got {value}")
-    for name, part in _parts(value):
-        _check_finite(part, f"{key}.{name}")
-
-
-def _parts(value: object) -> list[tuple[Any, Any]]:
+    if isinstance(value, int) and abs(value) >= 1 << 63:
+        raise RecipeError(f"expected a whole number as {key}, got {shown(value)}")
     if isinstance(value, Mapping):
-        return list(value.items())
-    return list(enumerate(value)) if isinstance(value, list | tuple) else []
+        known = next((_fields(one) for one in _alternatives(kind) if _is_record(one)), value)
+        if unknown := [name for name in value if name not in known]:
+            place = key or "the table"
+            raise RecipeError(f"expected no entry in {place} that this release does not know, got {shown(unknown[0])}")
+    parts = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
+    for name, part in parts:
+        _check(_part_kind(kind, name), part, _place(key, name))
 
 
 def _worded(said: str, kind: Any, value: Any, key: str) -> str:
     """msgspec's error, such as "Expected `int`, got `str` - at `$.links[0].number`", as one of this package's."""
     problem, _, path = said.partition(" - at `$")
-    for name, index, any_key in _STEP.findall(path):
-        step = _failing_key(kind, value) if any_key else name or int(index)
-        kind, value, key = _part_kind(kind, step), value[step], f"{key}.{step}".removeprefix(".")
-    if absent := _ABSENT.match(problem):
-        return f"expected {described(_part_kind(kind, absent[1]))} as {key}.{absent[1]}, found none".replace(
-            " as .", " as "
-        )
-    if unknown := _UNKNOWN.match(problem):
-        return f"expected no other entry in {key or 'the table'} than this release knows, got {shown(unknown[1])}"
-    if problem.startswith("expected "):  # of a type's own check
-        return f"{problem} in {key}" if key else problem
+    for match in _STEP.finditer(path):
+        step = match[1] or (int(match[2]) if match[2] else _failing(kind, value))
+        kind, value, key = _part_kind(kind, step), value[step], _place(key, step)
+    if absent := _ABSENT.fullmatch(problem):
+        return f"expected {described(_part_kind(kind, absent[1]))} as {_place(key, absent[1])}, found none"
+    if problem.startswith("expected "):  # a type's own check
+        return f"{problem} as {key}"
     return f"expected {described(kind)} as {key}, got {shown(value)}"
 
 
-def _failing_key(kind: Any, table: Mapping[str, Any]) -> str:
-    """msgspec does not tell which value of a table it means: the first that does not convert."""
+def _place(key: str, step: object) -> str:
+    return f"{key}.{step}" if key else str(step)
+
+
+def _failing(kind: Any, table: Mapping[str, Any]) -> str:
+    """The first entry of a table that does not convert: msgspec does not tell which one it means."""
     for name, part in table.items():
         try:
             msgspec.convert(part, _part_kind(kind, name))
-        except (msgspec.ValidationError, RecipeError):
+        except msgspec.ValidationError:
             return name
-    return next(iter(table))
+    raise AssertionError("msgspec refused a table and takes all of its entries")
 
 
 def _part_kind(kind: Any, step: str | int) -> Any:
-    """The type of one entry of a value of type `kind`."""
-    origin, args = get_origin(kind), get_args(kind)
-    if origin in (Union, UnionType):
-        return next((_part_kind(one, step) for one in args if _is_container(one, step)), Any)
-    if origin is dict:
-        return args[1]
-    if origin in (list, tuple):
-        return args[0] if origin is list or args[-1] is Ellipsis else args[int(step)]
-    return get_type_hints(kind).get(str(step), Any) if _is_record(kind) else Any
+    """The type of one entry of a value of type `kind`, Any where it has none."""
+    for one in _alternatives(kind):
+        origin, args = get_origin(one), get_args(one)
+        if origin is dict:
+            return args[1]
+        if origin in (list, tuple) and isinstance(step, int):
+            items = args[:1] if origin is list or args[-1] is Ellipsis else args[step : step + 1]
+            return items[0] if items else Any
+        if _is_record(one):
+            return _fields(one).get(step, Any)
+    return Any
 
 
-def _is_container(kind: Any, step: str | int) -> bool:
-    origin = get_origin(kind)
-    return origin in (list, tuple) if isinstance(step, int) else origin is dict or _is_record(kind)
+def _alternatives(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
 
 
 def _is_record(kind: Any) -> bool:
     return isinstance(kind, type) and (is_dataclass(kind) or issubclass(kind, msgspec.Struct))
+
+
+@cache
+def _fields(record: Any) -> dict[Any, Any]:
+    """Types of a record's fields by name."""
+    names = [item.name for item in fields(record)] if is_dataclass(record) else record.__struct_fields__
+    hints = get_type_hints(record)
+    return {name: hints[name] for name in names}

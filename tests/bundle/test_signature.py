@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
 
 from algm_deploy.bundle.signature import Signature, merge_names, output_names, signature_of, threshold_defaults
+from algm_deploy.errors import RecipeError
+from algm_deploy.recipe.conversion import converted
 from algm_deploy.recipe.schema import DENSE, MergePlan, Network, Protocol, Recipe
 
 RECIPE = Recipe(
@@ -40,7 +43,29 @@ def test_of_a_recipe() -> None:
 
 def test_survives_json() -> None:
     signature = signature_of(RECIPE)
-    assert Signature.from_table(json.loads(json.dumps(signature.to_table()))) == signature
+    assert converted(Signature, json.loads(json.dumps(asdict(signature))), "signature") == signature
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"inputs": []}, "expected an image, labels or scores, and token counts as signature"),
+        ({"outputs": [{"name": "scores", "dtype": "float32", "shape": []}]}, "expected an image, labels or scores"),
+        ({"defaults": {"clap_threshold": "high"}}, "expected a finite number as signature.defaults.clap_threshold"),
+        ({"merges": "clap_1"}, "expected a list of a text as signature.merges, got 'clap_1'"),
+        ({"max_batch": None}, "expected a whole number as signature.max_batch, got None"),
+        (
+            {"inputs": [{"name": "image", "dtype": "float16", "shape": []}]},
+            "expected uint8 or float32 or int32 or int64 as signature.inputs.0.dtype, got 'float16'",
+        ),
+        ({"inputs": [{"name": "image", "dtype": "uint8"}]}, "expected a list of a whole number as .*0.shape, found none"),
+        ({"layout": "NHWC"}, "expected no entry in signature that this release does not know, got 'layout'"),
+    ],
+)
+def test_what_is_no_signature_is_refused(change: dict[str, Any], message: str) -> None:
+    table = json.loads(json.dumps(asdict(signature_of(RECIPE)))) | change
+    with pytest.raises(RecipeError, match=message):
+        converted(Signature, table, "signature")
 
 
 @pytest.mark.parametrize(("classes", "dtype"), [(255, "uint8"), (256, "int32")])

@@ -18,21 +18,27 @@ from threading import Thread
 import pytest
 
 from algm_deploy.bundle.files import sha256_of, write_atomically
+from algm_deploy.bundle.records import Link, NotRun, Parity, Speed
+from algm_deploy.bundle.signature import signature_of
 from algm_deploy.bundle.store import Bundle, BundleWriter
 from algm_deploy.errors import BundleError
 from algm_deploy.recipe.schema import DENSE, Network, Protocol, Recipe
 
-PARITY = {"passed": True, "images": 1, "batches": [1], "links": []}
 RECIPE = Recipe("small", Network("segmenter", 32, 2, 2, 3, (64, 64)), DENSE, Protocol("camvid", 64, 64, 48))
+
+
+def parity(runtime: str = "torch", passed: bool = True) -> Parity:
+    link = Link(number=1, name="network", passed=passed, measured="equal", gate="equal")
+    return Parity(runtime=runtime, images=1, batches=(1,), links=(link,))
 
 
 def write(path: Path, weights: bytes = b"weights") -> Bundle:
     with BundleWriter(path, RECIPE) as writer:
         writer.path("weights.safetensors").write_bytes(weights)
-        entry = writer.record("weights.safetensors", made_from={"checkpoint.pth": "ab" * 32})
+        entry = writer.list_file("weights.safetensors", made_from={"checkpoint.pth": "ab" * 32})
         writer.path("model.onnx").write_bytes(b"graph of " + weights)
-        writer.record("model.onnx", {"weights.safetensors": entry.sha256}, uses=("weights.safetensors",))
-        writer.facts["inputs"] = {"clap_threshold": {"default": 0.88}}
+        writer.list_file("model.onnx", {"weights.safetensors": entry.sha256}, uses=("weights.safetensors",))
+        writer.describe(signature=signature_of(RECIPE))
     return Bundle.open(path)
 
 
@@ -43,11 +49,11 @@ def leftovers(folder: Path) -> list[str]:
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     bundle = write(tmp_path / "bundle")
     assert bundle.recipe == RECIPE
-    assert bundle.fact("inputs") == {"clap_threshold": {"default": 0.88}}
+    assert bundle.signature == signature_of(RECIPE)
     assert bundle.file("model.onnx").read_bytes() == b"graph of weights"
     assert bundle.files["weights.safetensors"].made_from == {"checkpoint.pth": "ab" * 32}
     assert bundle.files["weights.safetensors"].sha256 == sha256_of(bundle.path / "weights.safetensors")
-    assert bundle.manifest["environment"]["packages"]["torch"]
+    assert bundle.manifest.environment.packages["torch"]
     bundle.verify()
     assert leftovers(tmp_path) == ["bundle"]
     assert (tmp_path / "bundle").stat().st_mode & 0o777 == 0o777 & ~current_umask()
@@ -59,46 +65,84 @@ def current_umask() -> int:
     return mask
 
 
-def test_facts_are_added_later(tmp_path: Path) -> None:
+def test_records_are_added_later(tmp_path: Path) -> None:
     bundle = write(tmp_path / "bundle")
-    bundle.update({"parity": {"torch": PARITY}, "inputs": None})
-    bundle.record("parity", "onnxruntime-cpu", {**PARITY, "passed": False})
-    again = Bundle.open(bundle.path)
-    assert again.fact("parity") == again.section("parity")
-    assert {runtime: record["passed"] for runtime, record in again.section("parity").items()} == {
-        "torch": True,
-        "onnxruntime-cpu": False,
-    }
-    assert again.section("speed") == {}
-    with pytest.raises(BundleError, match="expected 'inputs' in its manifest: run the step that writes it"):
-        again.fact("inputs")
+    for record in (parity(), parity("onnxruntime-cpu", passed=False)):
+        bundle.record(record)
+        assert Bundle.open(bundle.path).found(Parity, record.runtime) == record
+    assert Bundle.open(bundle.path).manifest == bundle.manifest
+    assert [record.passed for record in bundle.manifest.parity] == [True, False]
+    assert bundle.manifest.speeds == ()
+    assert bundle.found(Parity, "tensorrt") is bundle.found(Speed, "torch") is None
+
+
+def speed(batch: int, stable: bool = True) -> Speed:
+    return Speed(runtime="torch", variant="merged", protocol="mixed", batch=batch, stable=stable)
+
+
+def test_a_record_takes_the_place_of_one_of_its_identity(tmp_path: Path) -> None:
+    bundle = write(tmp_path / "bundle")
+    for record in (speed(2), speed(4), speed(2, stable=False)):
+        bundle.record(record)
+    assert Bundle.open(bundle.path).manifest.speeds == (speed(4), speed(2, stable=False))
+    assert bundle.found(Speed, "torch") == speed(2, stable=False)  # the last one that was made
 
 
 def test_a_record_takes_the_reason_why_there_was_none_with_it(tmp_path: Path) -> None:
     bundle = write(tmp_path / "bundle")
-    bundle.not_run(["parity torch", "speed torch", "parity tensorrt"], "no GPU here")
-    bundle.record("parity", "torch", PARITY)
-    assert Bundle.open(bundle.path).fact("not_run") == dict.fromkeys(("speed torch", "parity tensorrt"), "no GPU here")
-    bundle.record("parity", "tensorrt", PARITY)
-    bundle.record("speed", "torch latency merged batch 1", {"variant": "merged"})
-    assert "not_run" not in Bundle.open(bundle.path).manifest
+    bundle.note_not_run(["parity", "speed"], "torch", "no GPU")
+    bundle.note_not_run(["parity"], "tensorrt", "no GPU here")
+    bundle.note_not_run(["parity", "speed"], "torch", "no GPU here")
+    bundle.record(parity())
+    assert Bundle.open(bundle.path).manifest.not_run == (
+        NotRun(step="parity", runtime="tensorrt", reason="no GPU here"),
+        NotRun(step="speed", runtime="torch", reason="no GPU here"),
+    )
+    bundle.record(parity("tensorrt"))
+    bundle.record(speed(1))
+    assert Bundle.open(bundle.path).manifest.not_run == ()
 
 
-@pytest.mark.parametrize("name", ["schema", "environment", "recipe", "files", "replacing"])
-def test_facts_do_not_shadow_the_bundle_itself(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("facts", [{"environment": None}, {"recipe": RECIPE}, {"files": {}}, {"inputs": 1}], ids=str)
+def test_a_writer_describes_fields_of_the_manifest_that_it_does_not_keep_itself(tmp_path: Path, facts: dict) -> None:
+    write(tmp_path / "bundle", b"old")
+    with pytest.raises(TypeError), BundleWriter(tmp_path / "bundle", RECIPE) as writer:
+        writer.describe(**facts)
+    assert Bundle.open(tmp_path / "bundle").file("weights.safetensors").read_bytes() == b"old"
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        ({"share": float("nan")}, "expected a finite number as parity.0.links.0.facts.share, got nan: nothing was"),
+        ({"share": {"worst": float("inf")}}, "as parity.0.links.0.facts.share.worst, got inf: nothing was written"),
+        ({"problems": Path("a")}, "PosixPath.* is unsupported: nothing was written"),
+        ({"images": 1 << 70}, "expected a whole number as parity.0.links.0.facts.images, got 11805"),
+    ],
+)
+def test_records_that_are_no_json_leave_the_manifest(tmp_path: Path, facts: dict, message: str) -> None:
     bundle = write(tmp_path / "bundle")
-    with pytest.raises(BundleError, match=f"names of their own, got {name}"):
-        bundle.update({name: 1})
+    before = (bundle.path / "manifest.json").read_bytes()
+    link = Link(number=1, name="network", passed=True, measured="", gate="", facts=facts)
+    with pytest.raises(BundleError, match=message):
+        bundle.record(Parity(runtime="torch", images=1, batches=(1,), links=(link,)))
+    assert (bundle.path / "manifest.json").read_bytes() == before
+    assert bundle.manifest.parity == ()
 
 
-def test_facts_that_are_no_json_leave_the_manifest(tmp_path: Path) -> None:
+def test_a_record_of_wrong_types_is_refused_before_it_is_written(tmp_path: Path) -> None:
     bundle = write(tmp_path / "bundle")
-    for value in (float("nan"), {1, 2}):
-        with pytest.raises(BundleError, match="expected finite JSON values"):
-            bundle.update({"shares": value})
-    with pytest.raises(BundleError, match="expected a table of tables as parity"):
-        bundle.update({"parity": {"passed": True}})
-    assert not {"shares", "parity"} & set(Bundle.open(bundle.path).manifest)
+    with pytest.raises(BundleError, match="expected a whole number as parity.0.images, got 'four': nothing was written"):
+        bundle.record(Parity(runtime="torch", images="four", batches=(1,), links=()))  # type: ignore[arg-type]
+    assert Bundle.open(bundle.path).manifest.parity == ()
+
+
+def test_a_bundle_without_a_signature_says_so(tmp_path: Path) -> None:
+    with BundleWriter(tmp_path / "bundle", RECIPE) as writer:
+        writer.path("model.onnx").write_bytes(b"graph")
+        writer.list_file("model.onnx")
+    with pytest.raises(BundleError, match="expected the signature of a network in its manifest: export it again"):
+        _ = Bundle.open(tmp_path / "bundle").signature
 
 
 # Changes after writing
@@ -149,7 +193,7 @@ def manifest_deep(path: Path) -> None:
 
 
 def manifest_newer(path: Path) -> None:
-    edit(path, lambda manifest: manifest.update(schema=2))
+    edit(path, lambda manifest: manifest.update(schema=3))
 
 
 def manifest_is_a_list(path: Path) -> None:
@@ -192,13 +236,13 @@ def companion_unlisted(path: Path) -> None:
         (manifest_removed, "expected a bundle with manifest.json, found none"),
         (manifest_cut, "expected JSON, got"),
         (manifest_deep, "expected JSON, got RecursionError"),
-        (manifest_newer, "expected bundle schema 1, got 2"),
-        (manifest_is_a_list, "expected bundle schema 1, got None"),
-        (recipe_edited, "expected a whole number as network.depth, got '12'"),
-        (recipe_removed, "expected the facts of a bundle, got KeyError 'recipe'"),
-        (files_malformed, "expected the facts of a bundle, got TypeError"),
-        (file_outside, "expected a relative path inside the bundle, got '../secret'"),
-        (companion_outside, "expected a relative path inside the bundle, got '/etc/passwd'"),
+        (manifest_newer, "expected bundle schema 2, got 3"),
+        (manifest_is_a_list, "expected bundle schema 2, got None"),
+        (recipe_edited, "recipe: expected a whole number as network.depth, got '12': it was edited"),
+        (recipe_removed, "expected a table as recipe, got None: it was edited"),
+        (files_malformed, "expected a table as files.model.onnx, got 3: it was edited"),
+        (file_outside, "expected relative paths inside the bundle as files, got '../secret'"),
+        (companion_outside, "expected relative paths inside the bundle as files, got '/etc/passwd'"),
         (companion_unlisted, "expected weights.bin, found none in folder or manifest"),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
@@ -240,7 +284,7 @@ def test_a_file_is_added_and_replaced(tmp_path: Path) -> None:
             path.write_bytes(content)
         assert bundle.file("engines/gpu.engine").read_bytes() == content
         assert Bundle.open(bundle.path).file("engines/gpu.engine").read_bytes() == content
-    assert "replacing" not in bundle.manifest
+    assert bundle.manifest.replacing == {}
     assert [path.name for path in (bundle.path / "engines").iterdir()] == ["gpu.engine"]
 
 
@@ -267,7 +311,7 @@ def test_two_additions_of_one_name_take_turns(tmp_path: Path, monkeypatch: pytes
     bundle = Bundle.open(tmp_path / "bundle")
     bundle.verify()
     assert bundle.file("gpu.engine").read_bytes() == b"second"
-    assert "replacing" not in bundle.manifest
+    assert bundle.manifest.replacing == {}
 
 
 def test_a_failed_addition_leaves_the_old_file(tmp_path: Path) -> None:
@@ -346,7 +390,7 @@ def test_a_killed_writer_leaves_the_old_or_the_new_bundle(tmp_path: Path) -> Non
             with BundleWriter(path, Bundle.open(path).recipe) as writer:
                 for name in {["weights.safetensors", "model.onnx"]}:
                     writer.path(name).write_bytes(b"new")
-                    writer.record(name)
+                    writer.list_file(name)
     """
     assert kill_everywhere(tmp_path, act, check) > 5
     assert seen == {b"old", b"new"}
@@ -401,8 +445,8 @@ def test_a_link_to_a_bundle_is_the_bundle(tmp_path: Path) -> None:
         write(link, content)
         assert link.is_symlink()
         assert Bundle.open(tmp_path / "disk" / "bundle").file("weights.safetensors").read_bytes() == content
-    Bundle.open(link).update({"via": "link"})
-    assert Bundle.open(tmp_path / "disk" / "bundle").fact("via") == "link"
+    Bundle.open(link).record(parity())
+    assert Bundle.open(tmp_path / "disk" / "bundle").found(Parity, "torch") == parity()
     assert sorted(path.name for path in tmp_path.rglob("*.lock")) == [".bundle.lock"]  # one lock by every name
     assert leftovers(tmp_path) == ["disk", "link"]
 
@@ -415,7 +459,7 @@ def test_a_new_bundle_replaces_the_old_one(tmp_path: Path) -> None:
 
 def count(path: str, process: int) -> None:
     for step in range(10):
-        Bundle.open(path).update({f"process{process}_{step}": step})
+        Bundle.open(path).record(parity(f"{process} {step}"))
 
 
 def test_two_processes_update_one_bundle(tmp_path: Path) -> None:
@@ -427,7 +471,8 @@ def test_two_processes_update_one_bundle(tmp_path: Path) -> None:
     for child in children:
         child.join()
     assert [child.exitcode for child in children] == [0, 0]
-    assert sum(name.startswith("process") for name in Bundle.open(path).manifest) == 20
+    runtimes = {f"{process} {step}" for process in range(2) for step in range(10)}
+    assert {record.runtime for record in Bundle.open(path).manifest.parity} == runtimes
 
 
 # Places that cannot be written
@@ -473,18 +518,18 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
         path.write_text("")
 
 
-def test_a_forgotten_record_is_an_error(tmp_path: Path) -> None:
+def test_a_file_that_is_not_listed_is_an_error(tmp_path: Path) -> None:
     def forget() -> None:
         with BundleWriter(tmp_path / "bundle", RECIPE) as writer:
             writer.path("model.onnx").write_bytes(b"graph")
 
-    with pytest.raises(BundleError, match=r"every file of the bundle recorded, \['model.onnx'\] differ"):
+    with pytest.raises(BundleError, match=r"every file of the bundle listed, \['model.onnx'\] differ"):
         forget()
     with (
         BundleWriter(tmp_path / "bundle", RECIPE) as writer,
         pytest.raises(BundleError, match="expected x written before"),
     ):
-        writer.record("x")
+        writer.list_file("x")
 
 
 def test_write_atomically(tmp_path: Path) -> None:
