@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from functools import cache
+from functools import cache, lru_cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -57,12 +57,12 @@ def _check(kind: Any, value: object, key: str) -> None:
         raise RecipeError(f"expected a finite number as {key}, got {value}")
     if isinstance(value, int) and abs(value) >= 1 << 63:
         raise RecipeError(f"expected a whole number as {key}, got {shown(value)}")
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         known = next((_fields(one) for one in _alternatives(kind) if _is_record(one)), value)
         if unknown := [name for name in value if name not in known]:
             place = key or "the table"
             raise RecipeError(f"expected no entry in {place} that this release does not know, got {shown(unknown[0])}")
-    parts = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
     for name, part in parts:
         _check(_part_kind(kind, name), part, _place(key, name))
 
@@ -94,6 +94,7 @@ def _failing(kind: Any, table: Mapping[str, Any]) -> str:
     raise AssertionError("msgspec refused a table and takes all of its entries")
 
 
+@lru_cache(1024)
 def _part_kind(kind: Any, step: str | int) -> Any:
     """The type of one entry of a value of type `kind`, Any where it has none."""
     for one in _alternatives(kind):

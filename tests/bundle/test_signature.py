@@ -58,7 +58,10 @@ def test_survives_json() -> None:
             {"inputs": [{"name": "image", "dtype": "float16", "shape": []}]},
             "expected uint8 or float32 or int32 or int64 as signature.inputs.0.dtype, got 'float16'",
         ),
-        ({"inputs": [{"name": "image", "dtype": "uint8"}]}, "expected a list of a whole number as .*0.shape, found none"),
+        (
+            {"inputs": [{"name": "image", "dtype": "uint8"}]},
+            "a list of a whole number as .*0.shape, found none",
+        ),
         ({"layout": "NHWC"}, "expected no entry in signature that this release does not know, got 'layout'"),
     ],
 )
