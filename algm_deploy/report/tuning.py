@@ -1,4 +1,4 @@
-"""What tuning found, from its records: in the terminal, as one self-contained HTML page, and in a bundle's report."""
+"""What tuning found, from its records: text for a terminal, and sentences, tables and plots for pages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from algm_deploy.bundle.records import (
     TuningPage,
 )
 from algm_deploy.bundle.signature import CLAP_THRESHOLD
-from algm_deploy.bundle.store import Bundle
 from algm_deploy.report.gallery import Example
 from algm_deploy.report.html import render
 from algm_deploy.report.plots import Histogram, Scatter, Series
@@ -72,11 +71,6 @@ def write_tuning(record: Tuning, name: str, target: Path, examples: Sequence[Exa
     with write_atomically(target) as path:
         path.write_text(html, encoding="utf-8")
     return target
-
-
-def tuning_section(bundle: Bundle, examples: Sequence[Example] = ()) -> str:
-    """HTML of what `tune` found on a bundle, from its manifest; pictures where there are photos to show."""
-    return render("tuning.jinja", pages=[tuning_page(one) for one in bundle.manifest.tunings], examples=examples)
 
 
 def _page_as_written(found: TuningPage) -> Page:
