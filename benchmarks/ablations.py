@@ -16,17 +16,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from algm_deploy.bundle.records import Evaluation
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.demo.run import labelled_pictures
 from algm_deploy.deployment import export
 from algm_deploy.evaluation.datasets import open_dataset
-from algm_deploy.evaluation.evaluate import merge_names
 from algm_deploy.package_data import DEMO_ASSETS
 from algm_deploy.recipe.schema import DENSE, MergePlan, Network
 from algm_deploy.report.tables import markdown_table, shown
 from algm_deploy.tuning.ablations import ALGM, Variant
-from algm_deploy.tuning.objective import Record
 from algm_deploy.tuning.positions import PlanEvaluator
+from algm_deploy.tuning.trial import miou_of
 
 Row = tuple[str, MergePlan, Variant]
 
@@ -104,13 +104,11 @@ def tables(plan: MergePlan, network: Network) -> Iterator[tuple[str, list[Row]]]
     yield "merging", [("before the MLP", plan, ALGM), ("after the MLP", plan, Variant(after_mlp=True))]
 
 
-def cells(name: str, record: Record, dense: float, plan: MergePlan) -> tuple[str, ...]:
+def cells(name: str, found: Evaluation, dense: float) -> tuple[str, ...]:
     """One row: mIoU, its difference to dense, arithmetic and tokens after the last merge."""
-    merges = merge_names(plan)
-    tokens = record[f"tokens_after_{merges[-1]}_mean"] if merges else None
-    change = record["miou_percent"] - dense
-    gmacs = shown(record["gmacs_per_window_mean"], 2)
-    return name, shown(record["miou_percent"], 2), f"{change:+.2f}", gmacs, shown(tokens, 0)
+    miou = miou_of(found)
+    tokens = found.tokens[-1].mean if found.tokens else None
+    return name, shown(miou, 2), f"{miou - dense:+.2f}", shown(found.gmacs_per_window_mean, 2), shown(tokens, 0)
 
 
 def main() -> None:
@@ -135,13 +133,13 @@ def main() -> None:
             dataset = dataset.subset(options.limit)
         plan, network = bundle.recipe.merging, bundle.recipe.network
         evaluate_plan = PlanEvaluator(bundle)
-        dense = evaluate_plan(DENSE, dataset)["miou_percent"]
+        dense = miou_of(evaluate_plan(DENSE, dataset))
         print(
             f"{bundle.recipe.name}, {dataset.name} {dataset.split}, {len(dataset.samples)} images, PyTorch; {plan}\n",
             flush=True,
         )
         for title, rows in tables(plan, network):
-            filled = [cells(name, evaluate_plan(p, dataset, variant), dense, p) for name, p, variant in rows]
+            filled = [cells(name, evaluate_plan(p, dataset, variant), dense) for name, p, variant in rows]
             print(
                 markdown_table((title, "mIoU %", "to dense", "GMACs per window", "tokens left"), filled) + "\n",
                 flush=True,

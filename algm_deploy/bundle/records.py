@@ -356,26 +356,194 @@ class Rebuilds(Measurement, Record, frozen=True, kw_only=True):
 
 # -------------------------------------------------------------------------------------------------------------- tuning
 
+Aim = Literal["reference", "best", "gmacs", "throughput"]
+Knob = Literal["clap_threshold", "gbm_threshold"]
 
-class Tuning(Record, frozen=True, kw_only=True):
-    """What `tune` found, called `title`: the sentences, tables and plots that people read, and the figures behind them.
+
+class TuningRecord(Record, frozen=True, kw_only=True, tag_field="kind"):
+    """What one of the searches of `tune` found; a later one of the same title takes its place.
 
     `pictured` are a threshold's name and the values of it that pictures show.
     """
 
     section: ClassVar[str] = "tunings"
-    step: ClassVar[Step | None] = None
 
     title: str
-    page: dict[str, Any]
     pictured: tuple[str, tuple[float, ...]] | None = None
-    figures: dict[str, Any] = {}
 
     @property
     def identity(self) -> tuple[Any, ...]:
         """One of this title."""
         return (self.title,)
 
+
+class PairSimilarity(Record, frozen=True, kw_only=True):
+    """Cosine similarity over so many pairs of patches."""
+
+    pairs: int
+    mean: float
+    std: float
+
+
+class ClassSimilarity(Record, frozen=True, kw_only=True):
+    """Pairs by whether both patches show one class, within windows of `side` x `side` patches; side None: anywhere."""
+
+    side: int | None
+    same: PairSimilarity | None
+    other: PairSimilarity | None
+
+
+class BlockSimilarity(Record, frozen=True, kw_only=True):
+    """Pairs of patches after the attention of a 1-based block; `by_class` where the patches are labelled."""
+
+    block: int
+    every: PairSimilarity
+    by_class: tuple[ClassSimilarity, ...] = ()
+
+
+class RuleTuning(TuningRecord, frozen=True, kw_only=True, tag="rule"):
+    """CLAP's threshold by the rule: mean + standard deviation over the pairs of all `blocks`, network without merging.
+
+    `dataset` and `split` are None for photos without labels.
+    """
+
+    dataset: str | None
+    split: str | None
+    images: int
+    clap_threshold: float
+    blocks: tuple[BlockSimilarity, ...]
+
+    def __post_init__(self) -> None:
+        if len({tuple(one.side for one in block.by_class) for block in self.blocks}) != 1:
+            raise ValueError("expected at least one block, and the same windows in each")
+
+
+class AttentionTuning(TuningRecord, frozen=True, kw_only=True, tag="attention"):
+    """Where attention goes, without and with merging: means over labelled windows, each of which counts the same.
+
+    Shares of the classes in percent, in the order of `class_names`: of the patches, of the tokens left after the last
+    merge, in block `last_merge`, and of the attention in each block. `classes_attended`: how many classes attention is
+    spread over, the exponential of its entropy. `thresholds` are those of the merging network.
+    """
+
+    dataset: str
+    split: str
+    images: int
+    windows: int
+    last_merge: int
+    thresholds: dict[str, Threshold]
+    class_names: tuple[str, ...]
+    patches_percent: tuple[float, ...]
+    tokens_percent: tuple[float, ...]
+    attention_dense_percent_by_block: tuple[tuple[float, ...], ...]
+    attention_merged_percent_by_block: tuple[tuple[float, ...], ...]
+    classes_attended_dense_by_block: tuple[float, ...]
+    classes_attended_merged_by_block: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        dense, merged = self.attention_dense_percent_by_block, self.attention_merged_percent_by_block
+        by_block = (dense, merged, self.classes_attended_dense_by_block, self.classes_attended_merged_by_block)
+        by_class = (self.patches_percent, self.tokens_percent, *dense, *merged)
+        if {len(one) for one in by_block} != {len(dense)} or {len(one) for one in by_class} != {len(self.class_names)}:
+            raise ValueError("expected shares for each block and each class")
+        if not 1 <= self.last_merge < len(dense):
+            raise ValueError(f"expected a block after the last merge, got {self.last_merge} of {len(dense)}")
+
+
+class Point(Record, frozen=True, kw_only=True):
+    """What one setting gives on some photos; multiply-adds in 10^9 of a window, `speedup` against the dense network."""
+
+    miou_percent: float
+    miou_percent_by_slice: dict[str, float | None] = {}
+    gmacs_per_window_mean: float | None = None
+    tokens: tuple[MergeTokens, ...] = ()
+    throughput_img_per_s: float | None = None
+    speedup: float | None = None
+    stable: bool = True
+
+
+class Candidate(Point, frozen=True, kw_only=True):
+    """A setting of what is searched: `value` is a threshold, or a 1-based block."""
+
+    value: float
+
+
+class TunedOn(Record, frozen=True, kw_only=True):
+    """Photos, what they give without merging, and the candidates measured on them by rising value."""
+
+    dataset: str
+    split: str
+    images: int
+    images_by_slice: dict[str, int]
+    dense: Point
+    candidates: tuple[Candidate, ...] = ()
+
+
+class HeldOut(TunedOn, frozen=True, kw_only=True):
+    """Photos that nothing was chosen on: what the bundle's recipe gives, the marked candidate, and a reference."""
+
+    recipe: Point
+    marked: Point
+    reference: Point | None = None
+
+
+class SearchTuning(TuningRecord, frozen=True, kw_only=True):
+    """A search for the candidate that serves an aim, on some photos, and how it does on others.
+
+    `limit` of the aim: mIoU in percent, multiply-adds of a window in 10^9, or pictures a second. `marked` is the chosen
+    candidate; where none `reached` the aim, the one that misses it least, with its tokens. `reference` names what a
+    limit of mIoU was taken from, where that is not the dense network. `variant` says how merging differed from ALGM's.
+    """
+
+    aim: Aim
+    limit: float | None
+    reached: bool
+    marked: Candidate
+    token_histograms: TokenHistograms
+    reference: str | None = None
+    variant: tuple[str, ...] = ()
+    tuned_on: TunedOn
+    held_out: HeldOut
+
+    def __post_init__(self) -> None:
+        if not {one.merge for one in self.marked.tokens} <= self.token_histograms.windows_by_merge.keys():
+            raise ValueError("expected a histogram for each merge")
+
+
+class ThresholdTuning(SearchTuning, frozen=True, kw_only=True, tag="threshold"):
+    """A search for a threshold; `recipe_value` is the bundle's."""
+
+    knob: Knob
+    recipe_value: float
+
+
+class PositionTuning(SearchTuning, frozen=True, kw_only=True, tag="positions"):
+    """A search for the earliest block of the last GBM in `layers`; `recipe_layers` are the bundle's."""
+
+    layers: tuple[int, ...]
+    recipe_layers: tuple[int, ...]
+
+
+class TuningPage(TuningRecord, frozen=True, kw_only=True, tag="page"):
+    """What an earlier release wrote for people to read; its `figures` do not suffice for a record of today's.
+
+    tables  caption, header, rows
+    plots   caption, labels of x and y, points (x, y, label) by series
+    counts  caption, edges, windows between two edges and mean tokens by the merge's title
+    """
+
+    lines: tuple[str, ...]
+    tables: tuple[tuple[str, tuple[str, ...], tuple[tuple[str, ...], ...]], ...]
+    plots: tuple[tuple[str, str, str, dict[str, tuple[tuple[float, float, str], ...]]], ...]
+    counts: tuple[tuple[str, tuple[float, ...], dict[str, tuple[int, ...]], dict[str, float]], ...]
+    figures: dict[str, Any] = {}
+
+    def __post_init__(self) -> None:
+        if any(len(row) != len(header) for _, header, rows in self.tables for row in rows):
+            raise ValueError("expected rows as long as their table's header")
+
+
+Tuning = RuleTuning | ThresholdTuning | PositionTuning | AttentionTuning | TuningPage
 
 # ------------------------------------------------------------------------------------------------------------ manifest
 

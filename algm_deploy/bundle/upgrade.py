@@ -9,6 +9,7 @@ from typing import Any
 from algm_deploy.bundle.records import storable
 from algm_deploy.errors import RecipeError
 from algm_deploy.recipe.conversion import converted
+from algm_deploy.wording import merge_titles
 
 Table = dict[str, Any]
 
@@ -108,9 +109,29 @@ def _graph(key: str, old: Table) -> Table:
     return {"runtime": _PROVIDERS[key], "rewrites": _without(old, "stretches"), "segments": old.get("stretches", 0)}
 
 
-def _tuning(key: str, old: Table) -> Table:
+def _tuning(title: str, old: Table) -> Table:
+    """Shares of attention have all their figures; of the others the page is kept, which says more than they do."""
+    figures = _without(old, "page", "pictured")
+    if "attention_dense_percent_by_block" in old:
+        return {"kind": "attention", "title": title, **_without(figures, "plan"), **_merging(old["plan"])}
+    parts = old["page"]
+    counts = [
+        (caption, edges, *({titles[name]: part for name, part in by_merge.items()} for by_merge in (windows, means)))
+        for caption, edges, windows, means in parts["counts"]
+        for titles in [merge_titles([*windows])]
+    ]
     pictured = old["pictured"] and [old["pictured"]["name"], old["pictured"]["values"]]
-    return {"title": key, "page": old["page"], "pictured": pictured, "figures": _without(old, "page", "pictured")}
+    return {"kind": "page", "title": title, **parts, "counts": counts, "pictured": pictured, "figures": figures}
+
+
+def _merging(plan: Table) -> Table:
+    """Last merging block and thresholds of a plan."""
+    tome = [layer for layer, r in enumerate(plan["tome_r"], 1) if r]
+    read = {name: plan[f"{name}_threshold"] for name in ("clap", "gbm") if plan[f"{name}_layers"]}
+    return {
+        "last_merge": max((*plan["clap_layers"], *plan["gbm_layers"], *tome)),
+        "thresholds": {f"{name}_threshold": value for name, value in read.items()},
+    }
 
 
 def _with_tokens(old: Table, merges: Mapping[str, str]) -> Table:

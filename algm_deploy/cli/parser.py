@@ -8,8 +8,8 @@ from pathlib import Path
 
 from algm_deploy import __version__
 from algm_deploy.cli import commands
-from algm_deploy.cli.settings import count, finite, positive, size, up_to
-from algm_deploy.cli.tuning import tune
+from algm_deploy.cli.settings import count, positive, size, up_to
+from algm_deploy.cli.tuning import add_searches, tune
 
 RUNTIMES = ("torch", "onnxruntime-cpu", "onnxruntime-cuda", "tensorrt", "tensorrt-rtx")
 _SLICE = (
@@ -146,64 +146,7 @@ def _bench_options(command: argparse.ArgumentParser) -> None:
 
 
 def _tune_options(command: argparse.ArgumentParser) -> None:
-    what = command.add_mutually_exclusive_group(required=True)
-    what.add_argument(
-        "--rule", action="store_true", help="CLAP threshold = mean + deviation of the similarities of a data set"
-    )
-    what.add_argument(
-        "--objective",
-        choices=("reference", "best", "gmacs", "throughput"),
-        help="threshold that merges most at a reference's mIoU (ALGM*), of best mIoU, or for a budget of cost",
-    )
-    what.add_argument("--positions", action="store_true", help="earliest block for GBM that keeps the reference's mIoU")
-    what.add_argument(
-        "--attention", action="store_true", help="attention that each class receives, without and with merging"
-    )
-    command.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        default=Path("tuned.toml"),
-        help="recipe to write (tuned.toml), beside a page .html and pictures .png",
-    )
-    command.add_argument("--data", type=Path, help="root folder of a data set in its official layout")
-    command.add_argument("--dataset", help=_DATASET)
-    command.add_argument("--split", help="split to tune on; default: the one its results are published on")
-    command.add_argument("--held-out", help="split to report on; default: the second half of each slice is kept back")
-    command.add_argument("--slice", help=_SLICE)
-    command.add_argument("--limit", type=positive, help="use that many images of a split, spread evenly")
-    command.add_argument("--held-out-limit", type=positive, metavar="LIMIT", help="of --held-out; default: as --limit")
-    command.add_argument("--images", type=Path, nargs="+", default=[], help="--rule: photos without labels")
-    command.add_argument("--layers", choices=("first", "all"), default="first", help="--rule: blocks (default first)")
-    command.add_argument("--knob", choices=("tau", "gbm"), default="tau", help="threshold to search (default tau)")
-    candidates = command.add_mutually_exclusive_group()
-    candidates.add_argument("--range", type=float, nargs=3, metavar=("LOW", "HIGH", "STEP"), help="candidates")
-    candidates.add_argument("--values", type=float, nargs="+", metavar="VALUE", help="candidates, one by one")
-    command.add_argument(
-        "--curve", action="store_true", help="measure every candidate, also held out; default: as many as it takes"
-    )
-    command.add_argument(
-        "--time", action="store_true", help="time the candidates as well, in turns with the dense network"
-    )
-    command.add_argument(
-        "--variant",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="merge otherwise than ALGM does, in PyTorch: clap_feature or gbm_feature=query, key, value; "
-        "reduction=first, random, copies; after_mlp=true; seed=N",
-    )
-    command.add_argument(
-        "--reference",
-        default="dense",
-        help="dense (default), clap (the same without GBM), mIoU in percent, or a bundle whose dense mIoU counts",
-    )
-    command.add_argument(
-        "--tau", type=float, help="CLAP threshold while something else is tuned; default: the bundle's"
-    )
-    command.add_argument("--drop", type=finite, default=0.0, help="mIoU points allowed below the reference (default 0)")
-    command.add_argument("--target", type=finite, help="multiply-adds of a window in 10^9, or img/s")
-    command.add_argument("--count", type=positive, default=1, help="--positions: GBM blocks to place (default 1)")
+    add_searches(command, _bundle, _runtime, _DATASET, _SLICE)
 
 
 def _report_options(command: argparse.ArgumentParser) -> None:
@@ -255,7 +198,7 @@ COMMANDS: tuple[tuple[str, Command, tuple[Options, ...]], ...] = (
     ("build", commands.build, (_bundle, _runtime, _engine, _repeat)),
     ("verify", commands.verify, (_bundle, _runtime, _verify_options)),
     ("evaluate", commands.evaluate, (_bundle, _runtime, _data_options)),
-    ("tune", tune, (_bundle, _runtime, _tune_options)),
+    ("tune", tune, (_tune_options,)),
     ("bench", commands.bench, (_bundle, _runtime, _bench_options)),
     ("predict", commands.predict, (_bundle, _photos, _runtime)),
     ("demo", commands.demo, (_demo_options,)),

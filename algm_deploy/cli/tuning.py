@@ -1,287 +1,344 @@
-"""The `tune` command: thresholds and merge positions from data."""
+"""`tune` and its searches: thresholds, positions of merges, and what attention does, from data."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from math import inf, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from algm_deploy.cli.settings import percent
+from algm_deploy.cli.settings import finite, percent, positive
 from algm_deploy.errors import GateError, PlanError, RecipeError
 
 if TYPE_CHECKING:
+    from algm_deploy.bundle.records import Aim, Evaluation, Knob, Speed, Tuning
     from algm_deploy.bundle.store import Bundle
     from algm_deploy.evaluation.datasets import Dataset
-    from algm_deploy.recipe.schema import MergePlan, Recipe
+    from algm_deploy.recipe.schema import MergePlan
     from algm_deploy.report.gallery import Example
-    from algm_deploy.tuning.ablations import Variant
-    from algm_deploy.tuning.findings import Finding, Reference
-    from algm_deploy.tuning.objective import Aim, Goal, Record
+    from algm_deploy.tuning.trial import Evaluate, Trial
+
+Add = Callable[[argparse.ArgumentParser], None]
 
 PICTURED = 3  # photos of the held-out part on a page
+AIMS = {"reference": ("reference", "drop"), "best": (), "gmacs": ("target",), "throughput": ("target",)}
+"""Each aim, and the flags that are read for it alone."""
+
+_FLAGS: dict[str, dict[str, Any]] = {
+    "--data": {"type": Path, "required": True, "help": "root folder of a labelled data set"},
+    "--split": {"help": "split to use; default: the one that results are published on"},
+    "--limit": {"type": positive, "help": "use that many images of a split, spread evenly"},
+    "--held-out": {"help": "split to report on; default: the second half of each slice is kept back"},
+    "--held-out-limit": {"type": positive, "metavar": "LIMIT", "help": "of --held-out; default: as --limit"},
+    "--layers": {"choices": ("first", "all"), "default": "first", "help": "blocks to measure (default first)"},
+    "--knob": {"choices": ("tau", "gbm"), "default": "tau", "help": "threshold to search (default tau)"},
+    "--aim": {
+        "choices": [*AIMS],
+        "default": "reference",
+        "help": "merge most at the mIoU of --reference (default); reach the best mIoU; merge least within a budget of "
+        "multiply-adds, or at a throughput, which --target gives",
+    },
+    "--target": {"type": finite, "help": "multiply-adds of a window in 10^9 at most, or img/s at least"},
+    "--reference": {
+        "help": "whose mIoU to keep: dense (default), clap (the same without GBM), a number in percent, or another "
+        "bundle, without merging"
+    },
+    "--drop": {"type": finite, "help": "points of mIoU that may be lost to the reference (default 0)"},
+    "--range": {"type": float, "nargs": 3, "metavar": ("LOW", "HIGH", "STEP"), "help": "values to try, evenly spaced"},
+    "--values": {"type": float, "nargs": "+", "metavar": "VALUE", "default": (), "help": "values to try, one by one"},
+    "--curve": {"action": "store_true", "help": "measure every value, also held out; default: as many as it takes"},
+    "--time": {"action": "store_true", "help": "time each value as well, in turns with the network without merging"},
+    "--count": {"type": positive, "default": 1, "help": "how many GBM blocks to place (default 1)"},
+    "--tau": {"type": float, "help": "CLAP threshold instead of the bundle's"},
+    "--gbm": {"type": float, "help": "GBM threshold, or multiplier, instead of the bundle's"},
+    "--variant": {
+        "action": "append",
+        "default": [],
+        "metavar": "KEY=VALUE",
+        "help": "merge otherwise than ALGM does, in PyTorch only: clap_feature or gbm_feature=query, key, value; "
+        "reduction=first, random, copies; after_mlp=true; seed=N; no recipe can say so, so none is written",
+    },
+}
+_DATA = ("--data", "--dataset", "--split", "--limit")
+_PARTS = (*_DATA, "--slice", "--held-out", "--held-out-limit", "--reference", "--drop", "--tau", "--variant")
+_VALUES = ("--gbm", "--knob", "--aim", "--target", "--range", "--values", "--curve", "--time")
+
+
+def add_searches(
+    tune: argparse.ArgumentParser, add_bundle: Add, add_runtime: Add, dataset_help: str, slice_help: str
+) -> None:
+    """Adds a command for each search to `tune`; flags that other commands have as well come from there."""
+    known = {**_FLAGS, "--dataset": {"help": dataset_help}, "--slice": {"help": slice_help}}
+    searches = tune.add_subparsers(dest="search", required=True, metavar="SEARCH")
+    for run, output, adds, flags in (
+        (tune_rule, "tuned.toml", (_pictures_or_data,), (*_DATA[1:], "--layers")),
+        (tune_threshold, "tuned.toml", (add_runtime,), (*_PARTS, *_VALUES)),
+        (tune_positions, "tuned.toml", (), (*_PARTS, "--count")),
+        (tune_attention, "attention.html", (), (*_DATA, "--tau", "--gbm")),
+    ):
+        text, name = str(run.__doc__).rstrip("."), run.__name__.removeprefix("tune_")
+        command = searches.add_parser(name, help=text[0].lower() + text[1:], description=text, allow_abbrev=False)
+        command.set_defaults(run=run)
+        for add in (add_bundle, *adds):
+            add(command)
+        for flag in flags:
+            command.add_argument(flag, **known[flag])
+        what = "recipe to write; a page .html and pictures .png come beside it" if output.endswith("toml") else "page"
+        command.add_argument("-o", "--output", type=Path, default=Path(output), help=f"{what} (default {output})")
+
+
+def _pictures_or_data(command: argparse.ArgumentParser) -> None:
+    pictures = command.add_mutually_exclusive_group(required=True)
+    pictures.add_argument("--images", type=Path, nargs="+", default=[], help="photos without labels, or folders")
+    pictures.add_argument("--data", type=Path, help="root folder of a data set, whose labels part pairs by class")
 
 
 def tune(options: argparse.Namespace) -> int:
-    """Thresholds and merge positions from data, as a new recipe."""
-    from algm_deploy.bundle.store import Bundle
-    from algm_deploy.report.tuning import finding_text, write_finding
-    from algm_deploy.tuning.recipe_file import write_recipe
-
-    bundle = Bundle.open(options.bundle)
-    if options.output.suffix != ".toml" or not options.output.parent.is_dir():
-        raise RecipeError(f"expected a .toml file in a folder that exists as --output, got {options.output}")
-    _check_variant(options)
-    kinds = {"rule": _rule, "attention": _attention, "objective": _objective, "positions": _positions}
-    finding = next(find for name, find in kinds.items() if getattr(options, name))(bundle, options)
-    if options.variant:  # a recipe cannot say so
-        finding = replace(finding, title=f"{finding.title}, {', '.join(options.variant)}", recipe=None)
-    print(finding_text(finding))
-    bundle.record("tuning", finding.title, finding.stored())
-    examples = _pictures(bundle, options, finding)
-    print(f"\n{write_finding(finding, bundle.recipe.name, options.output.with_suffix('.html'), examples)}")
-    if finding.recipe is not None:
-        comments = (f"By algm-deploy tune: {finding.title}.", *finding.page.lines)
-        print(write_recipe(finding.recipe, comments, options.output))
-    return 0 if finding.reached else GateError.exit_code
+    """A threshold or a place to merge at from your data, or what merging does to attention."""
+    raise AssertionError(f"argparse lets nobody leave the search out, got {options}")
 
 
-def _rule(bundle: Bundle, options: argparse.Namespace) -> Finding:
+# ------------------------------------------------------------------------------------------------------------ searches
+
+
+def tune_rule(options: argparse.Namespace) -> int:
+    """The threshold of CLAP by the paper's rule: mean + standard deviation of the similarities of a data set."""
     from algm_deploy.deployment import find_images
-    from algm_deploy.tuning.findings import find_by_rule
-    from algm_deploy.tuning.similarity import Picture, pictures_of
+    from algm_deploy.tuning.similarity import Picture, pictures_of, tune_by_rule
 
+    bundle = _opened(options, ".toml")
     layers = (1,) if options.layers == "first" else tuple(range(1, bundle.recipe.network.encoder_depth + 1))
-    if options.images:
-        pictures = [Picture(path) for path in find_images(options.images)]
-        return find_by_rule(bundle, pictures, layers, "photos without labels")
-    dataset = _tuning_data(bundle, options, options.split, options.limit)
-    return find_by_rule(bundle, pictures_of(dataset), layers, dataset.title)
+    dataset = _dataset(bundle, options) if options.data else None
+    pictures = pictures_of(dataset) if dataset else [Picture(path) for path in find_images(options.images)]
+    found = tune_by_rule(bundle, pictures, layers, dataset)
+    return _kept(bundle, found, options, replace(bundle.recipe.merging, clap_threshold=round(found.clap_threshold, 4)))
 
 
-def _attention(bundle: Bundle, options: argparse.Namespace) -> Finding:
-    from algm_deploy.tuning.findings import find_attention
-
-    plan = _recipe_to_tune(bundle, options).merging
-    return find_attention(bundle, plan, _tuning_data(bundle, options, options.split, options.limit))
-
-
-def _objective(bundle: Bundle, options: argparse.Namespace) -> Finding:
-    from algm_deploy.bundle.signature import GBM_THRESHOLD
+def tune_threshold(options: argparse.Namespace) -> int:
+    """The threshold that serves an aim, such as ALGM*: merge most at the mIoU of the network without merging."""
     from algm_deploy.timing.protocols import check_verified
-    from algm_deploy.tuning.findings import find_threshold
-    from algm_deploy.tuning.objective import default_candidates
-    from algm_deploy.tuning.search import steps
+    from algm_deploy.tuning import thresholds
 
-    if _timed(options):
-        check_verified(bundle, options.runtime)
-    tuning, held_out = _tuning_splits(bundle, options)
-    base = _recipe_to_tune(bundle, options)
-    evaluate = _Evaluator(bundle, base.merging, options, tuning)
-    points = {"dense": None, "clap": {GBM_THRESHOLD: inf}}
-    references = {name: partial(evaluate, thresholds=point) for name, point in points.items()}
-    goal, reference = _goal(options, tuning, references)
-    if options.values:
-        candidates = sorted(set(options.values))
-        if not all(map(isfinite, candidates)):
-            raise RecipeError(f"expected finite --values, got {candidates}: above 1 CLAP merges nothing")
-    else:
-        candidates = steps(*options.range) if options.range else default_candidates(base.merging, options.knob)
-    return find_threshold(
-        base, options.knob, goal, candidates, evaluate, tuning, held_out, reference, whole=options.curve
-    )
-
-
-class _Evaluator:
-    """Evaluates a bundle at thresholds, each point once; says what it measured."""
-
-    def __init__(self, bundle: Bundle, plan: MergePlan, options: argparse.Namespace, tuning: Dataset) -> None:
-        self._bundle, self._plan, self._options, self._tuning = bundle, plan, options, tuning
-        self._known: dict[tuple[Dataset, frozenset[tuple[str, float]] | None], dict[str, Any]] = {}
-
-    def __call__(self, dataset: Dataset, thresholds: Mapping[str, float] | None) -> Record:
-        key = dataset, None if thresholds is None else frozenset(thresholds.items())
-        if key not in self._known:
-            self._known[key] = self._measured(dataset, thresholds)
-            given = ", ".join(f"{name} {value:g}" for name, value in (thresholds or {}).items())
-            _tell(dataset, given or "dense", self._known[key])
-        return self._known[key]
-
-    def _measured(self, dataset: Dataset, thresholds: Mapping[str, float] | None) -> dict[str, Any]:
-        from algm_deploy.bundle.signature import CLAP_THRESHOLD, GBM_THRESHOLD
-        from algm_deploy.deployment import evaluate_bundle
-        from algm_deploy.recipe.schema import DENSE
-        from algm_deploy.tuning.objective import with_thresholds
-        from algm_deploy.tuning.positions import PlanEvaluator
-
-        options = self._options
-        if options.variant:
-            plan = DENSE if thresholds is None else with_thresholds(self._plan, thresholds)
-            return dict(PlanEvaluator(self._bundle, _variant(options, self._plan))(plan, dataset))
-        given = thresholds or {}
-        tau, gbm = given.get(CLAP_THRESHOLD, options.tau), given.get(GBM_THRESHOLD)
-        merge = thresholds is not None
-        record = evaluate_bundle(self._bundle, options.runtime, dataset, tau, gbm, merge=merge).record()
-        if thresholds and dataset is self._tuning and _timed(options):
-            record |= _throughput(self._bundle, options, dataset, tau, gbm)
-        return record
-
-
-def _tell(dataset: Dataset, point: str, record: Record) -> None:
-    """One line about a point as soon as it is known: a search takes long."""
-    from algm_deploy.tuning.search import miou_of
-
-    gmacs = record["gmacs_per_window_mean"]
-    cost = "" if gmacs is None or point == "dense" else f", {gmacs:.2f} GMACs per window"
-    print(f"{dataset.title}, {point}: mIoU {miou_of(record):.2f} %{cost}", file=sys.stderr, flush=True)
-
-
-def _throughput(
-    bundle: Bundle, options: argparse.Namespace, dataset: Dataset, tau: float | None, gbm: float | None
-) -> dict[str, Any]:
-    """Pictures a second of the merging network, in batches of different pictures of a data set, in turns with dense."""
-    from algm_deploy.bundle.signature import CLAP_THRESHOLD, GBM_THRESHOLD
-    from algm_deploy.deployment import bench_bundle
-    from algm_deploy.timing.protocols import usual_request
-    from algm_deploy.tuning.objective import SPEEDUP, STABLE, THROUGHPUT
-
-    given = {CLAP_THRESHOLD: tau, GBM_THRESHOLD: gbm}
-    thresholds = {name: value for name, value in given.items() if value is not None}
-    paths = [sample.image_path for sample in dataset.samples]
-    batch = min(bundle.recipe.max_batch, len(paths))
-    request = usual_request(bundle.recipe, "mixed", None, batch, thresholds=thresholds)
-    rows = bench_bundle(bundle, options.runtime, paths, replace(request, variants=("dense", "merged")))
-    (merged,) = (row.record for row in rows if row.record["variant"] == "merged")
-    return {name: merged[name] for name in (THROUGHPUT, SPEEDUP, STABLE)}
-
-
-def _positions(bundle: Bundle, options: argparse.Namespace) -> Finding:
-    from algm_deploy.recipe.schema import DENSE
-    from algm_deploy.tuning.findings import find_positions
-    from algm_deploy.tuning.positions import PlanEvaluator
-
-    tuning, held_out = _tuning_splits(bundle, options)
-    base = _recipe_to_tune(bundle, options)
-    measure = PlanEvaluator(bundle, _variant(options, base.merging))
-
-    def evaluate_plan(plan: MergePlan, dataset: Dataset) -> Record:
-        record = measure(plan, dataset)
-        _tell(dataset, f"CLAP {plan.clap_layers}, GBM {plan.gbm_layers}" if plan.layers else "dense", record)
-        return record
-
-    plans = {"dense": DENSE, "clap": replace(base.merging, gbm_layers=())}
-    references = {name: partial(evaluate_plan, plan) for name, plan in plans.items()}
-    goal, reference = _goal(options, tuning, references)
-    return find_positions(evaluate_plan, base, options.count, goal, tuning, held_out, reference)
-
-
-def _timed(options: argparse.Namespace) -> bool:
-    return bool(options.time) or options.objective == "throughput"
-
-
-def _variant(options: argparse.Namespace, plan: MergePlan) -> Variant:
-    """What --variant asks for.
-
-    Raises:
-        PlanError: a setting that does not exist, or one of a merge that the plan does not have.
-    """
-    from algm_deploy.tuning.ablations import check_variant, variant_of
-
-    variant = variant_of(options.variant)
-    check_variant(plan, variant)
-    return variant
-
-
-def _check_variant(options: argparse.Namespace) -> None:
-    """Variants are networks of their own, which no exported graph contains."""
-    if not options.variant or options.positions:
-        return
-    if options.rule or options.attention:
-        raise PlanError("expected --objective or --positions with --variant: nothing else evaluates merging otherwise")
-    if options.runtime != "torch" or _timed(options):
+    bundle = _opened(options, ".toml")
+    timed = options.time or options.aim == "throughput"
+    if options.variant and (options.runtime != "torch" or timed):
         raise PlanError(
             f"expected --runtime torch and no times with --variant, got {options.runtime}: variants of merging exist "
             "in PyTorch only, to be evaluated; graphs and engines merge as ALGM does"
         )
+    if timed:
+        check_verified(bundle, options.runtime)
+    trial = _trial(bundle, options, in_process=bool(options.variant))
+    knob: Knob = "clap_threshold" if options.knob == "tau" else "gbm_threshold"
+    speed_of = partial(_speed, bundle, options.runtime, trial.tuning) if timed else None
+    values = _values(options) or thresholds.default_values(trial.plan, knob)
+    found = thresholds.tune_threshold(trial, knob, values, speed_of, options.curve)
+    examples = _pictures(bundle, options, found.pictured, trial.held_out) if found.pictured else []
+    plan = replace(trial.plan, **{knob: found.marked.value})  # type: ignore[arg-type]
+    return _kept(bundle, found, options, plan, found.reached, examples)
 
 
-def _recipe_to_tune(bundle: Bundle, options: argparse.Namespace) -> Recipe:
-    from algm_deploy.tuning.objective import tuned_recipe
+def tune_positions(options: argparse.Namespace) -> int:
+    """The earliest block for GBM that keeps the reference's mIoU; runs in PyTorch."""
+    from algm_deploy.tuning import positions
 
-    return bundle.recipe if options.tau is None else tuned_recipe(bundle.recipe, "tau", options.tau)
+    bundle = _opened(options, ".toml")
+    trial = _trial(bundle, options, in_process=True)
+    found = positions.tune_positions(trial, bundle.recipe.network.encoder_depth, options.count)
+    return _kept(bundle, found, options, replace(trial.plan, gbm_layers=found.layers), found.reached)
 
 
-def _goal(
-    options: argparse.Namespace, tuning: Dataset, references: Mapping[str, Callable[[Dataset], Record]]
-) -> tuple[Goal, Reference | None]:
-    """What to reach: for `reference` the mIoU of one of `references`, of another bundle, or a number, less --drop.
+def tune_attention(options: argparse.Namespace) -> int:
+    """How much attention each class receives, without and with merging; runs in PyTorch."""
+    from algm_deploy.tuning.attention import measure_attention
 
-    And that reference, where it is an evaluation that nothing else shows.
-    """
+    bundle = _opened(options, ".html")
+    return _kept(bundle, measure_attention(bundle, _plan(bundle, options), _dataset(bundle, options)), options)
+
+
+# --------------------------------------------------------------------------------------------------------------- parts
+
+
+def _opened(options: argparse.Namespace, suffix: str) -> Bundle:
+    """The bundle, after a look at where the results go."""
     from algm_deploy.bundle.store import Bundle
-    from algm_deploy.deployment import evaluate_bundle
-    from algm_deploy.tuning.objective import Goal
-    from algm_deploy.tuning.search import miou_of
 
-    aim: Aim = options.objective or "reference"
-    if aim == "best":
-        return Goal(aim), None
-    if aim in ("gmacs", "throughput"):
-        if options.target is None:
-            raise RecipeError(f"expected --target for --objective {aim}: multiply-adds of a window in 10^9, or img/s")
-        return Goal(aim, options.target), None
-    name = options.reference
-    if name in references:
-        measure = references[name]
-    elif (folder := Path(name)).is_dir():
-        name, other = f"dense {folder.name}", Bundle.open(folder)
+    if options.output.suffix != suffix or not options.output.parent.is_dir():
+        raise RecipeError(f"expected a {suffix} file in a folder that exists as --output, got {options.output}")
+    return Bundle.open(options.bundle)
 
-        def measure(dataset: Dataset) -> Record:
-            return evaluate_bundle(other, options.runtime, dataset, merge=False).record()
+
+def _trial(bundle: Bundle, options: argparse.Namespace, in_process: bool) -> Trial:
+    """What a search is given, by the flags about it."""
+    from algm_deploy.tuning.ablations import check_variant, variant_of
+    from algm_deploy.tuning.photos import check_apart, halves
+    from algm_deploy.tuning.positions import PlanEvaluator
+    from algm_deploy.tuning.search import Goal
+    from algm_deploy.tuning.trial import Trial, miou_of
+
+    aim: Aim = getattr(options, "aim", "reference")
+    plan, variant = _plan(bundle, options), variant_of(options.variant)
+    check_variant(plan, variant)
+    for flag in ("reference", "drop", "target"):
+        if getattr(options, flag, None) is not None and flag not in AIMS[aim]:
+            raise RecipeError(f"expected no --{flag} with --aim {aim}, which does not read it: leave it out")
+    if "target" in AIMS[aim] and options.target is None:
+        raise RecipeError(f"expected --target with --aim {aim}: multiply-adds of a window in 10^9, or img/s")
+    evaluate = _told(PlanEvaluator(bundle, variant) if in_process else _on_runtime(bundle, options.runtime), plan)
+    tuning = _dataset(bundle, options)
+    if options.held_out is None:
+        tuning, held_out = halves(tuning)
     else:
-        return Goal(aim, percent(name) - options.drop), None
-    goal = Goal(aim, miou_of(measure(tuning)) - options.drop)
-    return goal, None if name == "dense" else (name, measure)
+        held_out = _dataset(bundle, options, options.held_out, options.held_out_limit)
+        check_apart(tuning, held_out)
+    reference, limit = None, getattr(options, "target", None)
+    if aim == "reference":
+        name, measure = _reference(options, evaluate, plan)
+        limit = (percent(name) if measure is None else miou_of(measure(tuning))) - (options.drop or 0.0)
+        reference = (name, measure) if measure and name != "dense" else None
+    return Trial(evaluate, plan, Goal(aim, limit), tuning, held_out, reference, tuple(options.variant))
 
 
-def _pictures(bundle: Bundle, options: argparse.Namespace, finding: Finding) -> list[Example]:
-    """A few photos of the held-out part at the thresholds of a finding; also written as one picture."""
+def _reference(
+    options: argparse.Namespace, evaluate: Evaluate, plan: MergePlan
+) -> tuple[str, Callable[[Dataset], Evaluation] | None]:
+    """Name of what --reference means, and how to evaluate it; a number is its own name."""
+    from algm_deploy.bundle.store import Bundle
+    from algm_deploy.recipe.schema import DENSE
+
+    name = options.reference or "dense"
+    plans = {"dense": DENSE, "clap": replace(plan, gbm_layers=())}
+    if name in plans:
+        return name, partial(evaluate, plans[name])
+    if (folder := Path(name)).is_dir():
+        runtime = getattr(options, "runtime", "torch")
+        return f"dense {folder.name}", partial(_on_runtime(Bundle.open(folder), runtime), DENSE)
+    return name, None
+
+
+def _plan(bundle: Bundle, options: argparse.Namespace) -> MergePlan:
+    """The bundle's plan with the thresholds of the command line."""
+    from algm_deploy.bundle.signature import threshold_defaults
+
+    plan = bundle.recipe.merging
+    for flag, name in (("tau", "clap_threshold"), ("gbm", "gbm_threshold")):
+        value = getattr(options, flag, None)
+        if value is None:
+            continue
+        if name not in threshold_defaults(plan) or flag == getattr(options, "knob", None):
+            reason = f"reads no {name}" if name not in threshold_defaults(plan) else f"is searched for its {name}"
+            raise PlanError(f"expected no --{flag} for a bundle whose plan {reason}, got {value:g}: leave it out")
+        plan = replace(plan, **{name: value})
+    return plan
+
+
+def _values(options: argparse.Namespace) -> list[float]:
+    """The candidates that are given, ascending; none where the search chooses them."""
+    from algm_deploy.tuning.search import steps
+
+    values = sorted({*options.values, *(steps(*options.range) if options.range else ())})
+    if not all(map(isfinite, values)):
+        raise RecipeError(f"expected finite --values, got {values}: above 1 CLAP merges nothing")
+    return values
+
+
+def _on_runtime(bundle: Bundle, runtime: str) -> Evaluate:
+    """Evaluates the bundle, whose thresholds are inputs."""
+    from algm_deploy.deployment import evaluate_bundle
+    from algm_deploy.recipe.schema import DENSE
+
+    def evaluate(plan: MergePlan, dataset: Dataset) -> Evaluation:
+        if plan == DENSE:
+            return evaluate_bundle(bundle, runtime, dataset, merge=False)
+        given = _given(plan, bundle)
+        return evaluate_bundle(bundle, runtime, dataset, given.get("clap_threshold"), given.get("gbm_threshold"))
+
+    return evaluate
+
+
+def _given(plan: MergePlan, bundle: Bundle) -> Mapping[str, float]:
+    """Thresholds, by input, at which a bundle merges as a plan does; those that it has anyway are left out."""
+    from algm_deploy.bundle.signature import threshold_defaults
+
+    own, wanted = threshold_defaults(bundle.recipe.merging), threshold_defaults(plan)
+    return {name: wanted.get(name, inf) for name, value in own.items() if wanted.get(name) != value}
+
+
+def _told(evaluate: Evaluate, base: MergePlan) -> Evaluate:
+    """The same, each plan once, with a line about it as soon as it is known: a search takes long."""
+    from algm_deploy.report.records import plan_name
+    from algm_deploy.tuning.trial import miou_of
+
+    @cache
+    def once(plan: MergePlan, dataset: Dataset) -> Evaluation:
+        found = evaluate(plan, dataset)
+        gmacs = found.gmacs_per_window_mean if plan.layers else None
+        cost = "" if gmacs is None else f", {gmacs:.2f} GMACs per window"
+        told = f"{dataset.title}, {plan_name(plan, base)}: mIoU {miou_of(found):.2f} %{cost}"
+        print(told, file=sys.stderr, flush=True)
+        return found
+
+    return once
+
+
+def _speed(bundle: Bundle, runtime: str, dataset: Dataset, plan: MergePlan) -> Speed:
+    """The merging network in batches of different pictures of a data set, timed in turns with the dense one."""
+    from algm_deploy.deployment import bench_bundle
+    from algm_deploy.timing.protocols import usual_request
+
+    paths = [sample.image_path for sample in dataset.samples]
+    batch = min(bundle.recipe.max_batch, len(paths))
+    request = usual_request(bundle.recipe, "mixed", None, batch, thresholds=_given(plan, bundle))
+    rows = bench_bundle(bundle, runtime, paths, replace(request, variants=("dense", "merged")))
+    record: Speed = next(row.record for row in rows if row.record.variant == "merged")
+    return record
+
+
+def _dataset(
+    bundle: Bundle, options: argparse.Namespace, split: str | None = None, limit: int | None = None
+) -> Dataset:
+    from algm_deploy.evaluation.datasets import open_dataset
+
+    name, limit = options.dataset or bundle.recipe.protocol.dataset, limit or options.limit
+    dataset = open_dataset(name, options.data, split or options.split, getattr(options, "slice", None))
+    return dataset.subset(limit) if limit else dataset
+
+
+def _pictures(
+    bundle: Bundle, options: argparse.Namespace, pictured: tuple[str, Sequence[float]], held_out: Dataset
+) -> list[Example]:
+    """A few photos of the held-out part at several thresholds; also written as one picture."""
     from algm_deploy.bundle.files import write_atomically
     from algm_deploy.report.gallery import draw_thresholds, labelled_photos, threshold_sheet
 
-    if finding.thresholds is None or options.variant:
-        return []
-    photos = labelled_photos(_tuning_splits(bundle, options)[1], PICTURED)
-    examples = draw_thresholds(bundle, options.runtime, photos, *finding.thresholds)
-    target = options.output.with_suffix(".png")
-    with write_atomically(target) as path:
+    examples = draw_thresholds(bundle, options.runtime, labelled_photos(held_out, PICTURED), *pictured)
+    with write_atomically(options.output.with_suffix(".png")) as path:
         threshold_sheet(examples, f"{bundle.recipe.name}: what merges").save(path)
-    print(f"\n{target}")
     return examples
 
 
-def _tuning_splits(bundle: Bundle, options: argparse.Namespace) -> tuple[Dataset, Dataset]:
-    """Photos to choose on and photos to report on: two splits, or without --held-out the halves of one."""
-    from algm_deploy.tuning.objective import check_apart, halves
+def _kept(
+    bundle: Bundle,
+    found: Tuning,
+    options: argparse.Namespace,
+    plan: MergePlan | None = None,
+    reached: bool = True,
+    examples: Sequence[Example] = (),
+) -> int:
+    """Prints what was found and writes it: into the bundle, as a page, and as a recipe of a plan that serves."""
+    from algm_deploy.recipe.writing import write_recipe
+    from algm_deploy.report.tuning import tuning_page, tuning_text, write_tuning
 
-    tuning = _tuning_data(bundle, options, options.split, options.limit)
-    if options.held_out is None:
-        return halves(tuning)
-    held_out = _tuning_data(bundle, options, options.held_out, options.held_out_limit or options.limit)
-    check_apart(tuning, held_out)
-    return tuning, held_out
-
-
-def _tuning_data(bundle: Bundle, options: argparse.Namespace, split: str | None, limit: int | None) -> Dataset:
-    from algm_deploy.errors import DatasetError
-    from algm_deploy.evaluation.datasets import open_dataset
-
-    if options.data is None:
-        unlabelled = ", or --images with photos" if options.rule else ""
-        raise DatasetError(f"expected --data with the root folder of a labelled data set{unlabelled}, got none")
-    dataset = open_dataset(options.dataset or bundle.recipe.protocol.dataset, options.data, split, options.slice)
-    return dataset.subset(limit) if limit else dataset
+    print(f"{tuning_text(found)}\n")
+    bundle.record(found)
+    if examples:
+        print(options.output.with_suffix(".png"))
+    print(write_tuning(found, bundle.recipe.name, options.output.with_suffix(".html"), examples))
+    if plan and reached and not getattr(options, "variant", None):
+        comments = (f"By algm-deploy tune: {found.title}.", *tuning_page(found).lines)
+        print(write_recipe(replace(bundle.recipe, merging=plan), comments, options.output))
+    return 0 if reached else GateError.exit_code

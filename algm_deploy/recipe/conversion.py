@@ -58,6 +58,7 @@ def _check(kind: Any, value: object, key: str) -> None:
     if isinstance(value, int) and abs(value) >= 1 << 63:
         raise RecipeError(f"expected a whole number as {key}, got {shown(value)}")
     if isinstance(value, dict):
+        kind = _tagged(kind, value, key)
         known = next((_fields(one) for one in _alternatives(kind) if _is_record(one)), value)
         if unknown := [name for name in value if name not in known]:
             place = key or "the table"
@@ -72,7 +73,8 @@ def _worded(said: str, kind: Any, value: Any, key: str) -> str:
     problem, _, path = said.partition(" - at `$")
     for match in _STEP.finditer(path):
         step = match[1] or (int(match[2]) if match[2] else _failing(kind, value))
-        kind, value, key = _part_kind(kind, step), value[step], _place(key, step)
+        kind, value, key = _part_kind(_tagged(kind, value, key), step), value[step], _place(key, step)
+    kind = _tagged(kind, value, key)
     if absent := _ABSENT.fullmatch(problem):
         return f"expected {described(_part_kind(kind, absent[1]))} as {_place(key, absent[1])}, found none"
     if problem.startswith("expected "):  # a type's own check
@@ -113,6 +115,18 @@ def _alternatives(kind: Any) -> tuple[Any, ...]:
     return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
 
 
+def _tagged(kind: Any, value: Any, key: str) -> Any:
+    """Of a union of records that a tag tells apart the one that a table is; any other kind as it is."""
+    records = {one.__struct_config__.tag: one for one in _alternatives(kind) if hasattr(one, "__struct_config__")}
+    if len(records) < 2 or not isinstance(value, dict):
+        return kind
+    tag_field = next(iter(records.values())).__struct_config__.tag_field
+    tag = value.get(tag_field)
+    if not isinstance(tag, str) or tag not in records:
+        raise RecipeError(f"expected {' or '.join(records)} as {_place(key, tag_field)}, got {shown(tag)}")
+    return records[tag]
+
+
 def _is_record(kind: Any) -> bool:
     return isinstance(kind, type) and (is_dataclass(kind) or issubclass(kind, msgspec.Struct))
 
@@ -122,4 +136,5 @@ def _fields(record: Any) -> dict[Any, Any]:
     """Types of a record's fields by name."""
     names = [item.name for item in fields(record)] if is_dataclass(record) else record.__struct_fields__
     hints = get_type_hints(record)
-    return {name: hints[name] for name in names}
+    tag_field = None if is_dataclass(record) else record.__struct_config__.tag_field
+    return {name: hints[name] for name in names} | ({tag_field: str} if tag_field else {})

@@ -30,6 +30,7 @@ from algm_deploy.report.records import (
     plan_name,
     tome_r_words,
 )
+from algm_deploy.report.tuning import tuning_page
 from algm_deploy.runners.contract import RUNTIMES
 from algm_deploy.wording import counted, dataset_title, merge_titles
 
@@ -70,11 +71,7 @@ def report_page(
 ) -> str:
     """The page as one HTML text."""
     report = Report(bundle, beside, published_beside(bundle.recipe, published))
-    found: list[Any] = []
-    if bundle.manifest.tunings:
-        from algm_deploy.report.tuning import tuning_page
-
-        found = [tuning_page(one) for one in bundle.manifest.tunings]
+    found = [tuning_page(one) for one in bundle.manifest.tunings]
     shared = {"tables": tables, "counted": counted, "tome_r_words": tome_r_words}
     return render("report.jinja", report=report, gallery=gallery, tuning_pages=found, **shared)
 

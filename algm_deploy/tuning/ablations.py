@@ -32,7 +32,7 @@ class Variant:
                                queries, keys or values
     reduction  what a window merged by CLAP becomes: its mean, its first patch, one drawn with `seed`, or as many tokens
                as before that all hold the mean (nothing is saved then)
-    after_mlp  merge behind each block's MLP instead of before it
+    after_mlp  merge after each block's MLP instead of before it
     """
 
     clap_feature: Feature = "residual"
@@ -186,7 +186,7 @@ class GbmVariant(nn.Module):
 
 
 class MergeAfterMlp(nn.Module):
-    """A block that merges behind its MLP."""
+    """A block that merges after its MLP."""
 
     def __init__(self, block: Block) -> None:
         super().__init__()
@@ -195,6 +195,6 @@ class MergeAfterMlp(nn.Module):
         self.block = block
 
     def forward(self, tokens: Tokens, inputs: MergeInputs | None = None) -> Tokens:
-        """The tokens behind the block."""
+        """The tokens after the block."""
         merged: Tokens = self.merge(self.block(tokens, inputs), inputs)
         return merged

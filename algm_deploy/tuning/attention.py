@@ -10,7 +10,7 @@ out, and what remains is made to sum to one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from algm_deploy.bundle.records import AttentionTuning, storable
+from algm_deploy.bundle.signature import threshold_defaults
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import DatasetError, PlanError
 from algm_deploy.evaluation.datasets import Dataset
@@ -31,51 +33,19 @@ from algm_deploy.tuning.similarity import Picture, pictures_of, windows_of
 Array = NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class AttentionMass:
-    """Shares of classes (K,), and shares of attention by class without and with merging, (blocks, K), over windows.
-
-    `patches` and `tokens`: of the patches, and of the tokens behind the last merge. `classes_dense` and
-    `classes_merged` (blocks,): mean over windows of the number of classes that attention is spread over, as the
-    exponential of its entropy. Each window counts the same.
-    """
-
-    class_names: tuple[str, ...]
-    windows: int
-    patches: Array
-    tokens: Array
-    dense: Array
-    merged: Array
-    classes_dense: Array
-    classes_merged: Array
-
-    def record(self) -> dict[str, Any]:
-        """JSON-able record; shares in percent, blocks from the first on."""
-        percent = {
-            "patches_percent": self.patches,
-            "tokens_percent": self.tokens,
-            "attention_dense_percent_by_block": self.dense,
-            "attention_merged_percent_by_block": self.merged,
-        }
-        return {
-            "class_names": list(self.class_names),
-            "windows": self.windows,
-            **{name: (100 * shares).tolist() for name, shares in percent.items()},
-            "classes_attended_dense_by_block": self.classes_dense.tolist(),
-            "classes_attended_merged_by_block": self.classes_merged.tolist(),
-        }
-
-
-def measure_attention(bundle: Bundle, plan: MergePlan, dataset: Dataset, progress: bool = True) -> AttentionMass:
+def measure_attention(bundle: Bundle, plan: MergePlan, dataset: Dataset, progress: bool = True) -> AttentionTuning:
     """Measures a bundle's network with a merge plan and without, in fp32, on every labelled window of the protocol.
 
     Raises:
-        PlanError: the plan merges nothing.
+        PlanError: the plan merges nothing, or in the last block.
         DatasetError: labels of another size than their photo, or no label at all.
         ImageError: a photo cannot be read.
     """
     if not plan.layers:
         raise PlanError("expected a plan that merges, got one without: there is nothing to compare with dense")
+    last = plan.layers[-1]
+    if last >= bundle.recipe.network.encoder_depth:
+        raise PlanError(f"expected a block after the last merge in {last}, there is none to look at")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     network = load_network(bundle, torch.float32).to(device)
     recipes = [replace(bundle.recipe, merging=one) for one in (DENSE, plan)]
@@ -85,8 +55,29 @@ def measure_attention(bundle: Bundle, plan: MergePlan, dataset: Dataset, progres
         found += _of_picture(picture, probes, bundle.recipe, device)
     if not found:
         raise DatasetError(f"{dataset.title}: expected labelled pixels, got none")
-    parts = [np.mean(part, axis=0) for part in zip(*found, strict=True)]
-    return AttentionMass(dataset.class_names, len(found), *parts)
+    patches, tokens, dense, merged, classes_dense, classes_merged = (
+        np.mean(part, axis=0) for part in zip(*found, strict=True)
+    )
+    return AttentionTuning(
+        title="Attention by class",
+        dataset=dataset.name,
+        split=dataset.split,
+        images=len(dataset.samples),
+        windows=len(found),
+        last_merge=last,
+        thresholds=storable(threshold_defaults(plan)),
+        class_names=dataset.class_names,
+        patches_percent=_tuples(100 * patches),
+        tokens_percent=_tuples(100 * tokens),
+        attention_dense_percent_by_block=_tuples(100 * dense),
+        attention_merged_percent_by_block=_tuples(100 * merged),
+        classes_attended_dense_by_block=_tuples(classes_dense),
+        classes_attended_merged_by_block=_tuples(classes_merged),
+    )
+
+
+def _tuples(array: Array) -> tuple[Any, ...]:
+    return tuple(map(_tuples, array)) if array.ndim > 1 else tuple(array.tolist())
 
 
 class _Probe:
@@ -105,7 +96,7 @@ class _Probe:
 
     @torch.inference_mode()
     def __call__(self, image: Tensor, classes: Tensor) -> tuple[Array, Array]:
-        """Attention (blocks, K) by class of one window (1, 3, H, W), and shares (K,) of tokens behind the last block.
+        """Attention (blocks, K) by class of one window (1, 3, H, W), and shares (K,) of tokens after the last block.
 
         `classes` (N, K) fp64: 1 for the class of every patch, nothing for unlabelled ones.
         """
@@ -145,7 +136,7 @@ def _shares(mass: Tensor) -> Tensor:
 
 
 def _of_picture(picture: Picture, probes: Sequence[_Probe], recipe: Recipe, device: torch.device) -> list[Any]:
-    """The parts of an `AttentionMass` of each labelled window of a photo."""
+    """Of each labelled window: shares (K,) of patches and tokens, those of attention (blocks, K), and their spread."""
     found = []
     for pixels, indices in windows_of(picture, recipe):
         if indices is None or not (indices >= 0).any():

@@ -5,13 +5,15 @@ Each position is another network graph, so this runs in PyTorch, in process: not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from algm_deploy.bundle.records import Candidate, Evaluation, PositionTuning
+from algm_deploy.bundle.signature import threshold_defaults
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BundleError, PlanError
 from algm_deploy.evaluation.datasets import Dataset
@@ -23,9 +25,8 @@ from algm_deploy.pictures.preprocessing import Pixels
 from algm_deploy.pictures.sliding import ScoresOf
 from algm_deploy.recipe.schema import MergePlan, Recipe
 from algm_deploy.tuning.ablations import ALGM, Variant, apply_variant
-from algm_deploy.tuning.objective import Goal, Record, Tuned, search
-
-EvaluatePlan = Callable[[MergePlan, Dataset], Record]
+from algm_deploy.tuning.search import Found, search
+from algm_deploy.tuning.trial import Trial
 
 
 class PlanEvaluator:
@@ -37,26 +38,27 @@ class PlanEvaluator:
 
     def __init__(self, bundle: Bundle, variant: Variant = ALGM, progress: bool = True) -> None:
         if bundle.recipe.output != "scores":
-            raise BundleError("this bundle gives labels: for averaged windows and mIoU export with --output scores")
+            raise BundleError("this bundle gives labels: for averaged windows and mIoU export it with --scores")
         self._bundle, self._variant, self._progress = bundle, variant, progress
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._network: VitNetwork = load_network(bundle).to(self._device)
 
-    def __call__(self, plan: MergePlan, dataset: Dataset, variant: Variant | None = None) -> Record:
-        """The record of an evaluation with a plan, thresholds included, instead of the bundle's."""
+    def __call__(self, plan: MergePlan, dataset: Dataset, variant: Variant | None = None) -> Evaluation:
+        """An evaluation with a plan, thresholds included, instead of the bundle's."""
         bundle, variant = self._bundle, variant or self._variant
         recipe = replace(bundle.recipe, merging=plan)
         weights = bundle.files["weights.safetensors"].sha256
-        result = evaluate(
+        return evaluate(
             dataset,
             self._scores_of(recipe, variant),
             recipe,
             artifact=f"{weights} {recipe.precision} torch in process {plan} {variant}",
             state_folder=bundle.path / "reports",
+            runtime="torch",
+            thresholds=threshold_defaults(plan),
             window_batch=recipe.max_batch if plan.batch == "per_image" else 1,
             progress=self._progress,
         )
-        return result.record()
 
     def _scores_of(self, recipe: Recipe, variant: Variant) -> ScoresOf:
         plan = recipe.merging
@@ -72,20 +74,47 @@ class PlanEvaluator:
         return scores_of
 
 
-def earliest_gbm(
-    evaluate_plan: EvaluatePlan, plan: MergePlan, depth: int, goal: Goal, dataset: Dataset, fixed: Sequence[int] = ()
-) -> Tuned:
-    """Looks for the earliest block for one GBM behind those in `fixed` and behind CLAP; others of the plan are dropped.
+def tune_positions(trial: Trial, depth: int, count: int = 1) -> PositionTuning:
+    """The earliest of `depth` blocks for GBM, then the earliest one for a second, ...: `count` in all.
+
+    The record is that of the last search: for the last GBM, or for the first one that found no block.
 
     Raises:
-        PlanError: no block is left.
+        PlanError: no block is left, or the plan merges as ToMe does.
+        GateError: no pixel was labelled.
     """
+    fixed: tuple[int, ...] = ()
+    while True:
+        found = earliest_gbm(trial, depth, fixed)
+        layers = (*fixed, int(found.marked.value))
+        if found.chosen is None or len(layers) == count:
+            break
+        fixed = layers
+    return PositionTuning(
+        layers=layers,
+        recipe_layers=trial.plan.gbm_layers,
+        **trial.outcome(f"GBM in block {' and '.join(map(str, layers))}", found, partial(_with_gbm, trial.plan, fixed)),
+    )
+
+
+def earliest_gbm(trial: Trial, depth: int, fixed: tuple[int, ...] = ()) -> Found:
+    """Looks for the earliest block for one GBM after those in `fixed` and after CLAP; others of the plan are dropped.
+
+    Raises:
+        PlanError: no block is left, or the plan merges as ToMe does.
+    """
+    plan = trial.plan
+    if plan.method != "algm":
+        raise PlanError(f"expected a plan that merges as ALGM does to place GBM in, got method {plan.method}")
     first = max((*plan.clap_layers, *fixed, 0)) + 1
     if first > depth:
-        raise PlanError(f"expected a block behind {first - 1} for GBM, the network has {depth}: place fewer")
-    layers = [float(layer) for layer in range(first, depth + 1)]
+        raise PlanError(f"expected a block after {first - 1} for GBM, the network has {depth}: place fewer")
 
-    def measure(layer: float) -> Record:
-        return evaluate_plan(replace(plan, gbm_layers=(*fixed, int(layer))), dataset)
+    def measure(layer: float) -> Candidate:
+        return trial.candidate(layer, _with_gbm(plan, fixed, layer))
 
-    return search(goal, "layer", layers, measure)
+    return search(trial.goal, [float(layer) for layer in range(first, depth + 1)], measure)
+
+
+def _with_gbm(plan: MergePlan, fixed: tuple[int, ...], layer: float) -> MergePlan:
+    return replace(plan, gbm_layers=(*fixed, int(layer)))

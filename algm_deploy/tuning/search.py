@@ -7,59 +7,100 @@ answer monotone, and bisection finds it in a number of measurements that grows w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import isfinite
-from typing import Any
 
 import numpy as np
 
-from algm_deploy.errors import GateError, RecipeError
-from algm_deploy.wording import dataset_name
+from algm_deploy.bundle.records import Aim, Candidate, Point
+from algm_deploy.errors import PlanError, RecipeError
 
 PROBES = 5
 
 
 @dataclass(frozen=True)
-class Point:
-    """A measured candidate: `value` of the knob, and the record of its evaluation."""
+class Goal:
+    """What to look for.
 
-    value: float
-    record: Mapping[str, Any]
+    reference  the candidate that merges most while its mIoU stays at or above `limit`, in percent
+    best       the candidate of the best mIoU; there is no limit
+    gmacs      the candidate that merges least while a window costs at most `limit` multiply-adds in 10^9
+    throughput the candidate that merges least while the network takes at least `limit` pictures a second
+    """
+
+    aim: Aim
+    limit: float | None = None
 
     @property
-    def miou_percent(self) -> float:
-        """mIoU in percent.
+    def by_cost(self) -> bool:
+        """Whether the limit is one of cost, which falls the more is merged."""
+        return self.aim in ("gmacs", "throughput")
+
+    def meets(self, point: Point) -> bool:
+        """Whether a point reaches the limit."""
+        return self.limit is None or self.nearness(point) >= (-self.limit if self.aim == "gmacs" else self.limit)
+
+    def nearness(self, point: Point) -> float:
+        """Larger for points that reach further towards the limit or beyond it.
 
         Raises:
-            GateError: no pixel of the evaluated images was labelled.
+            PlanError: multiply-adds are the aim, and not known for the network.
         """
-        return miou_of(self.record)
+        if self.aim == "throughput":
+            return point.throughput_img_per_s or 0.0
+        if self.aim != "gmacs":
+            return point.miou_percent
+        if point.gmacs_per_window_mean is None:
+            raise PlanError("multiply-adds are not counted for this network: tune for mIoU instead")
+        return -point.gmacs_per_window_mean
+
+
+@dataclass(frozen=True)
+class Found:
+    """The outcome of a search: measured candidates by rising value, and the chosen one where any reaches the goal."""
+
+    goal: Goal
+    candidates: tuple[Candidate, ...]
+    chosen: Candidate | None
 
     @property
-    def gmacs(self) -> float | None:
-        """Mean multiply-adds of a window in 10^9; None where they are not known for the network."""
-        gmacs: float | None = self.record["gmacs_per_window_mean"]
-        return gmacs
+    def marked(self) -> Candidate:
+        """The chosen candidate, or the one that misses the goal least."""
+        return self.chosen or max(self.candidates, key=self.goal.nearness)
+
+
+def search(goal: Goal, values: Sequence[float], measure: Callable[[float], Candidate], whole: bool = False) -> Found:
+    """Looks for the goal among ascending values, the first of which merges most; `whole` measures them all.
+
+    Raises:
+        PlanError: a goal in multiply-adds for a network they are not known for.
+    """
+    # Cost rises with the values: seen from the end, the costly ones come first.
+    curve = Curve(values[::-1] if goal.by_cost else values, measure)
+    for index in range(len(values) if whole else 0):
+        curve.at(index)
+    chosen = best(curve) if goal.aim == "best" else first_that_keeps(curve, goal.meets, goal.nearness)
+    return Found(goal, tuple(curve.candidates), chosen)
 
 
 class Curve:
-    """Candidates in ascending or descending order, each measured at most once."""
+    """Candidates by their values in ascending or descending order, each measured at most once."""
 
-    def __init__(self, candidates: Sequence[float], measure: Callable[[float], Mapping[str, Any]]) -> None:
-        self.candidates = candidates
+    def __init__(self, values: Sequence[float], measure: Callable[[float], Candidate]) -> None:
+        self.values = values
         self._measure = measure
-        self._measured: dict[int, Point] = {}
+        self._measured: dict[int, Candidate] = {}
 
-    def at(self, index: int) -> Point:
-        """The point of a candidate, measured now if it was not before."""
+    def at(self, index: int) -> Candidate:
+        """The candidate of an index, measured now if it was not before."""
         if index not in self._measured:
-            self._measured[index] = Point(self.candidates[index], self._measure(self.candidates[index]))
+            self._measured[index] = self._measure(self.values[index])
         return self._measured[index]
 
     def probe(self) -> None:
         """Measures the first, the last and a few candidates evenly between."""
-        last = len(self.candidates) - 1
+        last = len(self.values) - 1
         for index in np.unique(np.linspace(0, last, min(PROBES, last + 1)).round().astype(int)).tolist():
             self.at(index)
 
@@ -69,12 +110,14 @@ class Curve:
         return sorted(self._measured)
 
     @property
-    def points(self) -> list[Point]:
-        """The measured points in ascending order of their value."""
-        return sorted(self._measured.values(), key=lambda point: point.value)
+    def candidates(self) -> list[Candidate]:
+        """The measured candidates in ascending order of their value."""
+        return sorted(self._measured.values(), key=lambda one: one.value)
 
 
-def first_that_keeps(curve: Curve, good: Callable[[Point], bool], nearness: Callable[[Point], float]) -> Point | None:
+def first_that_keeps(
+    curve: Curve, good: Callable[[Point], bool], nearness: Callable[[Point], float]
+) -> Candidate | None:
     """The first candidate of the unbroken row of `good` ones up to the candidate of the highest `nearness`.
 
     Candidates are measured until the answer is good and the one before it is not. Where no probe is good, the highest
@@ -95,7 +138,7 @@ def first_that_keeps(curve: Curve, good: Callable[[Point], bool], nearness: Call
         curve.at((failing + keeping) // 2)
 
 
-def best(curve: Curve) -> Point:
+def best(curve: Curve) -> Candidate:
     """A candidate of the highest mIoU that is higher than those measured beside it; of equals the first."""
     curve.probe()
     return curve.at(_summit(curve, lambda point: point.miou_percent))
@@ -131,14 +174,3 @@ def steps(low: float, high: float, step: float) -> list[float]:
             f"expected a range from low to high in at most 10000 steps, got {low:g} to {high:g} by {step:g}"
         )
     return [round(low + index * step, 9) for index in range(int(count) + 1)]
-
-
-def miou_of(record: Mapping[str, Any]) -> float:
-    """mIoU in percent of an evaluation.
-
-    Raises:
-        GateError: no pixel was labelled.
-    """
-    if record["miou_percent"] is None:
-        raise GateError(f"{dataset_name(record)}: no labelled pixel, so there is no mIoU to tune for")
-    return float(record["miou_percent"])

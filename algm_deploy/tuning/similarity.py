@@ -15,21 +15,24 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import cv2
+import msgspec
 import numpy as np
 import torch
 import torch.nn.functional as F
+from msgspec import Struct
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from algm_deploy.bundle.files import write_atomically
+from algm_deploy.bundle.records import BlockSimilarity, ClassSimilarity, PairSimilarity, RuleTuning
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BundleError, DatasetError
 from algm_deploy.evaluation.datasets import IGNORE, Dataset
@@ -45,10 +48,12 @@ from algm_deploy.pictures.preprocessing import (
     window_anchors,
 )
 from algm_deploy.recipe.schema import Recipe, Size, patch_margins
+from algm_deploy.tuning.photos import content_of
 
 ALL = "all"
 WINDOWS = range(2, 9)
-SCHEMA_VERSION = 1
+STATE_VERSION = 2
+_SCOPES: dict[int | None, str] = {**{side: f"{side}x{side}" for side in WINDOWS}, None: "global"}
 
 
 @dataclass(frozen=True)
@@ -87,83 +92,94 @@ of two classes, in the whole window or within windows of so many patches."""
 
 @dataclass(frozen=True)
 class Picture:
-    """A photo, and how to get its class indices (H, W) uint8 where there are labels."""
+    """A photo and, where it is labelled, its label file and how to get class indices (H, W) uint8 from that."""
 
     path: Path
+    label_path: Path | None = None
     labels: Callable[[], NDArray[np.uint8]] | None = None
 
-
-@dataclass(frozen=True)
-class Similarity:
-    """Similarities of tokens after the attention of blocks, by 1-based layer, over `images` photos."""
-
-    images: int
-    layers: Mapping[int, Groups]
-
     @property
-    def threshold(self) -> float:
-        """tau by the rule, over the pairs of all measured layers."""
-        pooled = sum((groups[ALL] for groups in self.layers.values()), Moments())
-        return pooled.mean + pooled.std
-
-    def record(self) -> dict[str, Any]:
-        """JSON-able record; `pairs`, `mean` and `std` of each group by layer."""
-        return {
-            "schema_version": SCHEMA_VERSION,
-            "images": self.images,
-            "clap_threshold": self.threshold,
-            "layers": {
-                str(layer): {
-                    name: {"pairs": group.count, "mean": group.mean, "std": group.std}
-                    for name, group in groups.items()
-                    if group.count
-                }
-                for layer, groups in self.layers.items()
-            },
-        }
+    def content(self) -> str:
+        """The hash of the photo's bytes and of the label's. Errors as `content_of`."""
+        return content_of(*filter(None, (self.path, self.label_path)))
 
 
 def pictures_of(dataset: Dataset) -> list[Picture]:
     """The photos of a data set with their labels."""
-    return [Picture(sample.image_path, partial(dataset.labels_of, sample)) for sample in dataset.samples]
+    return [
+        Picture(sample.image_path, sample.label_path, partial(dataset.labels_of, sample)) for sample in dataset.samples
+    ]
 
 
-def measure_similarity(
-    bundle: Bundle, pictures: Sequence[Picture], layers: Sequence[int], progress: bool = True
-) -> Similarity:
+def tune_by_rule(
+    bundle: Bundle, pictures: Sequence[Picture], layers: Sequence[int], dataset: Dataset | None, progress: bool = True
+) -> RuleTuning:
     """Measures the dense network of a bundle, in fp32, on every window of the recipe's protocol.
 
-    The state after each photo is kept in the bundle's `reports`: a run that was interrupted goes on behind the last
-    photo it finished, and gives the same figures to the last bit.
+    The state after each photo is kept in the bundle's `reports`: a run that was interrupted goes on after the last
+    photo it finished, and gives the same figures to the last bit. Photos or labels that changed are measured anew.
 
     Args:
         bundle: network, weights and protocol; its merge plan is not used.
         pictures: photos, all with labels or all without.
         layers: 1-based blocks; the forward pass ends with the last of them.
+        dataset: which the pictures are, None for photos without labels.
+        progress: show a bar.
 
     Raises:
         DatasetError: no photo, photos with and without labels, or labels of another size than their photo.
-        ImageError: a photo cannot be read.
+        ImageError: a photo or its labels cannot be read.
         BundleError: the state file cannot be used.
     """
     labelled = {picture.labels is not None for picture in pictures}
     if len(labelled) != 1:
         raise DatasetError(f"expected photos that all have labels or all have none, got {len(pictures)} photos")
+    file = _state_file(bundle, pictures, layers)
+    sums = _read(file) if file.exists() else _Sums(0, {layer: {} for layer in layers})
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     encoder = dense_encoder(bundle, max(layers)).to(device)
-    state = _State(bundle, pictures, layers)
-    with tqdm(pictures, "similarity", unit="image", disable=None if progress else True, initial=state.done) as bar:
-        for picture in pictures[state.done :]:
-            state.add(_measured(picture, encoder, bundle.recipe, layers))
+    with tqdm(pictures, "similarity", unit="image", disable=None if progress else True, initial=sums.done) as bar:
+        for picture in pictures[sums.done :]:
+            for layer, groups in _measured(picture, encoder, bundle.recipe, layers).items():
+                _join(sums.layers[layer], groups)
+            sums.done += 1
+            _write(file, sums)
             bar.update()
-    return Similarity(state.done, state.layers)
+    pooled = sum((groups[ALL] for groups in sums.layers.values()), Moments())
+    return RuleTuning(
+        title="Threshold by the rule",
+        dataset=dataset.name if dataset else None,
+        split=dataset.split if dataset else None,
+        images=sums.done,
+        clap_threshold=pooled.mean + pooled.std,
+        blocks=tuple(_block(layer, groups) for layer, groups in sums.layers.items()),
+    )
+
+
+def _block(layer: int, groups: Groups) -> BlockSimilarity:
+    found = [
+        (side, groups[f"{scope} same"], groups[f"{scope} other"])
+        for side, scope in _SCOPES.items()
+        if f"{scope} same" in groups
+    ]
+    by_class = (
+        ClassSimilarity(
+            side=side, same=_pairs(same) if same.count else None, other=_pairs(other) if other.count else None
+        )
+        for side, same, other in found
+    )
+    return BlockSimilarity(block=layer, every=_pairs(groups[ALL]), by_class=tuple(by_class))
+
+
+def _pairs(found: Moments) -> PairSimilarity:
+    return PairSimilarity(pairs=found.count, mean=found.mean, std=found.std)
 
 
 # ------------------------------------------------------------------------------------------------------------- network
 
 
 class _Recorder(nn.Module):
-    """Keeps the tokens that pass through a merge slot, which lies behind a block's attention."""
+    """Keeps the tokens that pass through a merge slot, which stands after a block's attention."""
 
     seen: Tensor
 
@@ -173,7 +189,7 @@ class _Recorder(nn.Module):
 
 
 def dense_encoder(bundle: Bundle, last: int) -> VisionTransformer:
-    """The encoder of a bundle that takes pixels, in fp32, cut behind the attention of block `last`."""
+    """The encoder of a bundle that takes pixels, in fp32, cut after the attention of block `last`."""
     recipe = bundle.recipe
     encoder = Deployed(load_network(bundle, torch.float32), recipe.network, recipe.output).model.encoder
     encoder.blocks = encoder.blocks[:last]
@@ -286,9 +302,10 @@ def _groups(unit: Tensor, classes: NDArray[np.int64] | None, grid: Size) -> Grou
     sums = {ALL: pair_sums(unit)}
     if classes is not None:
         known = torch.from_numpy(classes).to(unit.device)
-        sums["global same"], sums["global other"] = class_sums(unit, known)
-        for side in (side for side in WINDOWS if side <= min(grid)):
-            sums[f"{side}x{side} same"], sums[f"{side}x{side} other"] = window_sums(unit, known, grid, side)
+        for side, scope in _SCOPES.items():
+            if side is None or side <= min(grid):
+                of_classes = window_sums(unit, known, grid, side) if side else class_sums(unit, known)
+                sums[f"{scope} same"], sums[f"{scope} other"] = of_classes
     return {name: Moments.of_sums(values) for name, values in sums.items()}
 
 
@@ -300,51 +317,35 @@ def _join(groups: Groups, more: Groups) -> None:
 # --------------------------------------------------------------------------------------------------------------- state
 
 
-class _State:
-    """The sums so far, in one small file that is replaced after every photo."""
+class _Sums(Struct, forbid_unknown_fields=True):
+    """The sums so far, of one measurement: photos that are done, and their statistics by layer."""
 
-    def __init__(self, bundle: Bundle, pictures: Sequence[Picture], layers: Sequence[int]) -> None:
-        named = [f"{picture.path} {_bytes_of(picture.path)}" for picture in pictures]
-        self._facts = {
-            "schema_version": SCHEMA_VERSION,
-            "weights_sha256": bundle.files["weights.safetensors"].sha256,
-            "preprocessing_sha256": preprocessing_fingerprint(bundle.recipe.protocol),
-            "pictures_sha256": hashlib.sha256("\n".join(named).encode()).hexdigest(),
-            "labelled": pictures[0].labels is not None,
-            "layers": list(layers),
-        }
-        key = hashlib.sha256(json.dumps(self._facts, sort_keys=True).encode()).hexdigest()
-        self._path = bundle.path / "reports" / f"similarity-{key[:16]}.json"
-        self.done = 0
-        self.layers: dict[int, Groups] = {layer: {} for layer in layers}
-        if self._path.exists():
-            self._read()
-
-    def add(self, found: Mapping[int, Groups]) -> None:
-        """Adds one photo, durably."""
-        for layer, groups in found.items():
-            _join(self.layers[layer], groups)
-        self.done += 1
-        sums = {
-            str(layer): {name: astuple(group) for name, group in groups.items()}
-            for layer, groups in self.layers.items()
-        }
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with write_atomically(self._path) as path:
-            path.write_text(json.dumps({"facts": self._facts, "done": self.done, "layers": sums}), encoding="utf-8")
-
-    def _read(self) -> None:
-        try:
-            saved = json.loads(self._path.read_text(encoding="utf-8"))
-            if saved["facts"] != self._facts:
-                raise ValueError("it belongs to another measurement")
-            self.done = int(saved["done"])
-            for layer, groups in saved["layers"].items():
-                self.layers[int(layer)] = {name: Moments(*group) for name, group in groups.items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise BundleError(f"{self._path}: expected a saved measurement, delete the file ({error})") from error
+    done: int
+    layers: dict[int, Groups]
 
 
-def _bytes_of(path: Path) -> int:
-    """Size of a file, which tells a later run whether it is the same; a missing one is named when it is read."""
-    return path.stat().st_size if path.is_file() else -1
+def _state_file(bundle: Bundle, pictures: Sequence[Picture], layers: Sequence[int]) -> Path:
+    """One small file that is replaced after every photo; its name tells what was measured, contents included."""
+    facts = {
+        "state_version": STATE_VERSION,
+        "weights_sha256": bundle.files["weights.safetensors"].sha256,
+        "preprocessing_sha256": preprocessing_fingerprint(bundle.recipe.protocol),
+        "pictures": [picture.content for picture in pictures],
+        "labelled": pictures[0].labels is not None,
+        "layers": list(layers),
+    }
+    key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    return bundle.path / "reports" / f"similarity-{key[:32]}.json"
+
+
+def _write(file: Path, sums: _Sums) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with write_atomically(file) as path:
+        path.write_bytes(msgspec.json.encode(sums))
+
+
+def _read(file: Path) -> _Sums:
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=_Sums)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise BundleError(f"{file}: expected a saved measurement, delete the file ({error})") from error

@@ -1,7 +1,8 @@
 """Manifests that the release before wrote, with one record of each kind: every field is what the old file says.
 
 They were written by the commands of that release on the tiny network and shortened by hand: `schema1` has CLAP and GBM,
-`schema1_two_gbm` two layers of GBM, `schema1_tome` ToMe in two blocks, `schema1_truncated` is the variant of a bundle.
+`schema1_two_gbm` two layers of GBM, `schema1_tome` ToMe in two blocks, `schema1_truncated` is the variant of a bundle,
+`schema1_tuned` was tuned in every way.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import pytest
 
 from algm_deploy.bundle.manifest import manifest_of, read_manifest, write_manifest
 from algm_deploy.bundle.records import (
+    AttentionTuning,
     Engine,
     Evaluation,
     Figures,
@@ -24,7 +26,7 @@ from algm_deploy.bundle.records import (
     Parity,
     Rebuilds,
     Speed,
-    Tuning,
+    TuningPage,
     VariantOrigin,
 )
 from algm_deploy.bundle.store import Bundle
@@ -39,6 +41,7 @@ MERGES = {
     "schema1_two_gbm": {"clap": "clap_1", "gbm_2": "gbm_2", "gbm_3": "gbm_3"},
     "schema1_tome": {"tome_1": "tome_1", "tome_3": "tome_3"},
     "schema1_truncated": {},
+    "schema1_tuned": {},
 }
 DEFAULTS = {"clap_threshold": 0.9, "gbm_threshold": 1.0}
 
@@ -182,13 +185,38 @@ def test_what_did_not_run() -> None:
     assert found == old("schema1")["not_run"]
 
 
-def test_tuning() -> None:
-    (record,) = new("schema1").tunings
-    ((title, before),) = old("schema1")["tuning"].items()
-    assert before.pop("schema_version") == 1
-    assert (record.title, record.page) == (title, before.pop("page"))
-    assert (record.pictured, record.figures) == (before.pop("pictured"), before)
-    assert set(fields(record)) == {field.name for field in msgspec.structs.fields(Tuning)}
+def test_attention_has_its_figures() -> None:
+    (record,) = (one for one in new("schema1_tuned").tunings if isinstance(one, AttentionTuning))
+    before = old("schema1_tuned")["tuning"][record.title]
+    plan, unread = before.pop("plan"), ("page", "pictured")
+    after = fields(record)
+    assert after.pop("last_merge") == max(*plan["clap_layers"], *plan["gbm_layers"])
+    assert after.pop("thresholds") == {name: plan[name] for name in ("clap_threshold", "gbm_threshold")}
+    assert after == {name: part for name, part in before.items() if name not in unread} | {
+        "title": "Attention by class",
+        "pictured": None,
+    }
+
+
+def test_other_tuning_is_kept_as_it_was_written() -> None:
+    """Its figures lack data sets, slices and histograms, which stand in the page alone."""
+    before = old("schema1_tuned")["tuning"]
+    pages = [one for one in new("schema1_tuned").tunings if isinstance(one, TuningPage)]
+    assert [one.title for one in pages] == [title for title in before if title != "Attention by class"]
+    for page in pages:
+        table = before[page.title]
+        parts, pictured = table.pop("page"), table.pop("pictured")
+        table.pop("schema_version", None)
+        after = fields(page)
+        assert after["pictured"] == (pictured and [pictured["name"], pictured["values"]])
+        assert after["figures"] == table
+        for name in ("lines", "tables", "plots"):
+            assert after[name] == parts[name]
+        assert [(c[0], c[1], *map(list, map(dict.values, c[2:]))) for c in after["counts"]] == [
+            (c[0], c[1], *map(list, map(dict.values, c[2:]))) for c in parts["counts"]
+        ]
+        assert all(set(c[2]) == set(c[3]) <= {"CLAP", "GBM", "GBM 2", "GBM 3"} for c in after["counts"])
+    assert sum(len(page.counts) for page in pages) == 3
 
 
 def test_variant() -> None:

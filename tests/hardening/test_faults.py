@@ -175,7 +175,7 @@ def test_killed_tuning(run: Run, bundle: Path, data: Path, kills: int) -> None:
         Bundle.open(bundle).verify()
         assert read_recipe(output).merging.clap_threshold > 0
 
-    killed_anywhere(run, lambda _: ["tune", bundle, "--rule", "--data", data, "-o", output], check, kills)
+    killed_anywhere(run, lambda _: ["tune", "rule", bundle, "--data", data, "-o", output], check, kills)
 
 
 # --- disk and permissions --------------------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ def everything(bundle: Path, checkpoint: Path, photo: Path, data: Path, place: P
         ("verify", bundle, "--count", 1, "--runtime", "torch"),
         ("evaluate", bundle, "--data", data, "--runtime", "torch"),
         ("bench", bundle, "--count", 1, "--rounds", 2, "--runtime", "torch"),
-        ("tune", bundle, "--rule", "--images", photo, "-o", place / "tuned.toml"),
+        ("tune", "rule", bundle, "--images", photo, "-o", place / "tuned.toml"),
         ("predict", bundle, photo, "-o", place / "pictures", "--runtime", "torch"),
         ("report", bundle, "-o", place / "report.html"),
         ("demo", "-o", place / "demo"),

@@ -55,7 +55,7 @@ def watched(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     words = [
         ["deploy", str(tiny_checkpoint), "-o", bundle, "--data", data, "--count", "1", "--max-batch", "2"],
         ["predict", bundle, photo, "-o", str(folder / "pictures"), "--runtime", "torch"],
-        ["tune", bundle, "--rule", "--images", photo, "-o", str(folder / "tuned.toml")],
+        ["tune", "rule", bundle, "--images", photo, "-o", str(folder / "tuned.toml")],
         ["report", bundle, "--images", photo, "-o", str(folder / "report.html")],
         ["list"],
         ["doctor"],

@@ -46,7 +46,7 @@ def encoder_of(bundle: Bundle, variant: Variant, plan: MergePlan = PLAN):  # typ
 
 
 def stage(bundle: Bundle, image: Tensor, variant: Variant, plan: MergePlan = PLAN) -> Tokens:
-    """The tokens behind the first merging block."""
+    """The tokens after the first merging block."""
     _, stages = encoder_of(bundle, variant, plan)(image, merge_inputs(plan.clap_threshold, plan.gbm_threshold))
     return cast(Tokens, stages[0])
 
@@ -107,14 +107,14 @@ def test_features_decide(tiny_bundle: Bundle, image: Tensor, feature: str, part:
     assert expected.unique().numel() > 1 or 0 < expected[0] < 16
 
 
-def test_merging_behind_the_mlp(tiny_bundle: Bundle, image: Tensor) -> None:
+def test_merging_after_the_mlp(tiny_bundle: Bundle, image: Tensor) -> None:
     plan = replace(PLAN, gbm_layers=(3,))
     encoder = encoder_of(tiny_bundle, Variant(after_mlp=True), plan)
     assert [isinstance(block, MergeAfterMlp) for block in encoder.blocks] == [True, False, True, False]
     _, stages = encoder(image, merge_inputs(0.9, 1.0))
     plain = encoder_of(tiny_bundle, ALGM, replace(PLAN, clap_layers=()))
-    behind = plain.blocks[0](plain.embed(image))
-    similarity = window_similarity(behind.values, [8, 8], [2, 2], 1)
+    after = plain.blocks[0](plain.embed(image))
+    similarity = window_similarity(after.values, [8, 8], [2, 2], 1)
     assert torch.equal(stages[0].length, 65 - 3 * (similarity >= 0.9).sum(1))
     assert len(stages) == 2
 

@@ -2,62 +2,45 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-from PIL import Image
+from stand_ins import evaluation, trial
 
+from algm_deploy.bundle.records import Evaluation
 from algm_deploy.bundle.store import Bundle
+from algm_deploy.cli.parser import parser
+from algm_deploy.cli.settings import settings_of
 from algm_deploy.deployment import evaluate_bundle
 from algm_deploy.errors import BundleError, PlanError
-from algm_deploy.evaluation.datasets import Dataset, open_dataset
+from algm_deploy.evaluation.datasets import Dataset
 from algm_deploy.recipe.schema import DENSE, MergePlan
-from algm_deploy.tuning.findings import find_positions
-from algm_deploy.tuning.objective import Goal, halves
-from algm_deploy.tuning.positions import PlanEvaluator, earliest_gbm
+from algm_deploy.report.tuning import tuning_page
+from algm_deploy.tuning.positions import PlanEvaluator, earliest_gbm, tune_positions
+from algm_deploy.tuning.search import Goal
+from algm_deploy.tuning.trial import Trial
 
-
-@pytest.fixture
-def bundle(tiny_bundle: Bundle, tmp_path: Path) -> Bundle:
-    shutil.copytree(tiny_bundle.path, tmp_path / "bundle")
-    return Bundle.open(tmp_path / "bundle")
-
-
-@pytest.fixture
-def dataset(blob_images: Callable[[int], np.ndarray], tmp_path: Path) -> Dataset:
-    root = tmp_path / "photos"
-    for index, pixels in enumerate(blob_images(4)):
-        for kind, content in (("images", pixels.transpose(1, 2, 0)), ("labels", pixels[0] // 24)):
-            path = root / kind / "day" / f"{index}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(content).save(path)
-    names = ", ".join(f'"{index}"' for index in range(11))
-    (root / "classes.json").write_text(f'{{"names": [{names}]}}')
-    return open_dataset("folder", root, slice_by="folder")
+TINY = MergePlan(clap_layers=(1,), gbm_layers=(3,), clap_threshold=0.9)
 
 
 def test_a_plan_in_process_is_the_bundle_with_that_plan(bundle: Bundle, dataset: Dataset) -> None:
     evaluate_plan = PlanEvaluator(bundle, progress=False)
     plan = bundle.recipe.merging
     ours = evaluate_plan(plan, dataset)
-    theirs = evaluate_bundle(bundle, "torch", dataset, progress=False).record()
-    keys = ("miou_percent", "gmacs_per_window_mean", "tokens_after_clap_mean", "tokens_after_gbm_mean", "slices")
-    assert {key: ours[key] for key in keys} == {key: theirs[key] for key in keys}
+    theirs = evaluate_bundle(bundle, "torch", dataset, progress=False)
+    for name in ("miou_percent", "gmacs_per_window_mean", "tokens", "slices", "thresholds", "runtime"):
+        assert getattr(ours, name) == getattr(theirs, name), name
     higher = evaluate_plan(replace(plan, clap_threshold=0.99), dataset)
-    assert higher["tokens_after_clap_mean"] > ours["tokens_after_clap_mean"]
-    assert "tokens_after_clap_mean" not in evaluate_plan(DENSE, dataset)
+    assert higher.tokens[0].mean > ours.tokens[0].mean
+    assert [one.merge for one in ours.tokens] == ["clap_1", "gbm_3"]
+    assert not evaluate_plan(DENSE, dataset).tokens
 
 
-def test_labels_cannot_be_evaluated(bundle: Bundle) -> None:
-    recipe = replace(bundle.recipe, output="labels")
-    bundle.recipe = recipe
-    with pytest.raises(BundleError, match="--output scores"):
-        PlanEvaluator(bundle)
+def test_labels_cannot_be_evaluated_and_the_advice_works(labels_bundle: Bundle) -> None:
+    with pytest.raises(BundleError, match=r"this bundle gives labels: .* export it with --scores$"):
+        PlanEvaluator(labels_bundle)
+    options = parser().parse_args(["export", "checkpoint", "-o", "bundle", "--scores"])
+    assert settings_of(options) == {"output": "scores"}
 
 
 class Table:
@@ -66,43 +49,56 @@ class Table:
     def __init__(self, from_layer: int) -> None:
         self.from_layer, self.plans = from_layer, []
 
-    def __call__(self, plan: MergePlan, dataset: Dataset) -> dict[str, Any]:
+    def __call__(self, plan: MergePlan, dataset: Dataset) -> Evaluation:
         self.plans.append(plan)
         kept = all(layer >= self.from_layer for layer in plan.gbm_layers)
-        merges = [f"gbm_{layer}" for layer in plan.gbm_layers] if len(plan.gbm_layers) > 1 else ["gbm"]
-        return {
-            "miou_percent": 70.0 if kept else 60.0,
-            "gmacs_per_window_mean": 5.0,
-            "gmacs_per_window_dense": 7.0,
-            "dataset": dataset.name,
-            "split": dataset.split,
-            "images": 2,
-            "slices": {},
-            "token_histograms": {"token_edges": [0, 64], "windows_by_merge": {merge: [2] for merge in merges}},
-            **{f"tokens_after_{merge}_mean": 1.0 for merge in ("clap", *merges)},
-        }
+        return evaluation(70 if kept else 60, 5, dataset.split, plan)
 
 
-def test_the_earliest_block_that_keeps_the_reference(bundle: Bundle, dataset: Dataset) -> None:
+def given(table: Table, plan: MergePlan = TINY) -> Trial:
+    return trial(table, Goal("reference", 70), by_plan=True, plan=plan)
+
+
+def test_the_earliest_block_that_keeps_the_reference() -> None:
     table = Table(3)
-    plan = MergePlan(clap_layers=(1,), gbm_layers=(5,), clap_threshold=0.9)
-    tuned = earliest_gbm(table, plan, 12, Goal("reference", 70), dataset)
-    assert tuned.chosen is not None
-    assert tuned.chosen.value == 3
+    found = earliest_gbm(given(table, MergePlan(clap_layers=(1,), gbm_layers=(5,), clap_threshold=0.9)), 12)
+    assert found.chosen is not None
+    assert found.chosen.value == 3
     assert {len(plan.gbm_layers) for plan in table.plans} == {1}
     assert min(plan.gbm_layers[0] for plan in table.plans) == 2  # CLAP stands in 1
 
 
-def test_the_second_block_stands_behind_the_first(bundle: Bundle, dataset: Dataset) -> None:
-    table = Table(3)
-    finding = find_positions(table, bundle.recipe, 2, Goal("reference", 70), *halves(dataset))
-    assert finding.recipe is not None
-    assert finding.recipe.merging == replace(bundle.recipe.merging, gbm_layers=(3, 4))
-    assert "3 and 4" in finding.title
-    nothing = find_positions(Table(9), bundle.recipe, 2, Goal("reference", 70), *halves(dataset))
-    assert nothing.recipe is None
+def test_the_second_block_stands_after_the_first() -> None:
+    found = tune_positions(given(Table(3)), 4, 2)
+    assert found.reached
+    assert (found.layers, found.recipe_layers) == ((3, 4), (3,))
+    assert found.title == "GBM in block 3 and 4"
+    nothing = tune_positions(given(Table(9)), 4, 2)
+    assert not nothing.reached
+    assert len(nothing.layers) == 1
 
 
-def test_there_must_be_a_block_left(bundle: Bundle, dataset: Dataset) -> None:
-    with pytest.raises(PlanError, match="expected a block behind 4 for GBM"):
-        earliest_gbm(Table(1), bundle.recipe.merging, 4, Goal("reference", 70), dataset, (4,))
+def test_every_row_tells_the_tokens_of_its_own_blocks() -> None:
+    page = tuning_page(tune_positions(given(Table(2)), 4))
+    assert page.tables[0].header[0] == "GBM block"
+    assert page.tables[0].header[-2:] == ("tokens after CLAP", "tokens after GBM")
+    assert [row[-2:] for row in page.tables[0].rows] == [("600", "400")] * 3 + [("-", "-")]
+    assert page.lines[0].startswith("GBM in block 2 to merge most")
+    page = tuning_page(tune_positions(given(Table(2)), 4, 2))
+    assert page.tables[0].header[0] == "GBM block after 2"
+    assert page.tables[0].header[-3:] == ("tokens after CLAP", "tokens after GBM 2", "tokens after GBM here")
+    assert [row[-3:] for row in page.tables[0].rows] == [("600", "600", "400")] * 2 + [("-", "-", "-")]
+    assert page.tables[-1].header[2:] == ("dense", "recipe (3)", "chosen (2 and 3)")
+    assert list(page.plots[-1].counts) == ["CLAP", "GBM 2", "GBM 3"]
+    assert tuning_page(tune_positions(given(Table(9)), 4)).lines[0].startswith("no GBM block qualifies to")
+
+
+def test_there_must_be_a_block_left() -> None:
+    with pytest.raises(PlanError, match="expected a block after 4 for GBM"):
+        earliest_gbm(given(Table(1)), 4, (4,))
+
+
+def test_tome_has_no_place_for_gbm() -> None:
+    tome = MergePlan(clap_layers=(), gbm_layers=(), method="tome", tome_r=(4, 4))
+    with pytest.raises(PlanError, match="got method tome"):
+        tune_positions(given(Table(1), tome), 4)

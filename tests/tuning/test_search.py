@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from algm_deploy.errors import GateError, RecipeError
-from algm_deploy.tuning.search import Curve, Point, best, first_that_keeps, miou_of, steps
+from algm_deploy.bundle.records import Candidate
+from algm_deploy.errors import RecipeError
+from algm_deploy.tuning.search import Curve, best, first_that_keeps, steps
 
 COUNT = 100
 
@@ -20,14 +20,14 @@ def curve_of(miou: Callable[[float], float], count: int = COUNT) -> tuple[Curve,
     """A curve over 0, 1, .. and the candidates that were measured, in order."""
     measured: list[float] = []
 
-    def measure(value: float) -> dict[str, Any]:
+    def measure(value: float) -> Candidate:
         measured.append(value)
-        return {"miou_percent": miou(value), "gmacs_per_window_mean": value}
+        return Candidate(value=value, miou_percent=miou(value))
 
     return Curve([float(index) for index in range(count)], measure), measured
 
 
-def keeping(curve: Curve, limit: float) -> Point | None:
+def keeping(curve: Curve, limit: float) -> Candidate | None:
     return first_that_keeps(curve, lambda point: point.miou_percent >= limit, lambda point: point.miou_percent)
 
 
@@ -44,12 +44,12 @@ def test_a_monotone_curve_is_bisected(boundary: int) -> None:
 def test_the_row_up_to_the_best_is_unbroken(values: list[float], limit: float) -> None:
     curve, _ = curve_of(lambda value: values[int(value)], len(values))
     found = keeping(curve, limit)
-    good = [point.value for point in curve.points if point.miou_percent >= limit]
+    good = [point.value for point in curve.candidates if point.miou_percent >= limit]
     if found is None:
         assert not good
     else:
         assert found.value in good
-        assert found.value == 0 or found.value - 1 in {point.value for point in curve.points} - set(good)
+        assert found.value == 0 or found.value - 1 in {point.value for point in curve.candidates} - set(good)
 
 
 def test_a_good_candidate_before_a_bad_one_does_not_count() -> None:
@@ -100,10 +100,10 @@ def test_one_candidate_is_enough() -> None:
     assert measured == [0]
 
 
-def test_points_are_sorted_by_value_whatever_the_order_of_candidates() -> None:
-    curve = Curve([3.0, 2.0, 1.0], lambda value: {"miou_percent": value})
+def test_candidates_are_sorted_by_value_whatever_the_order_they_come_in() -> None:
+    curve = Curve([3.0, 2.0, 1.0], lambda value: Candidate(value=value, miou_percent=value))
     curve.probe()
-    assert [point.value for point in curve.points] == [1, 2, 3]
+    assert [point.value for point in curve.candidates] == [1, 2, 3]
 
 
 def test_steps_are_round_numbers() -> None:
@@ -126,8 +126,3 @@ def test_ranges_of_no_number(broken: float) -> None:
         given[place] = broken
         with pytest.raises(RecipeError, match="expected a range"):
             steps(*given)
-
-
-def test_an_evaluation_without_labels_has_no_miou() -> None:
-    with pytest.raises(GateError, match="a folder of pictures: no labelled pixel"):
-        miou_of({"miou_percent": None, "dataset": "folder", "split": "all"})

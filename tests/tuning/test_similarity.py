@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -15,17 +16,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from algm_deploy.bundle.records import BlockSimilarity, PairSimilarity, RuleTuning
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BundleError, DatasetError, ImageError
+from algm_deploy.evaluation.datasets import open_dataset
+from algm_deploy.pictures.preprocessing import read_indices
 from algm_deploy.tuning.similarity import (
     Moments,
     Picture,
     attended_tokens,
     class_sums,
     dense_encoder,
-    measure_similarity,
     pair_sums,
     patch_classes,
+    pictures_of,
+    tune_by_rule,
     window_sums,
 )
 
@@ -112,7 +117,7 @@ def test_padded_patches_have_the_class_of_the_picture_in_them() -> None:
     assert patch_classes(labels, 4, 3).tolist() == [0, 0, 0, -1, 1, -1]
 
 
-def test_tokens_are_those_behind_the_attention(tiny_bundle: Bundle, blob_images: Callable[[int], np.ndarray]) -> None:
+def test_tokens_are_those_after_the_attention(tiny_bundle: Bundle, blob_images: Callable[[int], np.ndarray]) -> None:
     image = torch.from_numpy(blob_images(2))
     encoder = dense_encoder(tiny_bundle, 2)
     found = dict(attended_tokens(encoder, image, (1, 2)))
@@ -125,21 +130,24 @@ def test_tokens_are_those_behind_the_attention(tiny_bundle: Bundle, blob_images:
 
 
 @pytest.fixture
-def bundle(tiny_bundle: Bundle, tmp_path: Path) -> Bundle:
-    shutil.copytree(tiny_bundle.path, tmp_path / "bundle")
-    return Bundle.open(tmp_path / "bundle")
-
-
-@pytest.fixture
 def pictures(blob_images: Callable[[int], np.ndarray], tmp_path: Path) -> list[Picture]:
     """Four photos; the left half of each is class 0, the right class 1."""
     labels = np.repeat([[0, 1]], 64, 1).repeat(128, 0).astype(np.uint8)
     found = []
     for index, pixels in enumerate(blob_images(4)):
-        path = tmp_path / f"{index}.png"
+        path, label_path = tmp_path / f"{index}.png", tmp_path / f"{index}_label.bmp"
         Image.fromarray(pixels.transpose(1, 2, 0)).save(path)
-        found.append(Picture(path, lambda: labels))
+        Image.fromarray(labels).save(label_path)
+        found.append(Picture(path, label_path, partial(read_indices, label_path)))
     return found
+
+
+def measured(bundle: Bundle, pictures: list[Picture], layers: tuple[int, ...]) -> RuleTuning:
+    return tune_by_rule(bundle, pictures, layers, None, progress=False)
+
+
+def moments_of(found: PairSimilarity) -> Moments:
+    return Moments(found.pairs, found.mean, found.std**2 * found.pairs)
 
 
 def written_out(bundle: Bundle, pictures: list[Picture], layer: int) -> np.ndarray:
@@ -154,23 +162,27 @@ def written_out(bundle: Bundle, pictures: list[Picture], layer: int) -> np.ndarr
 
 
 def test_the_rule_is_mean_plus_deviation_over_all_pairs(bundle: Bundle, pictures: list[Picture]) -> None:
-    first = measure_similarity(bundle, pictures, (1,), progress=False)
+    first = measured(bundle, pictures, (1,))
     cosines = written_out(bundle, pictures, 1)
-    assert first.threshold == pytest.approx(cosines.mean() + cosines.std(), abs=1e-9)
-    both = measure_similarity(bundle, pictures, (1, 3), progress=False)
+    assert first.clap_threshold == pytest.approx(cosines.mean() + cosines.std(), abs=1e-9)
+    both = measured(bundle, pictures, (1, 3))
     pooled = np.concatenate([cosines, written_out(bundle, pictures, 3)])
-    assert both.threshold == pytest.approx(pooled.mean() + pooled.std(), abs=1e-9)
-    assert both.layers[1] == first.layers[1]
+    assert both.clap_threshold == pytest.approx(pooled.mean() + pooled.std(), abs=1e-9)
+    assert both.blocks[0] == first.blocks[0]
 
 
 def test_labels_part_the_pairs(bundle: Bundle, pictures: list[Picture]) -> None:
-    groups = measure_similarity(bundle, pictures, (1,), progress=False).layers[1]
-    assert groups["global same"].count + groups["global other"].count == groups["all"].count == 4 * 64 * 63 // 2
-    assert equal(groups["global same"] + groups["global other"], written_out(bundle, pictures, 1))
-    assert groups["2x2 other"].count == 0  # the border between the classes lies between windows
-    assert groups["3x3 other"].count > 0
+    (block,) = measured(bundle, pictures, (1,)).blocks
+    by_side = {one.side: one for one in block.by_class}
+    assert [*by_side] == [2, 3, 4, 5, 6, 7, 8, None]
+    whole = by_side[None]
+    assert whole.same is not None and whole.other is not None
+    assert whole.same.pairs + whole.other.pairs == block.every.pairs == 4 * 64 * 63 // 2
+    assert equal(moments_of(whole.same) + moments_of(whole.other), written_out(bundle, pictures, 1))
+    assert by_side[2].other is None  # the border between the classes lies between windows: no pair, no figure
+    assert by_side[3].other is not None
     bare = [Picture(picture.path) for picture in pictures]
-    assert measure_similarity(bundle, bare, (1,), progress=False).layers[1] == {"all": groups["all"]}
+    assert measured(bundle, bare, (1,)).blocks == (BlockSimilarity(block=1, every=block.every),)
 
 
 def test_an_interrupted_measurement_goes_on(
@@ -178,7 +190,7 @@ def test_an_interrupted_measurement_goes_on(
 ) -> None:
     from algm_deploy.tuning import similarity
 
-    whole = measure_similarity(bundle, pictures, (1, 2), progress=False)
+    whole = measured(bundle, pictures, (1, 2))
     for state in (bundle.path / "reports").glob("similarity-*.json"):
         state.unlink()
     read, seen = similarity.read_photo, []
@@ -191,46 +203,68 @@ def test_an_interrupted_measurement_goes_on(
 
     monkeypatch.setattr(similarity, "read_photo", stopping)
     with pytest.raises(KeyboardInterrupt):
-        measure_similarity(bundle, pictures, (1, 2), progress=False)
+        measured(bundle, pictures, (1, 2))
     monkeypatch.setattr(similarity, "read_photo", lambda path: seen.append(path) or read(path))
-    assert measure_similarity(bundle, pictures, (1, 2), progress=False) == whole
+    assert measured(bundle, pictures, (1, 2)) == whole
     assert seen == [picture.path for picture in pictures]
-    assert measure_similarity(bundle, pictures[:3], (1, 2), progress=False) != whole
+    assert measured(bundle, pictures[:3], (1, 2)) != whole
 
 
 def test_a_photo_that_changed_is_measured_again(bundle: Bundle, pictures: list[Picture]) -> None:
-    before = measure_similarity(bundle, pictures, (1,), progress=False)
+    before = measured(bundle, pictures, (1,))
     Image.fromarray(np.full((128, 128, 3), 90, np.uint8)).save(pictures[1].path)
-    assert measure_similarity(bundle, pictures, (1,), progress=False).threshold != before.threshold
+    assert measured(bundle, pictures, (1,)).clap_threshold != before.clap_threshold
+
+
+def test_a_label_that_was_repaired_is_measured_again(bundle: Bundle, pictures: list[Picture]) -> None:
+    before = measured(bundle, pictures, (1,))
+    path = pictures[1].label_path
+    assert path is not None
+    size = path.stat().st_size
+    Image.fromarray(np.repeat([[0], [1]], 64, 0).repeat(128, 1).astype(np.uint8)).save(path)
+    assert path.stat().st_size == size
+    after = measured(bundle, pictures, (1,))
+    assert after.blocks[0].every == before.blocks[0].every
+    assert after.blocks[0].by_class != before.blocks[0].by_class
+    assert measured(bundle, pictures, (1,)) == after
+
+
+def test_photos_are_known_by_their_content(bundle: Bundle, pictures: list[Picture]) -> None:
+    before = measured(bundle, pictures, (1,))
+    moved = [Picture(p.path.rename(p.path.with_stem(f"moved{p.path.stem}")), p.label_path, p.labels) for p in pictures]
+    assert measured(bundle, moved, (1,)) == before
+    assert len(list((bundle.path / "reports").glob("similarity-*.json"))) == 1
 
 
 def test_a_photo_that_is_gone_is_named(bundle: Bundle, pictures: list[Picture]) -> None:
     pictures[1].path.unlink()
-    with pytest.raises(ImageError, match=r"1\.png: no such file"):
-        measure_similarity(bundle, pictures, (1,), progress=False)
+    with pytest.raises(ImageError, match=r"1\.png: expected a photo or its labels, got No such file"):
+        measured(bundle, pictures, (1,))
 
 
 def test_a_damaged_state_file_is_named(bundle: Bundle, pictures: list[Picture]) -> None:
-    measure_similarity(bundle, pictures, (1,), progress=False)
+    measured(bundle, pictures, (1,))
     (state,) = (bundle.path / "reports").glob("similarity-*.json")
     state.write_text(state.read_text()[:-20])
     with pytest.raises(BundleError, match=r"similarity-.*delete the file"):
-        measure_similarity(bundle, pictures, (1,), progress=False)
+        measured(bundle, pictures, (1,))
 
 
 def test_photos_must_be_alike(bundle: Bundle, pictures: list[Picture]) -> None:
     with pytest.raises(DatasetError, match="all have labels or all have none, got 2"):
-        measure_similarity(bundle, [pictures[0], Picture(pictures[1].path)], (1,), progress=False)
+        measured(bundle, [pictures[0], Picture(pictures[1].path)], (1,))
     with pytest.raises(DatasetError, match="got 0 photos"):
-        measure_similarity(bundle, [], (1,), progress=False)
-    wrong = Picture(pictures[0].path, lambda: np.zeros((3, 3), np.uint8))
+        measured(bundle, [], (1,))
+    wrong = Picture(pictures[0].path, None, lambda: np.zeros((3, 3), np.uint8))
     with pytest.raises(DatasetError, match=r"\(128, 128\), got \(3, 3\)"):
-        measure_similarity(bundle, [wrong], (1,), progress=False)
+        measured(bundle, [wrong], (1,))
 
 
-def test_the_record_is_json(bundle: Bundle, pictures: list[Picture]) -> None:
-    result = measure_similarity(bundle, pictures, (1,), progress=False)
-    record = json.loads(json.dumps(result.record(), allow_nan=False))
-    assert record["clap_threshold"] == result.threshold
-    assert record["layers"]["1"]["all"]["pairs"] == 4 * 64 * 63 // 2
-    assert "2x2 other" not in record["layers"]["1"]  # no pair, no figure
+def test_the_record_is_json(bundle: Bundle, pictures: list[Picture], photos: Path) -> None:
+    dataset = open_dataset("folder", photos)
+    found = tune_by_rule(bundle, pictures_of(dataset), (1, 2), dataset, progress=False)
+    assert (found.dataset, found.split, found.images) == ("folder", "all", 4)
+    record = json.loads(msgspec.json.encode(found))
+    assert record["clap_threshold"] == found.clap_threshold
+    assert record["blocks"][0]["every"]["pairs"] == 4 * 64 * 63 // 2
+    assert msgspec.json.decode(msgspec.json.encode(found), type=RuleTuning) == found

@@ -1,4 +1,4 @@
-"""Writes a recipe as TOML; reading is `algm_deploy.recipes`."""
+"""Writes a recipe as TOML."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from algm_deploy.recipe.reading import read_recipe, recipe, recipe_names
-from algm_deploy.tuning.recipe_file import recipe_toml, write_recipe
+from algm_deploy.recipe.writing import recipe_toml, write_recipe
 
 
 @pytest.mark.parametrize("name", recipe_names())
