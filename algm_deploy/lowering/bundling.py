@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from algm_deploy.bundle.files import sha256_of
+from algm_deploy.bundle.files import ONNX, ONNX_DATA, WEIGHTS, sha256_of
 from algm_deploy.bundle.signature import signature_of
 from algm_deploy.bundle.store import Bundle, BundleWriter
 from algm_deploy.errors import BundleError, ExportError
@@ -26,7 +26,6 @@ from algm_deploy.models.families import DTYPES, network_module, parameter_shapes
 from algm_deploy.models.vit import VitNetwork
 from algm_deploy.recipe.schema import Recipe
 
-WEIGHTS, ONNX, ONNX_DATA = "weights.safetensors", "model.onnx", "model.onnx.data"
 ALIGNMENT = 64
 # Smaller tensors stay in the graph, where shape inference and graph optimisers can read them.
 EXTERNAL_BYTES = 1024

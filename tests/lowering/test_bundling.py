@@ -16,16 +16,13 @@ import onnx_ir as ir
 import pytest
 import torch
 
-from algm_deploy.bundle.files import sha256_of
+from algm_deploy.bundle.files import ONNX, ONNX_DATA, WEIGHTS, sha256_of
 from algm_deploy.bundle.signature import Signature, signature_of
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BundleError, CheckpointError, ExportError
 from algm_deploy.lowering.bundling import (
     ALIGNMENT,
     EXTERNAL_BYTES,
-    ONNX,
-    ONNX_DATA,
-    WEIGHTS,
     deployed,
     load_network,
     move_weights,

@@ -13,7 +13,8 @@ import pytest
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BundleError, RuntimeUnavailableError
 from algm_deploy.native_libraries import find_library
-from algm_deploy.runners.contract import RUNTIMES, Runner, runner, runner_type
+from algm_deploy.runners.contract import Runner, runner, runner_type
+from algm_deploy.runners.registry import RUNTIMES, row_of
 
 MAPS = ["token_map_clap_1", "token_map_gbm_3"]
 
@@ -22,8 +23,8 @@ MAPS = ["token_map_clap_1", "token_map_gbm_3"]
 def built(request: pytest.FixtureRequest, tiny_bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A runtime's name and a bundle with its executable; skipped, with the reason, where it cannot be opened."""
     runtime = request.param
-    if runtime.startswith("tensorrt") and find_library("trt_plugin") is None:
-        pytest.skip(f"{runtime}: the plugin library is not built here: algm-deploy build-native trt_plugin")
+    if missing := [name for name in row_of(runtime).libraries if find_library(name) is None]:
+        pytest.skip(f"{runtime}: a library is not built here: algm-deploy build-native {' '.join(missing)}")
     bundle = Bundle.open(shutil.copytree(tiny_bundle.path, tmp_path_factory.mktemp(runtime) / "bundle"))
     try:
         runner_type(runtime).build(bundle)
