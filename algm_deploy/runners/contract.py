@@ -181,8 +181,8 @@ class Runner(ABC):
         The host may return before the work is done.
 
         Args:
-            feeds: `image` on the runner's device, a tensor or anything with DLPack, not necessarily contiguous, in the
-                signature's dtype (any floating one where that is float32); thresholds as numbers.
+            feeds: `image` on the runner's device, a tensor or anything with DLPack, of any layout, in the signature's
+                dtype (any floating one where that is float32); thresholds as numbers.
             outputs: as for `infer`.
 
         Raises:
@@ -199,7 +199,7 @@ class Runner(ABC):
         if image.is_floating_point() and self.signature.image.dtype == "float32":
             image = image.float()
         self.check_image(image)
-        return self._guarded(image, thresholds, wanted, self.device)
+        return self._guarded(image.contiguous(), thresholds, wanted, self.device)
 
     def check_image(self, image: Array | Tensor) -> None:
         """Refuses an image input that `infer` would refuse.
@@ -250,7 +250,7 @@ class Runner(ABC):
         """Runs on checked inputs.
 
         Args:
-            image: on the host, or on `device`.
+            image: contiguous, on the host or on `device`.
             thresholds: all that the network reads, rounded to fp32.
             outputs: names to return.
             to: where the results are wanted: on the host, or on `device`.

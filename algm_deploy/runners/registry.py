@@ -93,8 +93,9 @@ class Runtime:
         """
         for name in names:
             if name not in self.build_options:
-                others = [f", or build for {row.name}" for row in RUNTIMES.values() if name in row.build_options]
-                raise BuildError(f"{self.name} has no build option {name}: leave it out{''.join(others)}")
+                others = " or ".join(row.name for row in RUNTIMES.values() if name in row.build_options)
+                advice = f", or build for {others}" if others else ""
+                raise BuildError(f"{self.name} has no build option {name}: leave it out{advice}")
 
     def executable(self, files: Collection[str]) -> str | None:
         """The file of a bundle that is executed, None where it holds none."""

@@ -211,7 +211,7 @@ class TensorRTRunner(Runner):
         session = self._session
         _check_profile(session.bindings["image"], tuple(image.shape))
         with self._cuda.current():
-            image = image.contiguous() if image.device == self.device else self._cuda.upload(image)
+            image = image if image.device == self.device else self._cuda.upload(image)
             inputs = {"image": image, **{name: self._scalar(session, v) for name, v in thresholds.items()}}
             with _lane(session) as lane:
                 with self._cuda.on(lane.stream):
