@@ -314,10 +314,11 @@ def demo(options: argparse.Namespace) -> int:
 
 def doctor(options: argparse.Namespace) -> int:
     """What can build and execute on this machine, and what to change."""
-    from algm_deploy.doctor import diagnose, json_text, text
+    from algm_deploy.doctor.rules import diagnose
+    from algm_deploy.doctor.text import for_people, for_programs
 
     findings = diagnose()
-    print(json_text(findings) if options.json else text(findings))
+    print(for_programs(findings) if options.json else for_people(findings))
     return 0
 
 

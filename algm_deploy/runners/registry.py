@@ -15,7 +15,7 @@
     row.devices, row.needs_gpu     kinds of device, the preferred first; whether a CUDA device must be among them
     row.builds_on_gpu              whether building asks for the GPU that will execute
     row.capabilities               compute capabilities of the GPUs it takes, empty where any will do
-    row.libraries, row.faster_with native libraries that it cannot do without, and one that makes it faster
+    row.libraries                  native libraries that it cannot do without
     row.device_here()              name of the device it executes on when it is opened now, for records
 
 `runners.contract` makes runners of rows: `runner(bundle, name)`, `runner_type(name)`. Nothing is imported here but what
@@ -63,7 +63,6 @@ class Runtime:
     build_options: tuple[str, ...] = ()
     capabilities: tuple[str, ...] = ()
     libraries: tuple[str, ...] = ()
-    faster_with: str | None = None
 
     @property
     def install(self) -> str:
@@ -131,7 +130,6 @@ _ROWS = (
         rank=3,
         extra=False,
         builds=False,
-        faster_with="kernels",
     ),
     Runtime(
         name="onnxruntime-cpu",
@@ -142,7 +140,6 @@ _ROWS = (
         files=("model.onnxruntime-cpu.onnx", ONNX),
         devices=("cpu",),
         rank=1,
-        faster_with="ort_custom_op",
     ),
     Runtime(
         name="onnxruntime-cuda",
@@ -155,7 +152,6 @@ _ROWS = (
         segments="model.onnxruntime-cuda.stretch-*.onnx",
         devices=("cuda",),
         rank=4,
-        faster_with="ort_custom_op",
     ),
     Runtime(
         name="tensorrt",

@@ -161,10 +161,11 @@ def engine_from_onnx(
 
 
 def require_tools(runtime: str) -> None:
-    """RuntimeUnavailableError or BuildError where bindings, GPU or plugin library for a build are missing."""
+    """RuntimeUnavailableError or BuildError where bindings, GPU or native libraries for a build are missing."""
     load_bindings(runtime)
     require_builder(runtime)
-    require_library("trt_plugin")
+    for library in row_of(runtime).libraries:
+        require_library(library)
 
 
 def require_builder(runtime: str) -> None:
