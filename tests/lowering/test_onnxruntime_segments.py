@@ -15,7 +15,7 @@ import pytest
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.deployment import export
 from algm_deploy.errors import ExportError
-from algm_deploy.lowering.onnxruntime import rewrite, segment_file, write_onnxruntime_onnx
+from algm_deploy.lowering.onnxruntime import rewrite, write_onnxruntime_onnx
 from algm_deploy.lowering.onnxruntime_segments import ROWS, segments
 
 THRESHOLDS = {"clap_threshold": np.array(0.8, np.float32), "gbm_threshold": np.array(0.5, np.float32)}
@@ -24,6 +24,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "three_gbm": {"merging.clap_layers": [], "merging.gbm_layers": [2, 3, 4]},
     "dense": {"merging.clap_layers": [], "merging.gbm_layers": []},
 }
+SEGMENTS = "part-*.onnx"
 MERGES = {"scores": 2, "labels": 2, "three_gbm": 3, "dense": 0}
 
 
@@ -126,11 +127,19 @@ def test_what_a_segment_takes_and_gives(tiny_bundle: Bundle) -> None:
     assert ["batch", "65", "64"] in shapes.values(), "as many rows come out as went in"
 
 
+def number_written(bundle: Bundle, custom_operators: bool = True) -> int:
+    """Segments that came with the graph for CUDA."""
+    _, segments = write_onnxruntime_onnx(bundle, "cuda", custom_operators, "whole.onnx", SEGMENTS)
+    assert [name for name in bundle.files if name.startswith("part-")] == [f"part-{i}.onnx" for i in range(segments)]
+    assert bundle.file("whole.onnx").is_file()
+    return segments
+
+
 def test_the_bundle_gets_its_segments(tiny_bundle: Bundle, tmp_path: Path) -> None:
     bundle = Bundle.open(shutil.copytree(tiny_bundle.path, tmp_path / "bundle"))
-    assert "segments" not in write_onnxruntime_onnx(bundle, "cuda", custom_operators=False)
-    assert write_onnxruntime_onnx(bundle, "cuda", custom_operators=True)["segments"] == 3
-    assert all(bundle.file(segment_file(index)).stat().st_size < 200_000 for index in range(3))
+    assert number_written(bundle, custom_operators=False) == 0
+    assert number_written(bundle) == 3
+    assert all(bundle.file(SEGMENTS.replace("*", str(index))).stat().st_size < 200_000 for index in range(3))
 
 
 def test_padded_attention_in_16_bits_is_packed(tiny_checkpoint: Path, tmp_path: Path) -> None:
@@ -158,7 +167,7 @@ def is_turned(node: ir.Node) -> bool:
 
 def test_images_that_decide_together_are_not_cut(tiny_checkpoint: Path, tmp_path: Path) -> None:
     bundle = export(tiny_checkpoint, tmp_path / "coupled", None, {"merging.batch": "batch_min"}).bundle
-    assert "segments" not in write_onnxruntime_onnx(bundle, "cuda", custom_operators=True)
+    assert number_written(bundle) == 0
     with pytest.raises(ExportError, match="whose images decide alone"):
         segments(rewritten(bundle))
 
@@ -174,6 +183,6 @@ def test_tome_is_not_cut(tiny_checkpoint: Path, tmp_path: Path) -> None:
     """Its body reads a size from the device, which a CUDA graph cannot hold."""
     tome = {"merging.method": "tome", "merging.tome_r": [8, 8], "merging.clap_layers": [], "merging.gbm_layers": []}
     bundle = export(tiny_checkpoint, tmp_path / "tome", None, tome).bundle
-    assert "segments" not in write_onnxruntime_onnx(bundle, "cuda", custom_operators=True)
+    assert number_written(bundle) == 0
     with pytest.raises(ExportError, match="custom operator library"):
         segments(rewritten(bundle))
