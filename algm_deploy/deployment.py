@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from algm_deploy.bundle.records import Evaluation, Parity, Rebuilds, Step
 from algm_deploy.bundle.signature import signature_of
 from algm_deploy.bundle.store import Bundle
-from algm_deploy.environment import environment
 from algm_deploy.errors import BundleError, DatasetError, GateError, NotExecutedError
 from algm_deploy.evaluation.datasets import SPECS, Dataset
 from algm_deploy.evaluation.evaluate import evaluate
@@ -31,9 +30,10 @@ from algm_deploy.recipe.schema import Recipe
 from algm_deploy.report.pictures import LABELS, OVERLAY, TOKENS
 from algm_deploy.report.records import Measured, artifact_of
 from algm_deploy.runners.contract import Runner, runner, runner_type
+from algm_deploy.runners.registry import row_of
 from algm_deploy.timing.protocols import Request, benchmark, check_verified, natural, reading_ms
 from algm_deploy.timing.timers import host_ms
-from algm_deploy.timing.variant_bundles import executable, executables
+from algm_deploy.timing.variant_bundles import executables
 
 REBUILD_PICTURES = 4
 IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff"}
@@ -113,7 +113,7 @@ def repeat_build(bundle: Bundle, runtime: str, builds: int, **options: Any) -> R
     files, labels, times = set(), [], []
     for _ in range(builds):
         build_bundle(bundle, runtime, **options)
-        files.add(bundle.files[executable(bundle, runtime)].sha256)
+        files.add(bundle.files[row_of(runtime).own].sha256)
         try:
             with runner(bundle, runtime) as run:
                 labels.append([_labels(run, window[None]) for window in windows])
@@ -130,7 +130,7 @@ def repeat_build(bundle: Bundle, runtime: str, builds: int, **options: Any) -> R
         pictures=len(windows),
         labels_equal_percent_min=min(shares, default=None),
         network_ms_by_build=tuple(times) or None,
-        device=device_of(runtime),
+        device=row_of(runtime).device_here(),
     )
     bundle.record(record)
     return record
@@ -194,7 +194,7 @@ def verify_bundle(bundle: Bundle, runtime: str, paths: Sequence[Path], count: in
     record = structs.replace(
         found,
         pictures="photos" if paths else "synthetic scenes",
-        device=device_of(runtime),
+        device=row_of(runtime).device_here(),
         files=executables(bundle, runtime),
     )
     bundle.record(record)
@@ -238,7 +238,7 @@ def evaluate_bundle(
             artifact=artifact,
             state_folder=bundle.path / "reports",
             runtime=runtime,
-            device=device_of(runtime),
+            device=row_of(runtime).device_here(),
             thresholds=thresholds,
             window_batch=predictor.window_batch,
             progress=progress,
@@ -264,7 +264,7 @@ def bench_bundle(
     bundle.require_writable()
     windows = parity_windows(bundle.recipe, paths, request.count)
     records = benchmark(bundle, runtime, windows, request, progress)
-    facts = {**_kind_of_pictures(windows, paths), "device": device_of(runtime)}
+    facts = _kind_of_pictures(windows, paths)
     reading: dict[str, float] = {}
     if paths and request.protocol == "latency":
         reading = reading_ms(spread(paths, request.count), bundle.recipe)
@@ -288,13 +288,3 @@ def note_not_run(bundle: Bundle, runtime: str, reason: str) -> tuple[Step, ...]:
     steps: tuple[Step, ...] = ("parity", "evaluation", "speed")
     bundle.note_not_run(steps, runtime, reason)
     return steps
-
-
-def device_of(runtime: str) -> str:
-    """The device a runtime that is opened now executes on, for records."""
-    here = environment(devices=True)
-    if runtime == "onnxruntime-cpu" or not here.devices:
-        return f"{here.cpu}, {here.cpu_count} cores"
-    import torch
-
-    return here.devices[torch.cuda.current_device()].name

@@ -97,6 +97,17 @@ def cuda_devices() -> tuple[Device, ...]:
     return tuple(Device(one.name, f"{one.major}.{one.minor}", one.total_memory) for one in found)
 
 
+def device_name(cuda: bool, index: int | None = None) -> str:
+    """The CUDA device of this index, by default torch's current one; without `cuda`, or without any, the processor."""
+    found = cuda_devices() if cuda else ()
+    if not found:
+        here = environment()
+        return f"{here.cpu}, {here.cpu_count} cores"
+    import torch
+
+    return found[torch.cuda.current_device() if index is None else index].name
+
+
 def gpu_state(uuid: str) -> GpuState | None:
     """State of the GPU with this UUID now; None where nvidia-smi is missing or does not know it."""
     query = ["nvidia-smi", f"--id={uuid}", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]

@@ -1,8 +1,8 @@
-"""Fills the merge slots of a network: with the operators of a plan, or with recorded decisions."""
+"""Fills the merge slots of a network: with the operators of a plan, with recorded decisions, or to drop tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import cast
 
 import torch
@@ -14,7 +14,7 @@ from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.vit import Block, KeepTokens, MergeInputs, Model, Tokens, VitNetwork, share_parameters
 from algm_deploy.ops._rows import merge_rows, row_of, sum_rows
 from algm_deploy.ops.tome import most_merges
-from algm_deploy.recipe.schema import MergePlan, Recipe, Size
+from algm_deploy.recipe.schema import MergePlan, Method, Recipe, Size
 
 
 class Clap(nn.Module):
@@ -86,6 +86,19 @@ class Unmerge(nn.Module):
             length=torch.full_like(tokens.length, values.shape[1]),
             padded=False,
         )
+
+
+class KeepFirst(nn.Module):
+    """Keeps the first `rows` rows of every image, prefix counted; patches behind them share the rows that are left."""
+
+    def __init__(self, rows: int, prefix: int) -> None:
+        super().__init__()
+        self.rows, self.prefix = rows, prefix
+
+    def forward(self, tokens: Tokens, inputs: MergeInputs | None) -> Tokens:
+        kept = self.prefix + (tokens.map - self.prefix) % (self.rows - self.prefix)
+        length = torch.full_like(tokens.length, self.rows)
+        return Tokens(tokens.values[:, : self.rows], tokens.size[:, : self.rows], kept, length, padded=False)
 
 
 class Replay(nn.Module):
@@ -162,6 +175,19 @@ def replay_merging(model: Model, plan: MergePlan) -> Model:
         weighted = plan.semantics != "paper" or layer in plan.clap_layers
         replaying.blocks[layer - 1].merge = Replay(index, replaying.encoder.prefix, weighted)
     return replaying
+
+
+def truncate(model: Model, rows: Mapping[int, int], method: Method = "algm") -> Model:
+    """A copy of `model` that keeps the first `rows[layer]` rows, prefix counted, in each of these 1-based layers.
+
+    Of `method` it keeps what is no merge: with ToMe, attention by sizes and a decoder that gets every patch.
+    """
+    truncated = share_parameters(model)
+    for layer, count in rows.items():
+        truncated.blocks[layer - 1].merge = KeepFirst(count, truncated.encoder.prefix)
+    if method == "tome":
+        count_sizes(truncated)
+    return truncated
 
 
 def merge_inputs(

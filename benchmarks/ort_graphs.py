@@ -1,4 +1,4 @@
-"""ONNX Runtime at small batches on a GPU: CUDA graphs of the stretches between the merges beside plain launches.
+"""ONNX Runtime at small batches on a GPU: CUDA graphs of the segments between the merges beside plain launches.
 
     python benchmarks/ort_graphs.py export FOLDER --networks S L         any machine; graphs without weights
     python benchmarks/ort_graphs.py time FOLDER -o benchmarks/records/x.json    needs a GPU and onnxruntime-gpu
@@ -24,9 +24,9 @@ import torch
 
 import runtimes
 from algm_deploy.errors import GateError
-from algm_deploy.lowering.onnxruntime_segments import stretches
+from algm_deploy.lowering.onnxruntime_segments import segments
 from algm_deploy.models.deployed import Deployed
-from algm_deploy.runners.onnxruntime.graphs import STEP, StretchedSession
+from algm_deploy.runners.onnxruntime.graphs import STEP, SegmentedSession
 from algm_deploy.runners.onnxruntime.sessions import CUDA_OPTIONS, CUDA_PROVIDER, checked_session
 from algm_deploy.timing.variants import VARIANTS, variant_network
 from runtimes import (
@@ -60,24 +60,24 @@ def main() -> None:
 
 
 def export(name: str, options: argparse.Namespace) -> None:
-    """The graphs of `runtimes.py`, and the merged one that decides image by image in stretches."""
+    """The graphs of `runtimes.py`, and the merged one that decides image by image in segments."""
     runtimes.export(name, options)
-    for index, part in enumerate(stretches(ir.load(options.folder / f"{name}_mixed.onnx"))):
-        ir.save(part, options.folder / f"{name}_stretch_{index}.onnx")
+    for index, part in enumerate(segments(ir.load(options.folder / f"{name}_mixed.onnx"))):
+        ir.save(part, options.folder / f"{name}_segment_{index}.onnx")
 
 
-def stretched(name: str, variant: str, options: argparse.Namespace, device: torch.device) -> StretchedSession:
-    """A variant under CUDA graphs. Those that merge nothing are one stretch, the whole graph."""
+def segmented(name: str, variant: str, options: argparse.Namespace, device: torch.device) -> SegmentedSession:
+    """A variant under CUDA graphs. Those that merge nothing are one segment, the whole graph."""
     files = [options.folder / f"{name}_{variant}.onnx"]
     if variant == "merged":
-        files = sorted(options.folder.glob(f"{name}_stretch_*.onnx"))
+        files = sorted(options.folder.glob(f"{name}_segment_*.onnx"))
 
     def open_session(index: int, chosen: dict[str, str]) -> ort.InferenceSession:
         if device.type == "cpu":
             return ort.InferenceSession(files[index], settings_of(options), providers=["CPUExecutionProvider"])
         return checked_session(files[index], settings_of(options), CUDA_PROVIDER, CUDA_OPTIONS | chosen)
 
-    return StretchedSession(open_session, len(files), device, max(1, *options.small_batches))
+    return SegmentedSession(open_session, len(files), device, max(1, *options.small_batches))
 
 
 def timed(name: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def timed(name: str, options: argparse.Namespace) -> dict[str, Any]:
     memory = Memory()
     plain = {v: runtimes.session(name, v, options, device) for v in VARIANTS}
     result: dict[str, Any] = {"thresholds": thresholds, "memory_bytes": {"launched": memory.taken()}}
-    graphs = {v: stretched(name, v, options, device) for v in VARIANTS}
+    graphs = {v: segmented(name, v, options, device) for v in VARIANTS}
     result["memory_bytes"]["graphs"] = memory.taken()
     alone = runtimes.session(name, "mixed", options, device)
     networks = {v: variant_network(model, recipe, v, TOKENS)[0].to(device) for v in VARIANTS}
@@ -154,7 +154,7 @@ def small(images: torch.Tensor, plain: Any, alone: Any, graphs: Any, thresholds:
     return {name: host(warm(work_of(session, images, thresholds)), 60) for name, session in work.items()}
 
 
-def maps_of(session: StretchedSession) -> list[str]:
+def maps_of(session: SegmentedSession) -> list[str]:
     """Names of the token maps."""
     return [name for name in session.outputs if name.startswith("token_map_")]
 
@@ -185,7 +185,7 @@ def warm(work: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def agreement(
-    plain: Any, graphs: StretchedSession, images: torch.Tensor, thresholds: dict[str, float], allowed: float
+    plain: Any, graphs: SegmentedSession, images: torch.Tensor, thresholds: dict[str, float], allowed: float
 ) -> dict[str, Any]:
     """Pictures one by one, as launched and from graphs: what differs, and medians of the host clock.
 
@@ -219,7 +219,7 @@ def agreement(
     }
 
 
-def capture_costs(graphs: dict[str, StretchedSession], memory: Memory) -> dict[str, Any]:
+def capture_costs(graphs: dict[str, SegmentedSession], memory: Memory) -> dict[str, Any]:
     """Milliseconds and device memory until every size of one image is captured, and how many were missing."""
     costs: dict[str, Any] = {}
     for variant, session in graphs.items():

@@ -3,7 +3,7 @@
     python benchmarks/torch_runtime.py -o benchmarks/records/torch_h200.json     needs a GPU and the kernel library
 
 The networks, pictures and thresholds of `runtimes.py`. What runs is what the torch runtime runs: packed rows, the
-stretches between the merges as CUDA graphs, merges and label map by the kernels of this project. `duplicate`: one image
+segments between the merges as CUDA graphs, merges and label map by the kernels of this project. `duplicate`: one image
 repeated, images of a batch decide together. `mixed`: different images, each decides alone, thresholds such that they
 keep as many tokens on average. Beside them: the modules as they are (`eager`); a dense network with cuDNN's attention;
 PyTorch's compiler on the whole network, captured (`compiled`), where the number of tokens is known; and what the torch

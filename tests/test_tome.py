@@ -16,7 +16,7 @@ from algm_deploy.deployment import export
 from algm_deploy.errors import BundleError, ExportError, PlanError
 from algm_deploy.evaluation.evaluate import merge_names
 from algm_deploy.evaluation.flops import multiply_adds
-from algm_deploy.lowering.onnxruntime import graph_file, write_onnxruntime_onnx
+from algm_deploy.lowering.onnxruntime import write_onnxruntime_onnx
 from algm_deploy.lowering.portable import operator_of
 from algm_deploy.lowering.tensorrt import write_tensorrt_onnx
 from algm_deploy.models.loading import network_class
@@ -95,8 +95,8 @@ def test_tensorrt_is_refused_with_the_reason(bundle: Bundle) -> None:
 
 def test_the_graph_for_cuda_has_tome_in_standard_operators(bundle: Bundle) -> None:
     """The library has neither of its operators; nothing of it was executed on a GPU."""
-    write_onnxruntime_onnx(bundle, "cuda", custom_operators=True)
-    model = onnx.load(bundle.file(graph_file("cuda")), load_external_data=False)
+    write_onnxruntime_onnx(bundle, "cuda", True, "built.onnx", "part-*.onnx")
+    model = onnx.load(bundle.file("built.onnx"), load_external_data=False)
     bodies = {operator_of(function.name) for function in model.functions}
     assert {"tome", "proportional_attention"} <= bodies
     assert "unmerge" not in bodies

@@ -13,6 +13,8 @@ from pathlib import Path
 
 from algm_deploy.errors import BundleError
 
+# What every export writes: the network itself, the portable graph, and the graph's own weights.
+WEIGHTS, ONNX, ONNX_DATA = "weights.safetensors", "model.onnx", "model.onnx.data"
 _WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO)
 
 

@@ -8,8 +8,9 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from algm_deploy.cli.settings import settings_of
-from algm_deploy.errors import BuildError, DatasetError, GateError, NotExecutedError
+from algm_deploy.errors import DatasetError, GateError, NotExecutedError
 from algm_deploy.recipe.reading import recipe, recipe_names, recipe_rows
+from algm_deploy.runners.registry import row_of
 
 if TYPE_CHECKING:
     from algm_deploy.bundle.records import Parity
@@ -102,18 +103,16 @@ def _engine_flags(options: argparse.Namespace) -> dict[str, Any]:
     """The flags of an engine that were given.
 
     Raises:
-        BuildError: there are some, and the runtime builds no engine.
+        BuildError: the runtime does not have one of them.
     """
     flags = ("level", "workspace_mib", "timing_cache", "version_compatible", "hardware_compatible")
     said = {name: getattr(options, name) for name in flags}
     given = {name: value for name, value in said.items() if value is not None and value is not False}  # level 0 counts
     if options.compute_capabilities:
         given["compute_capabilities"] = tuple(options.compute_capabilities)
-    if (given or options.opt_batch or options.engine_precision) and not options.runtime.startswith("tensorrt"):
-        raise BuildError(
-            f"expected flags of TensorRT engines with --runtime tensorrt or tensorrt-rtx, got {options.runtime}: leave "
-            "them out"
-        )
+    if options.engine_precision:
+        given["precision"] = options.engine_precision
+    row_of(options.runtime).check_options([*given, *(["batches"] * bool(options.opt_batch))])
     return given
 
 
@@ -122,13 +121,7 @@ def _engine_options(bundle: Bundle, options: argparse.Namespace) -> dict[str, An
     given = _engine_flags(options)
     if options.opt_batch:
         given["batches"] = (1, options.opt_batch, bundle.recipe.max_batch)
-    found: dict[str, Any] = {"precision": options.engine_precision} if options.engine_precision else {}
-    if given:
-        from algm_deploy.runners.tensorrt.build import EngineOptions
-
-        largest = bundle.recipe.max_batch
-        found["options"] = EngineOptions(**({"batches": (1, largest, largest)} | given))
-    return found
+    return given
 
 
 def verify(options: argparse.Namespace) -> int:
@@ -324,10 +317,11 @@ def demo(options: argparse.Namespace) -> int:
 
 def doctor(options: argparse.Namespace) -> int:
     """What can build and execute on this machine, and what to change."""
-    from algm_deploy.doctor import diagnose, json_text, text
+    from algm_deploy.doctor.rules import diagnose
+    from algm_deploy.doctor.text import for_people, for_programs
 
     findings = diagnose()
-    print(json_text(findings) if options.json else text(findings))
+    print(for_programs(findings) if options.json else for_people(findings))
     return 0
 
 

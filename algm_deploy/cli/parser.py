@@ -10,8 +10,8 @@ from algm_deploy import __version__
 from algm_deploy.cli import commands
 from algm_deploy.cli.settings import count, positive, size, up_to
 from algm_deploy.cli.tuning import add_searches, tune
+from algm_deploy.runners.registry import RUNTIMES
 
-RUNTIMES = ("torch", "onnxruntime-cpu", "onnxruntime-cuda", "tensorrt", "tensorrt-rtx")
 _SLICE = (
     "how to group images for figures by slice: folder; FILE.csv:COLUMN with the images' names in the first column; or "
     "a regular expression whose group, or match, in an image's name is its slice; default: the data set's own"

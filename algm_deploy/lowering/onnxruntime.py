@@ -32,11 +32,11 @@ import onnx_ir as ir
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from algm_deploy.bundle.files import ONNX, ONNX_DATA
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BundleError, ExportError
-from algm_deploy.lowering.onnxruntime_segments import stretches
+from algm_deploy.lowering.onnxruntime_segments import segments
 from algm_deploy.lowering.portable import operator_of
-from algm_deploy.lowering.writing import ONNX, ONNX_DATA
 from algm_deploy.ops.bodies import OPSET
 from algm_deploy.ops.schema import DOMAIN, VERSION
 from algm_deploy.recipe.schema import Recipe
@@ -53,42 +53,39 @@ CUSTOM_OPERATORS: dict[Provider, frozenset[str]] = {
 PACKED_ROWS = 513
 
 
-def graph_file(provider: Provider) -> str:
-    """Name of a provider's graph in a bundle."""
-    return f"model.onnxruntime-{provider}.onnx"
-
-
-def stretch_file(index: int) -> str:
-    """Name of a stretch of the graph for CUDA in a bundle."""
-    return f"model.onnxruntime-cuda.stretch-{index}.onnx"
-
-
 def single_image(recipe: Recipe, provider: Provider) -> bool:
     """Whether the provider's graph takes one image at a time: on the CPU, where images do not decide together."""
     return provider == "cpu" and recipe.merging.batch == "per_image"
 
 
-def write_onnxruntime_onnx(bundle: Bundle, provider: Provider, custom_operators: bool) -> tuple[Counter[str], int]:
+def write_onnxruntime_onnx(
+    bundle: Bundle, provider: Provider, custom_operators: bool, file: str, segment_files: str | None = None
+) -> tuple[Counter[str], int]:
     """Adds the provider's graph to the bundle; returns how often each rewrite fired, and the number of segments.
 
-    On CUDA, with custom operators and images that decide alone, the graph is added once more in segments for CUDA
-    graphs. ToMe has no custom operator, and its body asks the host for a size.
+    With custom operators and images that decide alone, the graph is added once more in segments for CUDA graphs. ToMe
+    has no custom operator, and its body asks the host for a size.
+
+    Args:
+        bundle: to read the portable graph from, and to add to.
+        provider, custom_operators: as for `rewrite`.
+        file: name of the graph.
+        segment_files: names of its segments, `*` standing for their number; without it none are written.
 
     Raises:
         BundleError: the portable graph cannot be read, or was not written by this package.
     """
     model = _portable(bundle.file(ONNX))
     counts = rewrite(model, provider, custom_operators, single_image(bundle.recipe, provider))
-    files = [(graph_file(provider), model)]
-    plan, parts = bundle.recipe.merging, []
-    if provider == "cuda" and custom_operators and plan.batch == "per_image" and not plan.tome_r:
-        parts = stretches(model)
-        files += [(stretch_file(index), part) for index, part in enumerate(parts)]
+    files = {file: model}
+    plan = bundle.recipe.merging
+    if segment_files and custom_operators and plan.batch == "per_image" and not plan.tome_r:
+        files |= {segment_files.replace("*", str(index)): part for index, part in enumerate(segments(model))}
     made_from = {ONNX: bundle.files[ONNX].sha256}
-    for name, written in files:
+    for name, written in files.items():
         with bundle.add(name, made_from, uses=(ONNX_DATA,)) as path:
             ir.save(written, path)
-    return counts, len(parts)
+    return counts, len(files) - 1
 
 
 def _portable(path: Path) -> ir.Model:

@@ -1,12 +1,12 @@
 """A graph for ONNX Runtime on CUDA, cut behind its merges.
 
 A CUDA graph holds kernels of fixed sizes, and the photo decides how many tokens a merge leaves. Cut behind every merge,
-a network becomes a chain of stretches whose sizes are all known when they start: the rows that come in, a number the
-caller has read by then. The merge that ends a stretch becomes its padded form: as many rows come out as went in, those
-behind the image's length zero. The next stretch takes as many of them as the caller likes, no fewer than the merge
+a network becomes a chain of segments whose sizes are all known when they start: the rows that come in, a number the
+caller has read by then. The merge that ends a segment becomes its padded form: as many rows come out as went in, those
+behind the image's length zero. The next segment takes as many of them as the caller likes, no fewer than the merge
 counted; attention, GBM and the tail read lengths and maps, never the rest.
 
-A stretch is a model of its own. It takes the image, thresholds and outputs of earlier stretches by their names, and
+A segment is a model of its own. It takes the image, thresholds and outputs of earlier segments by their names, and
 holds the weights of its own blocks alone.
 """
 
@@ -25,10 +25,10 @@ from algm_deploy.recipe.schema import Merge
 ROWS = "rows_of_"  # what the output that counts a merge's rows is called, before the name of their axis
 
 
-def stretches(model: ir.Model) -> list[ir.Model]:
-    """The stretches of a CUDA graph whose merges, if any, are custom operators that let images decide alone.
+def segments(model: ir.Model) -> list[ir.Model]:
+    """The segments of a CUDA graph whose merges, if any, are custom operators that let images decide alone.
 
-    Every stretch but the last has one more output, `rows_of_` and the name of the token axis behind its merge: an int64
+    Every segment but the last has one more output, `rows_of_` and the name of the token axis behind its merge: an int64
     scalar, the rows of the longest image. Axes that are called so are the ones the caller may cut.
 
     Raises:
@@ -43,22 +43,22 @@ def stretches(model: ir.Model) -> list[ir.Model]:
                 "the library, and export with batch per_image"
             )
         _pad(node)
-    stretch_of = _stretch_of(graph)
-    last = max(stretch_of.values())
+    segment_of = _segment_of(graph)
+    last = max(segment_of.values())
     wanted: list[dict[str, ir.Value]] = [{} for _ in range(last + 1)]
     for value in graph.outputs:
-        wanted[_made_in(value, stretch_of)][str(value.name)] = value
+        wanted[_made_in(value, segment_of)][str(value.name)] = value
     for node in graph:
         for value in node.outputs:
             if value.name and value.name.startswith(ROWS):
-                wanted[stretch_of[node]][value.name] = value
+                wanted[segment_of[node]][value.name] = value
     parts: list[ir.Model] = []
-    for index in range(last, -1, -1):  # backwards: a stretch says what the earlier ones have to hand over
+    for index in range(last, -1, -1):  # backwards: a segment says what the earlier ones have to hand over
         outputs = list(wanted[index].values())
-        inputs = list(dict.fromkeys(_taken(outputs, index, stretch_of)))
+        inputs = list(dict.fromkeys(_taken(outputs, index, segment_of)))
         for value in inputs:
             if value.producer() is not None:
-                wanted[_made_in(value, stretch_of)][str(value.name)] = value
+                wanted[_made_in(value, segment_of)][str(value.name)] = value
         part = ir.convenience.extract(graph, inputs, outputs)
         _state_padding(part)
         parts.insert(0, ir.Model(part, ir_version=model.ir_version, functions=_functions(model, part)))
@@ -77,38 +77,38 @@ def _pad(node: ir.Node) -> None:
 
 
 def _state_padding(part: ir.Graph) -> None:
-    """Gives the tokens and sizes behind a padded merge the rows that went in; the next stretch names them anew."""
+    """Gives the tokens and sizes behind a padded merge the rows that went in; the next segment names them anew."""
     for node in part:
-        tokens = node.inputs[0] if _ends_a_stretch(node.outputs[0]) else None
+        tokens = node.inputs[0] if _ends_a_segment(node.outputs[0]) else None
         if tokens is not None and tokens.shape is not None:
             for value in node.outputs[:2]:
                 assert value.shape is not None
                 value.shape = ir.Shape([*list(value.shape)[:1], tokens.shape[1], *list(value.shape)[2:]])
 
 
-def _stretch_of(graph: ir.Graph) -> dict[ir.Node, int]:
-    """The stretch of every node: behind all merges that it depends on, and before all others."""
+def _segment_of(graph: ir.Graph) -> dict[ir.Node, int]:
+    """The segment of every node: behind all merges that it depends on, and before all others."""
     found: dict[ir.Node, int] = {}
     for node in graph:
-        before = [_made_in(value, found) + _ends_a_stretch(value) for value in node.inputs if value is not None]
+        before = [_made_in(value, found) + _ends_a_segment(value) for value in node.inputs if value is not None]
         found[node] = max(before, default=0)
     return found
 
 
-def _made_in(value: ir.Value, stretch_of: dict[ir.Node, int]) -> int:
+def _made_in(value: ir.Value, segment_of: dict[ir.Node, int]) -> int:
     producer = value.producer()
-    return stretch_of[producer] if producer is not None else 0
+    return segment_of[producer] if producer is not None else 0
 
 
-def _ends_a_stretch(value: ir.Value) -> bool:
+def _ends_a_segment(value: ir.Value) -> bool:
     producer = value.producer()
     return producer is not None and producer.op_type in ("padded_clap", "padded_gbm")
 
 
-def _taken(outputs: list[ir.Value], index: int, stretch_of: dict[ir.Node, int]) -> Iterator[ir.Value]:
-    """Values that a stretch takes from outside: graph inputs, and what earlier stretches made.
+def _taken(outputs: list[ir.Value], index: int, segment_of: dict[ir.Node, int]) -> Iterator[ir.Value]:
+    """Values that a segment takes from outside: graph inputs, and what earlier segments made.
 
-    Constants and sizes are computed anew instead: a size that another stretch hands over would be in device memory.
+    Constants and sizes are computed anew instead: a size that another segment hands over would be in device memory.
     """
     seen: set[ir.Value] = set()
     left = list(outputs)
@@ -118,7 +118,7 @@ def _taken(outputs: list[ir.Value], index: int, stretch_of: dict[ir.Node, int]) 
         if value in seen or value.is_initializer():
             continue
         seen.add(value)
-        if producer is None or (stretch_of[producer] < index and not _is_size(value)):
+        if producer is None or (segment_of[producer] < index and not _is_size(value)):
             yield value
         else:
             left += [v for v in producer.inputs if v is not None]

@@ -23,14 +23,14 @@ import onnx
 import onnx_ir as ir
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
+from algm_deploy.bundle.files import ONNX, ONNX_DATA, WEIGHTS
 from algm_deploy.bundle.signature import signature_of
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import ExportError
 from algm_deploy.lowering.export import base_onnx
 from algm_deploy.lowering.tensorrt_precision import ONNX_TYPE, retype
-from algm_deploy.lowering.writing import ONNX, ONNX_DATA
 from algm_deploy.merging import deployed
-from algm_deploy.models.loading import WEIGHTS, load_network
+from algm_deploy.models.loading import load_network
 from algm_deploy.ops.schema import DOMAIN, VERSION
 from algm_deploy.recipe.schema import Precision
 

@@ -8,7 +8,7 @@ from typing import BinaryIO
 
 import onnx_ir as ir
 
-from algm_deploy.bundle.files import sha256_of
+from algm_deploy.bundle.files import ONNX, ONNX_DATA, WEIGHTS, sha256_of
 from algm_deploy.bundle.signature import signature_of
 from algm_deploy.bundle.store import Bundle, BundleWriter
 from algm_deploy.errors import ExportError
@@ -18,11 +18,10 @@ from algm_deploy.merging import deployed
 from algm_deploy.models.checkpoints.reading import Checkpoint
 from algm_deploy.models.checkpoints.weights import state_dict_for
 from algm_deploy.models.deployed import Deployed
-from algm_deploy.models.loading import DTYPES, WEIGHTS, network_module, save_weights
+from algm_deploy.models.loading import DTYPES, network_module, save_weights
 from algm_deploy.models.vit import VitNetwork
 from algm_deploy.recipe.schema import Recipe
 
-ONNX, ONNX_DATA = "model.onnx", "model.onnx.data"
 ALIGNMENT = 64
 # Smaller tensors stay in the graph, where shape inference and graph optimisers can read them.
 EXTERNAL_BYTES = 1024

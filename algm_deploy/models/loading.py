@@ -12,12 +12,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from algm_deploy.bundle.files import WEIGHTS
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BundleError, ExportError
 from algm_deploy.models.vit import VitNetwork
 from algm_deploy.recipe.schema import Network
 
-WEIGHTS = "weights.safetensors"
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 

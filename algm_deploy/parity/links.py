@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from algm_deploy.bundle.files import ONNX
 from algm_deploy.bundle.records import Link
 from algm_deploy.bundle.store import Bundle
-from algm_deploy.lowering.writing import ONNX
 from algm_deploy.merging import insert_merging, merge_inputs
 from algm_deploy.models.deployed import NORMALIZATIONS, Deployed
 from algm_deploy.models.loading import DTYPES, load_network

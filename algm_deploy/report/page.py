@@ -31,7 +31,7 @@ from algm_deploy.report.records import (
     tome_r_words,
 )
 from algm_deploy.report.tuning import tuning_page
-from algm_deploy.runners.contract import RUNTIMES
+from algm_deploy.runners.registry import RUNTIMES
 from algm_deploy.wording import counted, dataset_title, merge_titles
 
 

@@ -9,12 +9,12 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from algm_deploy.bundle.files import WEIGHTS
 from algm_deploy.bundle.records import Engine, Evaluation, Parity, Speed
 from algm_deploy.bundle.signature import CLAP_THRESHOLD, GBM_THRESHOLD
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.recipe.schema import DENSE, MergePlan
 
-WEIGHTS = "weights.safetensors"
 Kind = TypeVar("Kind", Parity, Evaluation, Speed)
 
 

@@ -1,4 +1,4 @@
-"""What every runtime offers: a context manager that turns named arrays into named arrays.
+"""What every runtime offers: a context manager that turns named arrays into named arrays, or tensors into tensors.
 
     with runner(bundle, "onnxruntime-cpu") as run:
         outputs = run.infer({"image": image})
@@ -11,46 +11,69 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from shlex import quote
 from types import TracebackType
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from algm_deploy.bundle.store import Bundle
+from algm_deploy.environment import device_name
 from algm_deploy.errors import (
     AlgmDeployError,
-    BuildError,
     BundleError,
     ExecutionError,
     RuntimeUnavailableError,
     out_of_memory,
 )
+from algm_deploy.runners.registry import Runtime, row_of
 
 Array = NDArray[Any]
+CPU = torch.device("cpu")
 
-RUNTIMES = {
-    "torch": "algm_deploy.runners.torch.runner:TorchRunner",
-    "onnxruntime-cpu": "algm_deploy.runners.onnxruntime.runner:OnnxRuntimeCpuRunner",
-    "onnxruntime-cuda": "algm_deploy.runners.onnxruntime.runner:OnnxRuntimeCudaRunner",
-    "tensorrt": "algm_deploy.runners.tensorrt.runner:TensorRTRunner",
-    "tensorrt-rtx": "algm_deploy.runners.tensorrt.runner:TensorRTRtxRunner",
-}
+
+class Placement(NamedTuple):
+    """Where the nodes of a run were executed: nodes by provider, and copies between host and device among them."""
+
+    nodes: dict[str, int]
+    copies: int
 
 
 class Runner(ABC):
     """One runtime on one bundle. Open it with `with`; a closed runner can be opened again.
 
-    `infer` may be called from several threads. The arrays it returns belong to the caller.
+    `infer` and `infer_device` may be called from several threads. What they return belongs to the caller.
+
+    Args:
+        bundle: to run.
+        device: "cpu", "cuda" or "cuda:1", as far as the runtime executes there. By default, and for "cuda", the CUDA
+            device that is current when the runner is opened; without one the CPU, if the runtime executes there.
+
+    Raises:
+        RuntimeUnavailableError: a device that the runtime does not execute on, or that is not here.
     """
 
     runtime: ClassVar[str]
     failures: ClassVar[tuple[type[Exception], ...]] = (MemoryError, RuntimeError)  # while a network runs
+    provider: ClassVar[str | None] = None
+    """Name of the execution provider, of runtimes that have several."""
 
-    def __init__(self, bundle: Bundle) -> None:
+    def __init__(self, bundle: Bundle, device: str | None = None) -> None:
         self.bundle = bundle
         self.signature = bundle.signature
+        self._asked = _device_asked(self.row(), device)
+        self.device = self._asked
+        """Where it executes; with its index once the runner is open."""
         self._opened = False
+
+    @classmethod
+    def row(cls) -> Runtime:
+        """The runtime's row of the registry."""
+        return row_of(cls.runtime)
 
     @classmethod  # noqa: B027 - most need no more than their package
     def require_builder(cls) -> None:
@@ -60,21 +83,21 @@ class Runner(ABC):
     def build(cls, bundle: Bundle, **options: Any) -> list[str]:
         """Makes the runtime's executable and adds it to the bundle; nothing for runtimes that need no other file.
 
+        Args:
+            bundle: to build for and to add to.
+            options: those that the runtime's row names, such as `level=3`.
+
         Returns:
             What was done, one line each, for people.
 
         Raises:
             BuildError: options that the runtime does not have.
         """
-        cls._refuse(options)
+        cls.row().check_options(options)
         return []
 
-    @classmethod
-    def _refuse(cls, options: Mapping[str, Any]) -> None:
-        if options:
-            raise BuildError(f"{cls.runtime} has no build options, got {', '.join(options)}: leave them out")
-
     def __enter__(self) -> Self:
+        self.device = _device_here(self._asked, self.row())
         self._open()
         self._opened = True
         return self
@@ -85,6 +108,32 @@ class Runner(ABC):
         self._opened = False
         self._close()
 
+    # --- what runs ----------------------------------------------------------------------------------------------------
+
+    @property
+    def executable(self) -> str:
+        """Name of the bundle's file that runs.
+
+        Raises:
+            BundleError: there is none yet.
+        """
+        found = self.row().executable(self.bundle.files)
+        if found is None:
+            raise BundleError(
+                f"{self.bundle.path} holds nothing that {self.runtime} executes: build it with `{self.build_command}`"
+            )
+        return found
+
+    @property
+    def build_command(self) -> str:
+        """The command that builds it anew."""
+        return f"algm-deploy build {quote(str(self.bundle.path))} --runtime {self.runtime}"
+
+    @property
+    def custom_operators(self) -> tuple[str, ...]:
+        """The project's own operators in that file that a native library serves, by name."""
+        return ()
+
     @property
     def execution(self) -> dict[str, str]:
         """How the open runner has really executed so far, in words by name, for records and people.
@@ -92,6 +141,17 @@ class Runner(ABC):
         Such as {"rows": "packed", "cuda_graphs": "12"}; empty where there is nothing to tell.
         """
         return {}
+
+    @property
+    def device_name(self) -> str:
+        """Name of the device that the open runner executes on, for records."""
+        return device_name(self.device.type == "cuda", self.device.index)
+
+    def placement(self, feeds: Mapping[str, Array]) -> Placement | None:
+        """Runs once more to see which provider executes each node; None where there is but one."""
+        return None
+
+    # --- running it ---------------------------------------------------------------------------------------------------
 
     def infer(self, feeds: Mapping[str, Array], outputs: Sequence[str] | None = None) -> dict[str, Array]:
         """Runs the network once.
@@ -106,33 +166,66 @@ class Runner(ABC):
             RuntimeUnavailableError: there is not enough memory for the batch.
             ExecutionError: the runtime failed while it ran the network.
         """
-        if not self._opened:
-            raise RuntimeUnavailableError(f"the {self.runtime} runner is closed: use it inside a `with` block")
-        wanted = tuple(outputs) if outputs is not None else tuple(t.name for t in self.signature.outputs[:2])
-        self._check_outputs(wanted)
-        complete = self._checked(feeds)
-        try:
-            return self._infer(complete, wanted)
-        except self.failures as error:
-            raise self._failure(error, len(complete["image"])) from error
+        wanted, thresholds = self._checked(feeds, outputs)
+        image = np.asarray(feeds["image"])
+        self.check_image(image)
+        image = np.require(image, requirements=["C", "W"])  # PyTorch warns of read-only memory
+        results = self._guarded(torch.from_numpy(image), thresholds, wanted, CPU)
+        return {name: tensor.numpy() for name, tensor in results.items()}
 
-    def check_image(self, image: Array) -> None:
+    def infer_device(
+        self, feeds: Mapping[str, Tensor | float], outputs: Sequence[str] | None = None
+    ) -> dict[str, Tensor]:
+        """`infer` in the memory of `device`, ordered after and before other work of the caller's current stream.
+
+        The host may return before the work is done.
+
+        Args:
+            feeds: `image` on the runner's device, a tensor or anything with DLPack, of any layout, in the signature's
+                dtype (any floating one where that is float32); thresholds as numbers.
+            outputs: as for `infer`.
+
+        Raises:
+            BundleError: as for `infer`, and for an image that is somewhere else.
+        """
+        wanted, thresholds = self._checked(feeds, outputs)
+        given = feeds["image"]
+        image = given if isinstance(given, Tensor) else from_dlpack(given)
+        if image.device != self.device:
+            raise BundleError(
+                f"expected an image in the memory of {self.device}, got one in that of {image.device}: move it there, "
+                "or use infer for arrays of the host"
+            )
+        if image.is_floating_point() and self.signature.image.dtype == "float32":
+            image = image.float()
+        self.check_image(image)
+        return self._guarded(image.contiguous(), thresholds, wanted, self.device)
+
+    def check_image(self, image: Array | Tensor) -> None:
         """Refuses an image input that `infer` would refuse.
 
         Raises:
             BundleError: a dtype, shape or batch that differs from the signature.
         """
-        expected = self.signature.image
-        if image.dtype != expected.dtype or image.ndim != 4 or image.shape[1:] != expected.shape[1:]:
+        expected, dtype, shape = self.signature.image, str(image.dtype).removeprefix("torch."), tuple(image.shape)
+        if dtype != expected.dtype or len(shape) != 4 or shape[1:] != expected.shape[1:]:
             raise BundleError(
                 f"expected image {expected.dtype} (batch, {', '.join(map(str, expected.shape[1:]))}), got "
-                f"{image.dtype} {image.shape}: resize or cut the photo first, or export for another --image-size"
+                f"{dtype} {shape}: resize or cut the photo first, or export for another --image-size"
             )
-        if not 1 <= len(image) <= self.signature.max_batch:
+        if not 1 <= shape[0] <= self.signature.max_batch:
             raise BundleError(
-                f"got a batch of {len(image)}, this bundle takes 1 to {self.signature.max_batch}: send smaller batches "
+                f"got a batch of {shape[0]}, this bundle takes 1 to {self.signature.max_batch}: send smaller batches "
                 "or export with a larger --max-batch"
             )
+
+    def _guarded(
+        self, image: Tensor, thresholds: dict[str, float], outputs: Sequence[str], to: torch.device
+    ) -> dict[str, Tensor]:
+        try:
+            return self._infer(image, thresholds, outputs, to)
+        except self.failures as error:
+            raise self._failure(error, len(image)) from error
 
     def _failure(self, error: Exception, images: int) -> AlgmDeployError:
         said = next(iter(str(error).splitlines()), type(error).__name__)[:300]
@@ -144,17 +237,48 @@ class Runner(ABC):
             f"expected {self.runtime} to run the network, it failed with {said!r}: export and build the bundle again"
         )
 
+    # --- what a runtime fills in --------------------------------------------------------------------------------------
+
     @abstractmethod
     def _open(self) -> None:
         """Loads the executable."""
 
     @abstractmethod
-    def _infer(self, feeds: dict[str, Array], outputs: Sequence[str]) -> dict[str, Array]:
-        """Runs on complete, checked feeds."""
+    def _infer(
+        self, image: Tensor, thresholds: dict[str, float], outputs: Sequence[str], to: torch.device
+    ) -> dict[str, Tensor]:
+        """Runs on checked inputs.
+
+        Args:
+            image: contiguous, on the host or on `device`.
+            thresholds: all that the network reads, rounded to fp32.
+            outputs: names to return.
+            to: where the results are wanted: on the host, or on `device`.
+        """
 
     @abstractmethod
     def _close(self) -> None:
         """Frees what `_open` took."""
+
+    # --- checks -------------------------------------------------------------------------------------------------------
+
+    def _checked(
+        self, feeds: Mapping[str, Any], outputs: Sequence[str] | None
+    ) -> tuple[tuple[str, ...], dict[str, float]]:
+        """The outputs that are wanted, and all thresholds."""
+        self._check_open()
+        wanted = tuple(outputs) if outputs is not None else tuple(t.name for t in self.signature.outputs[:2])
+        self._check_outputs(wanted)
+        known = [t.name for t in self.signature.inputs]
+        if unknown := sorted(set(feeds) - set(known)):
+            raise BundleError(f"this bundle has no input {unknown[0]!r}: choose from {', '.join(known)}")
+        if "image" not in feeds:
+            raise BundleError("the input 'image' is missing")
+        return wanted, {n: _threshold(n, feeds.get(n, d)) for n, d in self.signature.defaults.items()}
+
+    def _check_open(self) -> None:
+        if not self._opened:
+            raise RuntimeUnavailableError(f"the {self.runtime} runner is closed: use it inside a `with` block")
 
     def _check_outputs(self, wanted: Sequence[str]) -> None:
         known = [t.name for t in self.signature.outputs]
@@ -163,22 +287,39 @@ class Runner(ABC):
         if unknown := sorted(set(wanted) - set(known)):
             raise BundleError(f"this bundle has no output {unknown[0]!r}: choose from {', '.join(known)}")
 
-    def _checked(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        known = [t.name for t in self.signature.inputs]
-        if unknown := sorted(set(feeds) - set(known)):
-            raise BundleError(f"this bundle has no input {unknown[0]!r}: choose from {', '.join(known)}")
-        if "image" not in feeds:
-            raise BundleError("the input 'image' is missing")
-        image = np.asarray(feeds["image"])
-        self.check_image(image)
-        thresholds = {n: self._threshold(n, feeds.get(n, d)) for n, d in self.signature.defaults.items()}
-        return {"image": np.require(image, requirements=["C", "W"]), **thresholds}  # PyTorch warns of read-only memory
 
-    def _threshold(self, name: str, value: Any) -> Array:
-        number = np.asarray(value, dtype=np.float32)
-        if number.shape != () or np.isnan(number):
-            raise BundleError(f"{name} is one number, or infinity to merge nothing; got {number.tolist()!r:.50}")
-        return number
+def _threshold(name: str, value: Any) -> float:
+    number = np.asarray(value.cpu() if isinstance(value, Tensor) else value, dtype=np.float32)
+    if number.shape != () or np.isnan(number):
+        raise BundleError(f"{name} is one number, or infinity to merge nothing; got {number.tolist()!r:.50}")
+    return float(number)
+
+
+def _device_asked(row: Runtime, device: str | None) -> torch.device:
+    """The device as it was asked for, its index left open where it was."""
+    if device is None:
+        return torch.device("cuda" if row.needs_gpu or ("cuda" in row.devices and torch.cuda.is_available()) else "cpu")
+    try:
+        asked = torch.device(device)
+    except RuntimeError:
+        asked = torch.device("meta")
+    if asked.type not in row.devices:
+        known = " or ".join(f"{kind}, {kind}:1" if kind == "cuda" else kind for kind in row.devices)
+        raise RuntimeUnavailableError(f"{row.name} executes on {known}, got {device!r}: leave the device out")
+    return CPU if asked.type == "cpu" else asked
+
+
+def _device_here(asked: torch.device, row: Runtime) -> torch.device:
+    """The device with its index. One that needs a GPU and finds none says so itself."""
+    count = torch.cuda.device_count() if asked.type == "cuda" else 0
+    if asked.type == "cpu" or (not count and row.needs_gpu):
+        return asked
+    index = torch.cuda.current_device() if count and asked.index is None else asked.index or 0
+    if index >= count:
+        raise RuntimeUnavailableError(
+            f"expected {asked} for {row.name}, PyTorch finds {count or 'no'} CUDA devices here: leave the device out"
+        )
+    return torch.device("cuda", index)
 
 
 def runner_type(runtime: str) -> type[Runner]:
@@ -187,18 +328,17 @@ def runner_type(runtime: str) -> type[Runner]:
     Raises:
         RuntimeUnavailableError: an unknown name, or the runtime's package is not installed.
     """
-    if runtime not in RUNTIMES:
-        raise RuntimeUnavailableError(f"unknown runtime {runtime!r}: choose from {', '.join(RUNTIMES)}")
-    module, name = RUNTIMES[runtime].split(":")
+    row = row_of(runtime)
+    module, name = row.runner.split(":")
     try:
         found: type[Runner] = getattr(import_module(module), name)
     except ModuleNotFoundError as error:
         raise RuntimeUnavailableError(
-            f"runtime {runtime} needs the package {error.name}: `pip install 'algm-deploy[{runtime}]'`"
+            f"runtime {runtime} needs the package {error.name}: `pip install {row.install}`"
         ) from error
     return found
 
 
-def runner(bundle: Bundle, runtime: str) -> Runner:
-    """A closed runner for a bundle."""
-    return runner_type(runtime)(bundle)
+def runner(bundle: Bundle, runtime: str, device: str | None = None) -> Runner:
+    """A closed runner for a bundle; `device` as for `Runner`."""
+    return runner_type(runtime)(bundle, device=device)

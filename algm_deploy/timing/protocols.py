@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from shlex import quote
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
@@ -107,31 +107,6 @@ def usual_request(
     warmup = usual.warmup if warmup is None else warmup
     effort = Effort(warmup, rounds, max(usual.most_rounds, 2 * rounds))
     return Request(protocol, count, batch, effort, thresholds or {})
-
-
-@runtime_checkable
-class InDeviceMemory(Protocol):
-    """A runner that works on tensors where they lie."""
-
-    def infer_device(
-        self, feeds: Mapping[str, torch.Tensor | float], outputs: Sequence[str] | None = None
-    ) -> dict[str, torch.Tensor]:
-        """Results stay on the device."""
-
-
-@runtime_checkable
-class TellsPlacement(Protocol):
-    """A runner that can tell which provider executes each node, and how often data moves between them."""
-
-    def placement(self, feeds: Mapping[str, Array]) -> Placed:
-        """Runs once more to see."""
-
-
-class Placed(Protocol):
-    """Nodes of a run by provider, and copies between host and device among them."""
-
-    nodes: dict[str, int]
-    copies: int
 
 
 # ------------------------------------------------------------------------------------------------------------- the run
@@ -273,7 +248,7 @@ class _Contestant:
         self.run, self.output, self.size = run, recipe.output, recipe.network.image_size
         defaults = run.signature.defaults  # none where nothing merges
         self.thresholds = {name: thresholds.get(name, default) for name, default in defaults.items()}
-        self.on_cuda = run.runtime != "onnxruntime-cpu" and torch.cuda.is_available()
+        self.on_cuda = run.device.type == "cuda"
 
     def network(self, windows: Array) -> Callable[[], float]:
         """Milliseconds of the network alone, on its device, when the pictures are there."""
@@ -291,24 +266,14 @@ class _Contestant:
 
     def executed(self, windows: Array) -> dict[str, Any]:
         """How the network really ran, as far as its runner tells."""
-        told: dict[str, Any] = {"execution": self.run.execution}
-        if isinstance(self.run, TellsPlacement):
-            placed = self.run.placement(self._feeds(windows))
-            told |= {"nodes_by_provider": placed.nodes, "host_device_copies": placed.copies}
-        return told
+        placed = self.run.placement(self._feeds(windows))
+        found = {"nodes_by_provider": placed.nodes, "host_device_copies": placed.copies} if placed else {}
+        return {"execution": self.run.execution, **found}
 
     def _network(self, windows: Array) -> Call:
         """The call to time; pictures are uploaded here, and freed with it."""
-        if not self.on_cuda:
-            feeds = self._feeds(windows)
-            return lambda: self.run.infer(feeds, [self.output])
-        image = torch.from_numpy(windows).cuda()
-        if isinstance(self.run, InDeviceMemory):
-            device_feeds: dict[str, torch.Tensor | float] = {"image": image, **self.thresholds}
-            return partial(self.run.infer_device, device_feeds, [self.output])
-        tensors = {n: torch.tensor(v, dtype=torch.float32, device="cuda") for n, v in self.thresholds.items()}
-        engine: Any = self.run  # TensorRT's runner, which writes all outputs of an engine
-        return partial(engine.infer_tensors, {"image": image, **tensors})
+        image = torch.from_numpy(windows).to(self.run.device)
+        return partial(self.run.infer_device, {"image": image, **self.thresholds}, [self.output])
 
     def _feeds(self, windows: Array) -> dict[str, Array]:
         return {"image": windows, **{n: np.asarray(v, np.float32) for n, v in self.thresholds.items()}}
@@ -424,22 +389,23 @@ def _conditions(contestant: _Contestant) -> dict[str, Any]:
     run = contestant.run
     return {
         "clock": "CUDA events" if contestant.on_cuda else "host",
-        "provider": getattr(run, "provider_name", None),
-        "executable": getattr(run, "graph", None),
-        "custom_operators": tuple(getattr(run, "custom_operators", ())),
+        "device": run.device_name,
+        "provider": run.provider,
+        "executable": run.executable,
+        "custom_operators": run.custom_operators,
         "precision": run.bundle.recipe.precision,
         "output": run.bundle.recipe.output,
         "torch_threads": torch.get_num_threads(),
         "cpus_usable": len(os.sched_getaffinity(0)),
         "load_average_1_minute": os.getloadavg()[0],
         "environment": environment(devices=contestant.on_cuda),
-        "gpu": _gpu() if contestant.on_cuda else None,
+        "gpu": _gpu(run.device) if contestant.on_cuda else None,
     }
 
 
-def _gpu() -> GpuState | None:
-    """Clocks, power and temperature of the current device, right after the last timed call."""
-    uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
+def _gpu(device: torch.device) -> GpuState | None:
+    """Clocks, power and temperature of a device, right after the last timed call."""
+    uuid = torch.cuda.get_device_properties(device).uuid
     return gpu_state(f"GPU-{uuid}")
 
 

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import count, takewhile
-from typing import Any
 
+from algm_deploy.bundle.files import ONNX, WEIGHTS
 from algm_deploy.bundle.manifest import MANIFEST
 from algm_deploy.bundle.records import VariantName, VariantOrigin
 from algm_deploy.bundle.signature import Signature, signature_of
 from algm_deploy.bundle.store import Bundle, BundleWriter
 from algm_deploy.errors import BundleError
-from algm_deploy.lowering.onnxruntime import stretch_file
-from algm_deploy.lowering.writing import ONNX, write_network
-from algm_deploy.models.deployed import Deployed
-from algm_deploy.models.loading import WEIGHTS, load_network
+from algm_deploy.lowering.writing import write_network
+from algm_deploy.models.loading import load_network
 from algm_deploy.runners.contract import Runner, runner, runner_type
-from algm_deploy.runners.torch.runner import TorchRunner
-from algm_deploy.timing.variants import truncate, variant_network, variant_recipe
-
-CUDA = "onnxruntime-cuda"
+from algm_deploy.runners.registry import row_of
+from algm_deploy.timing.variants import variant_network, variant_recipe
 
 
 def variant_bundle(bundle: Bundle, variant: VariantName, tokens: Sequence[int]) -> Bundle:
@@ -65,15 +60,9 @@ def _rows(bundle: Bundle, variant: VariantName, tokens: Sequence[int]) -> tuple[
 
 
 def executables(bundle: Bundle, runtime: str) -> dict[str, str]:
-    """SHA-256 of each file that a runtime may execute, by name; its own executable is the last where it has one."""
-    stretches = takewhile(bundle.files.__contains__, map(stretch_file, count())) if runtime == CUDA else ()
-    names = (WEIGHTS, ONNX, *stretches, f"model.{runtime}.onnx", f"engines/{runtime}.engine")
+    """SHA-256 of each file that a runtime's results depend on, by name: what it executes, and what every export has."""
+    names = (WEIGHTS, ONNX, *row_of(runtime).executed(bundle.files))
     return {name: bundle.files[name].sha256 for name in names if name in bundle.files}
-
-
-def executable(bundle: Bundle, runtime: str) -> str:
-    """Name of the file that a runtime opens."""
-    return list(executables(bundle, runtime))[-1]
 
 
 def variant_runner(bundle: Bundle, runtime: str, like: Bundle) -> Runner:
@@ -82,32 +71,17 @@ def variant_runner(bundle: Bundle, runtime: str, like: Bundle) -> Runner:
     Raises:
         BundleError: the two end in different tails, as the native library came or went in between.
     """
-    if runtime == "torch":
-        return VariantTorchRunner(bundle)
-    if executable(bundle, runtime) != executable(like, runtime) or _tail(bundle, runtime) != _tail(like, runtime):
+    wanted = runner(like, runtime)
+    if _made(found := runner(bundle, runtime)) != _made(wanted):
         runner_type(runtime).build(bundle)
-    if _tail(bundle, runtime) != _tail(like, runtime):
+    if _made(found) != _made(wanted):
         raise BundleError(
-            f"expected {bundle.path} to make its label map as {like.path} does, got another operator: run `algm-deploy "
-            f"build {like.path} --runtime {runtime}` and verify again"
+            f"expected {bundle.path} to make its label map as {like.path} does, got another operator: run "
+            f"`{wanted.build_command}` and verify again"
         )
-    return runner(bundle, runtime)
+    return found
 
 
-def _tail(bundle: Bundle, runtime: str) -> Any:
-    """What a provider of ONNX Runtime computes label maps with; None elsewhere."""
-    found = runner_type(runtime)(bundle)
-    return "label_map" in getattr(found, "custom_operators", ())
-
-
-class VariantTorchRunner(TorchRunner):
-    """PyTorch on a variant: dropping tokens is no merge plan, so a truncated network is made by its fact."""
-
-    def _network(self) -> Deployed:
-        origin = self.bundle.manifest.variant
-        rows = dict(origin.rows_by_layer) if origin else {}
-        if not rows:
-            return super()._network()
-        recipe = self.bundle.recipe
-        network = truncate(load_network(self.bundle), rows, recipe.merging.method)
-        return Deployed(network, recipe.network, recipe.output).eval()
+def _made(run: Runner) -> tuple[str | None, bool]:
+    """What a runner executes, and whether a native library computes its label maps."""
+    return run.row().executable(run.bundle.files), "label_map" in run.custom_operators

@@ -7,50 +7,21 @@ cost a merge of zero cost would leave; its labels mean nothing.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import onnx_ir as ir
-import torch
-from torch import nn
 
 from algm_deploy.bundle.records import VariantName
 from algm_deploy.bundle.signature import signature_of
 from algm_deploy.lowering.export import base_onnx
 from algm_deploy.lowering.onnxruntime import Provider, rewrite, single_image
 from algm_deploy.lowering.portable import add_function_bodies
-from algm_deploy.merging import count_sizes, insert_merging
+from algm_deploy.merging import insert_merging, truncate
 from algm_deploy.models.deployed import Deployed
-from algm_deploy.models.vit import MergeInputs, Model, Tokens, VitNetwork, share_parameters
-from algm_deploy.recipe.schema import DENSE, Method, Recipe
+from algm_deploy.models.vit import VitNetwork
+from algm_deploy.recipe.schema import DENSE, Recipe
 
 VARIANTS: tuple[VariantName, ...] = ("dense", "merged", "truncated")
-
-
-class KeepFirst(nn.Module):
-    """Keeps the first `rows` rows of every image, in a merge slot; patches behind them share the rows that are left."""
-
-    def __init__(self, rows: int, prefix: int) -> None:
-        super().__init__()
-        self.rows, self.prefix = rows, prefix
-
-    def forward(self, tokens: Tokens, inputs: MergeInputs | None) -> Tokens:
-        """Tokens of `rows` rows, prefix counted."""
-        kept = self.prefix + (tokens.map - self.prefix) % (self.rows - self.prefix)
-        length = torch.full_like(tokens.length, self.rows)
-        return Tokens(tokens.values[:, : self.rows], tokens.size[:, : self.rows], kept, length, padded=False)
-
-
-def truncate(model: Model, rows: Mapping[int, int], method: Method = "algm") -> Model:
-    """A copy of `model` that keeps the first `rows[layer]` rows, prefix counted, in each of these 1-based layers.
-
-    Of `method` it keeps what is no merge: with ToMe, attention by sizes and a decoder that gets every patch.
-    """
-    truncated = share_parameters(model)
-    for layer, count in rows.items():
-        truncated.blocks[layer - 1].merge = KeepFirst(count, truncated.encoder.prefix)
-    if method == "tome":
-        count_sizes(truncated)
-    return truncated
 
 
 def variant_network(

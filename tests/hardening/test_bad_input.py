@@ -16,11 +16,10 @@ import torch
 import yaml
 from PIL import Image
 
+from algm_deploy.bundle.files import ONNX, ONNX_DATA, WEIGHTS
 from algm_deploy.bundle.manifest import MANIFEST
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.cli import main
-from algm_deploy.lowering.writing import ONNX, ONNX_DATA
-from algm_deploy.models.loading import WEIGHTS
 
 Edit = Callable[["Place"], None]
 

@@ -89,9 +89,9 @@ def test_it_starts_no_program_and_unpickles_no_object(watched: tuple[Path, list[
     others = [e for e in before_doctor if e[0] not in ("command", "write") and not e[1].startswith(str(own)[:-1])]
     assert others == []
     started = [event[1] for event in events if event[0] == "subprocess.Popen"]
-    known = ("doctor import tell", "nvidia-smi", "'uname', '-p'")
+    known = ("doctor.probes import tell", "nvidia-smi", "'uname', '-p'")
     assert [words for words in started if not any(part in words for part in known)] == []
-    assert any("doctor import tell" in words for words in started)
+    assert any("doctor.probes import tell" in words for words in started)
 
 
 def test_it_writes_into_the_named_folders_only(watched: tuple[Path, list[int], list[list[str]]]) -> None:

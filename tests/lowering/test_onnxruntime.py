@@ -21,7 +21,6 @@ from algm_deploy.lowering.onnxruntime import (
     Provider,
     _key_lengths,
     _unit_rows,
-    graph_file,
     rewrite,
     write_onnxruntime_onnx,
 )
@@ -95,12 +94,12 @@ def test_bodies_stay_without_the_library(tiny_bundle: Bundle) -> None:
 
 def test_no_weight_is_written_again(tiny_bundle: Bundle, tmp_path: Path) -> None:
     bundle = copied(tiny_bundle, tmp_path)
-    write_onnxruntime_onnx(bundle, "cpu", custom_operators=False)
-    written, portable = (ir.load(bundle.file(name)) for name in (graph_file("cpu"), "model.onnx"))
+    write_onnxruntime_onnx(bundle, "cpu", False, "built.onnx")
+    written, portable = (ir.load(bundle.file(name)) for name in ("built.onnx", "model.onnx"))
     places = {n: (v.const_value.location, v.const_value.offset) for n, v in external(portable).items()}
     assert external(written)
     assert all((v.const_value.location, v.const_value.offset) == places[n] for n, v in external(written).items())
-    assert bundle.path.joinpath(graph_file("cpu")).stat().st_size < 200_000
+    assert bundle.path.joinpath("built.onnx").stat().st_size < 200_000
 
 
 def external(model: ir.Model) -> dict[str, ir.Value]:
@@ -213,15 +212,15 @@ def run(path: Path, image: np.ndarray, clap: float = 0.9) -> dict[str, np.ndarra
 
 def test_a_single_image_graph_refuses_two(tiny_bundle: Bundle, tmp_path: Path) -> None:
     bundle = copied(tiny_bundle, tmp_path)
-    write_onnxruntime_onnx(bundle, "cpu", custom_operators=False)
+    write_onnxruntime_onnx(bundle, "cpu", False, "built.onnx")
     with pytest.raises(Exception, match="Expected: 1"):
-        run(bundle.file(graph_file("cpu")), np.zeros((2, 3, 128, 128), np.uint8))
+        run(bundle.file("built.onnx"), np.zeros((2, 3, 128, 128), np.uint8))
 
 
 def test_images_that_decide_together_stay_a_batch(tiny_checkpoint: Path, tmp_path: Path) -> None:
     bundle = export(tiny_checkpoint, tmp_path / "coupled", None, {"merging.batch": "batch_min"}).bundle
-    write_onnxruntime_onnx(bundle, "cpu", custom_operators=False)
-    model = ir.load(bundle.file(graph_file("cpu")))
+    write_onnxruntime_onnx(bundle, "cpu", False, "built.onnx")
+    model = ir.load(bundle.file("built.onnx"))
     assert str(model.graph.inputs[0].shape[0]) == "batch"
     attentions = [n for n in model.graph if n.op_type == "Attention"]
     assert all(len(n.inputs) == 3 for n in attentions), "equal lengths need no mask"

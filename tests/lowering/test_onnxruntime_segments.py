@@ -1,4 +1,4 @@
-"""A CUDA graph in stretches, chained on the CPU, gives exactly what the whole graph gives."""
+"""A CUDA graph in segments, chained on the CPU, gives exactly what the whole graph gives."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import pytest
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.deployment import export
 from algm_deploy.errors import ExportError
-from algm_deploy.lowering.onnxruntime import rewrite, stretch_file, write_onnxruntime_onnx
-from algm_deploy.lowering.onnxruntime_segments import ROWS, stretches
+from algm_deploy.lowering.onnxruntime import rewrite, write_onnxruntime_onnx
+from algm_deploy.lowering.onnxruntime_segments import ROWS, segments
 
 THRESHOLDS = {"clap_threshold": np.array(0.8, np.float32), "gbm_threshold": np.array(0.5, np.float32)}
 # Plans beside the tiny network's own, CLAP in block 1 and GBM in block 3.
@@ -24,13 +24,14 @@ PLANS: dict[str, dict[str, Any]] = {
     "three_gbm": {"merging.clap_layers": [], "merging.gbm_layers": [2, 3, 4]},
     "dense": {"merging.clap_layers": [], "merging.gbm_layers": []},
 }
+SEGMENTS = "part-*.onnx"
 MERGES = {"scores": 2, "labels": 2, "three_gbm": 3, "dense": 0}
 
 
 @pytest.fixture(scope="module", params=MERGES)
 def exported(request: pytest.FixtureRequest, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A plan's name and the folder of its bundle, which belongs to the tests here."""
-    folder = tmp_path_factory.mktemp("stretches") / request.param
+    folder = tmp_path_factory.mktemp("segments") / request.param
     if request.param in PLANS:
         return request.param, export(tiny_checkpoint, folder, None, PLANS[request.param]).bundle
     ready: Bundle = request.getfixturevalue({"scores": "tiny_bundle", "labels": "labels_bundle"}[request.param])
@@ -58,7 +59,7 @@ def rewritten(bundle: Bundle) -> ir.Model:
 def chained(
     parts: Sequence[ort.InferenceSession], feeds: dict[str, np.ndarray], step: int, poison: float = 0.0
 ) -> dict[str, np.ndarray]:
-    """Runs the stretches; each takes the next multiple of `step` rows, and finds `poison` in those nobody counted."""
+    """Runs the segments; each takes the next multiple of `step` rows, and finds `poison` in those nobody counted."""
     values = dict(feeds)
     for part, following in zip(parts, [*parts[1:], None], strict=True):
         names = [o.name for o in part.get_outputs()]
@@ -73,7 +74,7 @@ def chained(
                 assert not made[:, rows:].any(), "padding is zero"
                 values[taken.name] = made[:, : -(-rows // step) * step].copy()
                 values[taken.name][:, rows:] = poison
-    raise AssertionError("no stretch")
+    raise AssertionError("no segment")
 
 
 @pytest.mark.parametrize(("step", "poison"), [(1, 0.0), (8, 0.0), (8, 1e4), (1000, 1e4)])
@@ -81,7 +82,7 @@ def test_a_chain_equals_the_whole(exported: Any, session: Any, blob_images: Any,
     name, bundle = exported
     model = rewritten(bundle)
     whole = session(model, bundle.path / "whole.onnx")
-    parts = [session(part, bundle.path / f"{i}.onnx") for i, part in enumerate(stretches(model))]
+    parts = [session(part, bundle.path / f"{i}.onnx") for i, part in enumerate(segments(model))]
     assert len(parts) == 1 + MERGES[name]
     image = blob_images(3)[2:] if step == 1 else blob_images(3)
     feeds = {"image": image, **THRESHOLDS}
@@ -97,28 +98,28 @@ def test_a_chain_equals_the_whole(exported: Any, session: Any, blob_images: Any,
         assert expected["token_counts"].max() < 64, "nothing merged"
 
 
-def test_a_stretch_holds_the_weights_of_its_own_blocks(tiny_bundle: Bundle) -> None:
+def test_a_segment_holds_the_weights_of_its_own_blocks(tiny_bundle: Bundle) -> None:
     model = rewritten(tiny_bundle)
 
     def weights(part: ir.Model) -> set[str]:
         return {name for name, value in part.graph.initializers.items() if value.const_value.nbytes > 1024}
 
-    parts = [weights(part) for part in stretches(model)]
+    parts = [weights(part) for part in segments(model)]
     blocks = [{name.split(".")[2] for name in part if name.startswith("encoder.blocks.")} for part in parts]
     # CLAP stands behind the attention of block 1, GBM behind that of block 3.
     assert blocks == [{"0"}, {"0", "1", "2"}, {"2", "3"}]
     assert sum(map(len, parts)) == len(set.union(*parts)) == len(weights(model))
 
 
-def test_what_a_stretch_takes_and_gives(tiny_bundle: Bundle) -> None:
-    first, second, third = stretches(rewritten(tiny_bundle))
+def test_what_a_segment_takes_and_gives(tiny_bundle: Bundle) -> None:
+    first, second, third = segments(rewritten(tiny_bundle))
     assert {v.name for v in first.graph.inputs} == {"image", "clap_threshold"}
     assert {v.name for v in second.graph.inputs} >= {"gbm_threshold", "token_map_clap_1"}
     assert [v.name for part in (first, second, third) for v in part.graph.outputs if v.name.startswith(ROWS)] == [
         "rows_of_tokens_clap_1",
         "rows_of_tokens_gbm_3",
     ]
-    # No size crosses: it would come from the device, where the next stretch cannot read it without waiting.
+    # No size crosses: it would come from the device, where the next segment cannot read it without waiting.
     crossing = {v.name for v in (*second.graph.inputs, *third.graph.inputs)} - {"image", "gbm_threshold"}
     values = {v.name: v for node in (*first.graph, *second.graph) for v in node.outputs}
     assert all(values[name].producer().op_type not in ("Shape", "Concat", "Gather") for name in crossing)
@@ -126,11 +127,19 @@ def test_what_a_stretch_takes_and_gives(tiny_bundle: Bundle) -> None:
     assert ["batch", "65", "64"] in shapes.values(), "as many rows come out as went in"
 
 
-def test_the_bundle_gets_its_stretches(tiny_bundle: Bundle, tmp_path: Path) -> None:
+def number_written(bundle: Bundle, custom_operators: bool = True) -> int:
+    """Segments that came with the graph for CUDA."""
+    _, segments = write_onnxruntime_onnx(bundle, "cuda", custom_operators, "whole.onnx", SEGMENTS)
+    assert [name for name in bundle.files if name.startswith("part-")] == [f"part-{i}.onnx" for i in range(segments)]
+    assert bundle.file("whole.onnx").is_file()
+    return segments
+
+
+def test_the_bundle_gets_its_segments(tiny_bundle: Bundle, tmp_path: Path) -> None:
     bundle = Bundle.open(shutil.copytree(tiny_bundle.path, tmp_path / "bundle"))
-    assert "stretches" not in write_onnxruntime_onnx(bundle, "cuda", custom_operators=False)
-    assert write_onnxruntime_onnx(bundle, "cuda", custom_operators=True)["stretches"] == 3
-    assert all(bundle.file(stretch_file(index)).stat().st_size < 200_000 for index in range(3))
+    assert number_written(bundle, custom_operators=False) == 0
+    assert number_written(bundle) == 3
+    assert all(bundle.file(SEGMENTS.replace("*", str(index))).stat().st_size < 200_000 for index in range(3))
 
 
 def test_padded_attention_in_16_bits_is_packed(tiny_checkpoint: Path, tmp_path: Path) -> None:
@@ -144,7 +153,7 @@ def test_padded_attention_in_16_bits_is_packed(tiny_checkpoint: Path, tmp_path: 
     # One for CLAP's rows, one for GBM's, one for the decoder's, which begin with the classes.
     assert len({node.inputs[5] for node in packed}) == sum(n.op_type == "sequence_starts" for n in model.graph) == 3
     assert sum(map(is_turned, model.graph)) == 5
-    assert [sum(n.op_type.startswith("Packed") for n in part.graph) for part in stretches(model)] == [0, 2, 3]
+    assert [sum(n.op_type.startswith("Packed") for n in part.graph) for part in segments(model)] == [0, 2, 3]
     for custom, provider in ((False, "cuda"), (True, "cpu")):
         other = ir.load(bundle.file("model.onnx"))
         assert rewrite(other, provider, custom, False)["packed_attention"] == 0
@@ -158,22 +167,22 @@ def is_turned(node: ir.Node) -> bool:
 
 def test_images_that_decide_together_are_not_cut(tiny_checkpoint: Path, tmp_path: Path) -> None:
     bundle = export(tiny_checkpoint, tmp_path / "coupled", None, {"merging.batch": "batch_min"}).bundle
-    assert "stretches" not in write_onnxruntime_onnx(bundle, "cuda", custom_operators=True)
+    assert number_written(bundle) == 0
     with pytest.raises(ExportError, match="whose images decide alone"):
-        stretches(rewritten(bundle))
+        segments(rewritten(bundle))
 
 
 def test_function_bodies_are_not_cut(tiny_bundle: Bundle) -> None:
     model = ir.load(tiny_bundle.file("model.onnx"))
     rewrite(model, "cuda", False, False)
     with pytest.raises(ExportError, match="custom operator library"):
-        stretches(model)
+        segments(model)
 
 
 def test_tome_is_not_cut(tiny_checkpoint: Path, tmp_path: Path) -> None:
     """Its body reads a size from the device, which a CUDA graph cannot hold."""
     tome = {"merging.method": "tome", "merging.tome_r": [8, 8], "merging.clap_layers": [], "merging.gbm_layers": []}
     bundle = export(tiny_checkpoint, tmp_path / "tome", None, tome).bundle
-    assert "stretches" not in write_onnxruntime_onnx(bundle, "cuda", custom_operators=True)
+    assert number_written(bundle) == 0
     with pytest.raises(ExportError, match="custom operator library"):
-        stretches(rewritten(bundle))
+        segments(rewritten(bundle))

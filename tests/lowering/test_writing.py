@@ -16,15 +16,15 @@ import onnx_ir as ir
 import pytest
 import torch
 
-from algm_deploy.bundle.files import sha256_of
+from algm_deploy.bundle.files import ONNX, ONNX_DATA, WEIGHTS, sha256_of
 from algm_deploy.bundle.signature import signature_of
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BundleError, CheckpointError, ExportError
-from algm_deploy.lowering.writing import ALIGNMENT, EXTERNAL_BYTES, ONNX, ONNX_DATA, move_weights, write_bundle
+from algm_deploy.lowering.writing import ALIGNMENT, EXTERNAL_BYTES, move_weights, write_bundle
 from algm_deploy.merging import deployed, merge_inputs
 from algm_deploy.models.checkpoints.reading import read_checkpoint
 from algm_deploy.models.checkpoints.variant import recipe_from_variant
-from algm_deploy.models.loading import WEIGHTS, load_network
+from algm_deploy.models.loading import load_network
 
 
 def external(path: Path) -> dict[str, tuple[int, int]]:

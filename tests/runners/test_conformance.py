@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BundleError, RuntimeUnavailableError
 from algm_deploy.native_libraries import find_library
-from algm_deploy.runners.contract import RUNTIMES, Runner, runner, runner_type
+from algm_deploy.runners.contract import Runner, runner, runner_type
+from algm_deploy.runners.registry import RUNTIMES, row_of
 
 MAPS = ["token_map_clap_1", "token_map_gbm_3"]
 
@@ -22,8 +24,8 @@ MAPS = ["token_map_clap_1", "token_map_gbm_3"]
 def built(request: pytest.FixtureRequest, tiny_bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A runtime's name and a bundle with its executable; skipped, with the reason, where it cannot be opened."""
     runtime = request.param
-    if runtime.startswith("tensorrt") and find_library("trt_plugin") is None:
-        pytest.skip(f"{runtime}: the plugin library is not built here: algm-deploy build-native trt_plugin")
+    if missing := [name for name in row_of(runtime).libraries if find_library(name) is None]:
+        pytest.skip(f"{runtime}: a library is not built here: algm-deploy build-native {' '.join(missing)}")
     bundle = Bundle.open(shutil.copytree(tiny_bundle.path, tmp_path_factory.mktemp(runtime) / "bundle"))
     try:
         runner_type(runtime).build(bundle)
@@ -92,6 +94,106 @@ def test_agrees_with_torch(run: Runner, images: np.ndarray) -> None:
         expected = torch_run.infer({"image": images, "clap_threshold": 0.7}, names)
     np.testing.assert_allclose(found.pop("scores"), expected.pop("scores"), rtol=0, atol=2e-5)
     assert_equal(found, expected)
+
+
+# ------------------------------------------------------------------------------------------------------ device memory
+
+
+def on_device(run: Runner, images: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(images).to(run.device)
+
+
+def to_arrays(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    return {name: tensor.cpu().numpy() for name, tensor in tensors.items()}
+
+
+def test_tensors_give_what_arrays_give(run: Runner, images: np.ndarray) -> None:
+    names = ["token_counts", "scores", MAPS[1]]
+    for thresholds in ({}, {"clap_threshold": 0.7, "gbm_threshold": 0.5}):
+        found = run.infer_device({"image": on_device(run, images), **thresholds}, names)
+        assert {tensor.device for tensor in found.values()} == {run.device}
+        expected = run.infer({"image": images, **{n: np.float32(v) for n, v in thresholds.items()}}, names)
+        assert_equal(to_arrays(found), expected)
+    assert list(run.infer_device({"image": on_device(run, images)})) == ["scores", "token_counts"]
+
+
+def test_tensors_in_any_layout(run: Runner, images: np.ndarray) -> None:
+    expected = run.infer({"image": images})
+    turned = on_device(run, images).permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+    assert not turned.is_contiguous()
+    assert_equal(to_arrays(run.infer_device({"image": turned})), expected)
+
+
+def test_anything_with_dlpack(run: Runner, images: np.ndarray) -> None:
+    class Elsewhere:
+        """Another library's array."""
+
+        def __init__(self, tensor: torch.Tensor) -> None:
+            self.__dlpack__, self.__dlpack_device__ = tensor.__dlpack__, tensor.__dlpack_device__
+
+    foreign: Any = Elsewhere(on_device(run, images))
+    assert_equal(to_arrays(run.infer_device({"image": foreign})), run.infer({"image": images}))
+
+
+def test_resulting_tensors_belong_to_the_caller(run: Runner, images: np.ndarray) -> None:
+    names = ["scores", "token_counts", *MAPS]
+    first = run.infer_device({"image": on_device(run, images)}, names)
+    kept = to_arrays({name: tensor.clone() for name, tensor in first.items()})
+    run.infer_device({"image": on_device(run, images[::-1].copy())}, names)
+    assert_equal(to_arrays(first), kept)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: x.to("meta"), "expected an image in the memory of .*, got one in that of meta"),
+        (lambda x: x.float(), "expected image uint8 .* got float32"),
+        (lambda x: x[0], r"got uint8 \(3, 128, 128\)"),
+        (lambda x: x[:, :, :64], r"got uint8 \(3, 3, 64, 128\)"),
+        (lambda x: x[:0], "a batch of 0, this bundle takes 1 to 8"),
+        (lambda x: x.repeat(3, 1, 1, 1), "a batch of 9, this bundle takes 1 to 8"),
+    ],
+    ids=["elsewhere", "float", "rank_3", "height", "batch_0", "batch_9"],
+)
+def test_tensors_that_do_not_fit(run: Runner, images: np.ndarray, change: Any, message: str) -> None:
+    with pytest.raises(BundleError, match=message):
+        run.infer_device({"image": change(on_device(run, images))})
+
+
+def test_bad_calls_with_tensors(run: Runner, images: np.ndarray) -> None:
+    image = on_device(run, images)
+    with pytest.raises(BundleError, match="no input 'tau': choose from image, clap_threshold, gbm_threshold"):
+        run.infer_device({"image": image, "tau": 0.5})
+    with pytest.raises(BundleError, match="'image' is missing"):
+        run.infer_device({"clap_threshold": 1.0})
+    with pytest.raises(BundleError, match="clap_threshold is one number"):
+        run.infer_device({"image": image, "clap_threshold": torch.zeros(1)})
+    with pytest.raises(BundleError, match="no output 'labels'"):
+        run.infer_device({"image": image}, ["labels"])
+
+
+# ---------------------------------------------------------------------------------------------------- what a run tells
+
+
+def test_a_runner_tells_what_it_is(run: Runner) -> None:
+    row = row_of(run.runtime)
+    assert run.row() is row
+    assert run.executable == row.own, "it was built"
+    assert run.bundle.file(run.executable).is_file()
+    assert set(run.custom_operators) <= {"clap", "gbm", "unmerge", "label_map"}
+    assert run.provider is None or run.provider.endswith("ExecutionProvider")
+    assert run.device.type in row.devices
+    assert (run.device.index is None) == (run.device.type == "cpu")
+    assert run.device_name == row.device_here()
+    assert all(type(word) is str for pair in run.execution.items() for word in pair)
+
+
+def test_placement_counts_nodes_where_there_are_providers(run: Runner, images: np.ndarray) -> None:
+    placed = run.placement({"image": images})
+    assert (placed is None) == (run.provider is None)
+    if placed is not None:
+        assert placed.nodes[str(run.provider)] > 50
+        assert placed.copies >= 0
 
 
 # -------------------------------------------------------------------------------------------------------- thresholds
@@ -184,6 +286,8 @@ def test_a_closed_runner_refuses_and_opens_again(built: Any, images: np.ndarray)
     closed = runner(bundle, runtime)
     with pytest.raises(RuntimeUnavailableError, match=f"the {runtime} runner is closed"):
         closed.infer({"image": images})
+    with pytest.raises(RuntimeUnavailableError, match=f"the {runtime} runner is closed"):
+        closed.infer_device({"image": on_device(closed, images)})
     with closed as run:
         first = run.infer({"image": images})
     with pytest.raises(RuntimeUnavailableError, match="closed"):
@@ -199,6 +303,18 @@ def test_an_exception_closes_the_runner(built: Any, images: np.ndarray) -> None:
         raise KeyError
     with pytest.raises(RuntimeUnavailableError, match="closed"):
         opened.infer({"image": images})
+
+
+def test_the_device_can_be_named(built: Any, images: np.ndarray) -> None:
+    runtime, bundle = built
+    for device in row_of(runtime).devices:
+        if device == "cpu" or torch.cuda.is_available():
+            with runner(bundle, runtime, device) as run:
+                assert run.device.type == device
+                assert run.infer({"image": images})["token_counts"].shape == (3, 2)
+    for device in {"cpu", "cuda", "gpu", "cuda:x", "mps"} - set(row_of(runtime).devices):
+        with pytest.raises(RuntimeUnavailableError, match=f"{runtime} executes on .*, got '{device}'"):
+            runner(bundle, runtime, device)
 
 
 def test_two_runners_at_once(built: Any, images: np.ndarray) -> None:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import NotExecutedError, RuntimeUnavailableError
-from algm_deploy.runners.contract import RUNTIMES, Array, Runner, runner, runner_type
+from algm_deploy.runners.contract import Runner, runner, runner_type
+from algm_deploy.runners.registry import RUNTIMES
 
 
 class Echo(Runner):
-    """Returns what it was fed."""
+    """Remembers what it was fed."""
 
-    runtime = "echo"
+    runtime = "onnxruntime-cpu"
     fails = False
     events: list[str]
 
@@ -25,9 +27,11 @@ class Echo(Runner):
         if self.fails:
             raise NotExecutedError("no device")
 
-    def _infer(self, feeds: dict[str, Array], outputs: Sequence[str]) -> dict[str, Array]:
-        self.fed = feeds
-        return {name: np.zeros(1) for name in outputs}
+    def _infer(
+        self, image: Tensor, thresholds: dict[str, float], outputs: Sequence[str], to: torch.device
+    ) -> dict[str, Tensor]:
+        self.fed, self.to = (image, thresholds), to
+        return {name: torch.zeros(1) for name in outputs}
 
     def _close(self) -> None:
         self.events = ["closed"]
@@ -63,11 +67,12 @@ def test_feeds_arrive_complete(tiny_bundle: Bundle) -> None:
     image = np.zeros((128, 128, 3, 2), np.uint8).transpose(3, 2, 0, 1)
     with Echo(tiny_bundle) as run:
         outputs = run.infer({"image": image, "gbm_threshold": 2})
+    fed, thresholds = run.fed
     assert list(outputs) == ["scores", "token_counts"]
-    assert list(run.fed) == ["image", "clap_threshold", "gbm_threshold"]
-    assert run.fed["image"].flags.c_contiguous
-    values: list[tuple[Any, Any, float]] = [(v.dtype, v.shape, float(v)) for k, v in run.fed.items() if k != "image"]
-    assert values == [(np.float32, (), float(np.float32(0.9))), (np.float32, (), 2.0)]
+    assert thresholds == {"clap_threshold": float(np.float32(0.9)), "gbm_threshold": 2.0}
+    assert fed.is_contiguous()
+    np.testing.assert_array_equal(fed.numpy(), image)
+    assert run.to.type == "cpu"
 
 
 def test_a_runner_that_cannot_open_stays_closed(tiny_bundle: Bundle) -> None:

@@ -168,14 +168,14 @@ def test_truncated_keeps_its_tokens_on_every_runtime(verified: Bundle, windows: 
     assert outputs["scores"].shape == (2, 11, 128, 128)
 
 
-def test_stretches_are_executed_and_the_whole_graph_is_opened(tiny_bundle: Bundle, tmp_path: Path) -> None:
+def test_segments_are_executed_and_the_whole_graph_is_opened(tiny_bundle: Bundle, tmp_path: Path) -> None:
     bundle = Bundle.open(shutil.copytree(tiny_bundle.path, tmp_path / "tiny"))
     counts = write_onnxruntime_onnx(bundle, "cuda", custom_operators=True)
-    stretches = [name for name in executables(bundle, "onnxruntime-cuda") if "stretch" in name]
-    assert len(stretches) == counts["stretches"] > 1
+    segments = [name for name in executables(bundle, "onnxruntime-cuda") if "segment" in name]
+    assert len(segments) == counts["segments"] > 1
     assert executable(bundle, "onnxruntime-cuda") == "model.onnxruntime-cuda.onnx"
     assert executable(bundle, CPU) == "model.onnx"
-    assert not set(stretches) & set(executables(bundle, CPU))
+    assert not set(segments) & set(executables(bundle, CPU))
 
 
 def test_truncated_is_the_same_network_everywhere(verified: Bundle, windows: np.ndarray) -> None:

@@ -1,12 +1,12 @@
-"""Small batches without their launches: a network in stretches, each a CUDA graph of ONNX Runtime.
+"""Small batches without their launches: a network in segments, each a CUDA graph of ONNX Runtime.
 
 At batch 1 a processor takes longer to start the kernels than the device takes to run them. A CUDA graph starts them at
-once, but has fixed sizes, so the network comes in stretches (`lowering.onnxruntime_stretches`): a stretch ends with a
+once, but has fixed sizes, so the network comes in segments (`lowering.onnxruntime_segments`): a segment ends with a
 merge and the row count, which the host reads; the next one is replayed for the next multiple of `STEP` rows.
 
 What ONNX Runtime asks for: fixed addresses, all nodes on the CUDA provider, no copies to or from the host. A graph
 belongs to the thread that captured it: the thread that opened the session has its own, all others share those of one
-more thread, which costs them the way there and back. A single graph cannot be dropped, so a stretch captures
+more thread, which costs them the way there and back. A single graph cannot be dropped, so a segment captures
 `MOST_GRAPHS` and launches other sizes kernel by kernel. And while one is captured, which is at the first run of a size,
 no other thread of the process may allocate device memory: `warm_up` before serving from several.
 """
@@ -29,7 +29,7 @@ from algm_deploy.lowering.onnxruntime_segments import ROWS
 from algm_deploy.runners.onnxruntime.sessions import DEVICE, numpy_dtype
 
 STEP = 32  # rows
-MOST_GRAPHS = 128  # of one stretch
+MOST_GRAPHS = 128  # of one segment
 # Every window and every row merges.
 _MERGE_ALL = {CLAP_THRESHOLD: -2.0, GBM_THRESHOLD: -1e6}
 _DTYPES = {
@@ -44,7 +44,7 @@ Shape = Sequence[int | str]
 
 
 class GraphUse(NamedTuple):
-    """Runs of stretches since the session was made: sizes captured, runs replayed, runs launched kernel by kernel."""
+    """Runs of segments since the session was made: sizes captured, runs replayed, runs launched kernel by kernel."""
 
     captured: int
     replayed: int
@@ -52,14 +52,14 @@ class GraphUse(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """A stretch for one size: where its tensors are, and the graph it is kept in."""
+    """A segment for one size: where its tensors are, and the graph it is kept in."""
 
     binding: ort.IOBinding
     options: ort.RunOptions
     captured: bool
 
 
-class _Stretch:
+class _Segment:
     def __init__(self, session: ort.InferenceSession) -> None:
         self.session = session
         self.inputs: dict[str, Shape] = {i.name: i.shape for i in session.get_inputs()}
@@ -72,12 +72,12 @@ class _Stretch:
         self.steps: dict[tuple[int, ...], _Step] = {}
 
 
-class StretchedSession:
-    """The stretches of a network, run one after the other.
+class SegmentedSession:
+    """The segments of a network, run one after the other.
 
     Args:
-        open_session: makes the session of a stretch, given the provider options that are wanted besides the usual.
-        count: how many stretches there are.
+        open_session: makes the session of a segment, given the provider options that are wanted besides the usual.
+        count: how many segments there are.
         device: a CUDA device, or the CPU, where nothing is captured.
         images: in the largest batch.
     """
@@ -95,12 +95,12 @@ class StretchedSession:
         chosen = {}
         if self._stream is not None:
             chosen = {"user_compute_stream": str(self._stream.cuda_stream), "enable_cuda_graph": "1"}
-        self._stretches = [_Stretch(open_session(index, chosen)) for index in range(count)]
-        self._shapes = {name: shape for s in self._stretches for name, shape in (s.inputs | s.outputs).items()}
-        self._dtypes = {name: dtype for s in self._stretches for name, dtype in s.dtypes.items()}
-        self._most = _largest_axes(self._stretches)
+        self._segments = [_Segment(open_session(index, chosen)) for index in range(count)]
+        self._shapes = {name: shape for s in self._segments for name, shape in (s.inputs | s.outputs).items()}
+        self._dtypes = {name: dtype for s in self._segments for name, dtype in s.dtypes.items()}
+        self._most = _largest_axes(self._segments)
         self._cut = {
-            name for s, t in pairwise(self._stretches) for name in s.outputs.keys() & t.inputs.keys()
+            name for s, t in pairwise(self._segments) for name in s.outputs.keys() & t.inputs.keys()
             if s.outputs[name] != t.inputs[name]
         }  # fmt: skip
         self._claimed: set[tuple[bool, int]] = set()
@@ -123,8 +123,8 @@ class StretchedSession:
 
     @property
     def outputs(self) -> list[str]:
-        """Names of everything a stretch writes, what one hands to the next included."""
-        return [name for stretch in self._stretches for name in stretch.outputs]
+        """Names of everything a segment writes, what one hands to the next included."""
+        return [name for segment in self._segments for name in segment.outputs]
 
     @property
     def use(self) -> GraphUse:
@@ -201,11 +201,11 @@ class StretchedSession:
     @torch.inference_mode()  # or it may not write results that the caller made in this mode
     def _run(self, image: torch.Tensor, thresholds: Mapping[str, float], results: dict[str, torch.Tensor]) -> None:
         axes = self._enter(image, thresholds)
-        for stretch in self._stretches:
-            self._step(stretch, axes)
-            if stretch.rows is not None:
-                axes[stretch.rows.removeprefix(ROWS)] = self._rows_for(stretch, axes)
-                self._move(stretch, axes)
+        for segment in self._segments:
+            self._step(segment, axes)
+            if segment.rows is not None:
+                axes[segment.rows.removeprefix(ROWS)] = self._rows_for(segment, axes)
+                self._move(segment, axes)
         for name, result in results.items():
             result.copy_(self._view(name, axes))
 
@@ -213,24 +213,24 @@ class StretchedSession:
     def _capture_all(self, images: int) -> None:
         shape = self._resolved("image", {"batch": images})
         axes = self._enter(torch.zeros(shape, dtype=self._dtypes["image"]), _MERGE_ALL)
-        for stretch, following in pairwise(self._stretches):
-            self._step(stretch, axes)
-            assert stretch.rows is not None
-            axis = stretch.rows.removeprefix(ROWS)
-            fewest, most = self._rows_for(stretch, axes), self._most[axis]
+        for segment, following in pairwise(self._segments):
+            self._step(segment, axes)
+            assert segment.rows is not None
+            axis = segment.rows.removeprefix(ROWS)
+            fewest, most = self._rows_for(segment, axes), self._most[axis]
             for rows in [*range(fewest, most, STEP), most]:
                 axes[axis] = rows
                 self._step(following, axes)
             axes[axis] = fewest
-        self._step(self._stretches[-1], axes)
+        self._step(self._segments[-1], axes)
 
     def _enter(self, image: torch.Tensor, thresholds: Mapping[str, float]) -> dict[str, int]:
-        """Puts the inputs where the stretches read them; returns the axes known so far."""
+        """Puts the inputs where the segments read them; returns the axes known so far."""
         axes = {"batch": len(image)}
         fitting = self._fitting(axes)
         if fitting not in self._buffers:
             self._buffers[fitting] = {name: self._buffer(name, fitting) for name in self._shapes}
-            # One image's first rows lie where the next stretch looks for them; those of several are moved together.
+            # One image's first rows lie where the next segment looks for them; those of several are moved together.
             self._moved[fitting] = {name: self._buffer(name, fitting) for name in self._cut} if fitting > 1 else {}
         self._view("image", axes).copy_(image)
         for name, scalar in self._scalars.items():
@@ -248,47 +248,47 @@ class StretchedSession:
             return torch.zeros(size, dtype=torch.int64, pin_memory=self._stream is not None)
         return torch.zeros(size, dtype=self._dtypes[name], device=self.device)
 
-    def _rows_for(self, stretch: _Stretch, axes: Mapping[str, int]) -> int:
-        """Rows for the stretch behind this one: what its merge counted, and no more than a step above."""
-        assert stretch.rows is not None
+    def _rows_for(self, segment: _Segment, axes: Mapping[str, int]) -> int:
+        """Rows for the segment behind this one: what its merge counted, and no more than a step above."""
+        assert segment.rows is not None
         if self._stream is not None:
             self._stream.synchronize()
-        counted = int(self._buffers[self._fitting(axes)][stretch.rows])
-        return min(-(-counted // STEP) * STEP, self._most[stretch.rows.removeprefix(ROWS)])
+        counted = int(self._buffers[self._fitting(axes)][segment.rows])
+        return min(-(-counted // STEP) * STEP, self._most[segment.rows.removeprefix(ROWS)])
 
-    def _move(self, stretch: _Stretch, axes: Mapping[str, int]) -> None:
+    def _move(self, segment: _Segment, axes: Mapping[str, int]) -> None:
         """Moves the first rows of several images together."""
-        for name in self._moved[self._fitting(axes)].keys() & stretch.outputs.keys():
+        for name in self._moved[self._fitting(axes)].keys() & segment.outputs.keys():
             made = self._buffers[self._fitting(axes)][name]
-            made = made[: math.prod(shape := _sizes(stretch.outputs[name], axes))].view(shape)
+            made = made[: math.prod(shape := _sizes(segment.outputs[name], axes))].view(shape)
             shape = self._resolved(name, axes)
             self._moved[self._fitting(axes)][name][: math.prod(shape)].view(shape).copy_(made[:, : shape[1]])
 
-    def _step(self, stretch: _Stretch, axes: Mapping[str, int]) -> None:
-        key = (threading.get_ident() == self._owner, *(axes[axis] for axis in stretch.axes))
-        step = stretch.steps.get(key)
+    def _step(self, segment: _Segment, axes: Mapping[str, int]) -> None:
+        key = (threading.get_ident() == self._owner, *(axes[axis] for axis in segment.axes))
+        step = segment.steps.get(key)
         if step is None:
-            step = stretch.steps[key] = self._bound(stretch, axes)
+            step = segment.steps[key] = self._bound(segment, axes)
             self._use = self._use._replace(captured=self._use.captured + step.captured)
-        stretch.session.run_with_iobinding(step.binding, step.options)
+        segment.session.run_with_iobinding(step.binding, step.options)
         kind = "replayed" if step.captured else "launched"
         self._use = self._use._replace(**{kind: getattr(self._use, kind) + 1})
 
-    def _bound(self, stretch: _Stretch, axes: Mapping[str, int]) -> _Step:
-        binding = stretch.session.io_binding()
+    def _bound(self, segment: _Segment, axes: Mapping[str, int]) -> _Step:
+        binding = segment.session.io_binding()
         device = (self.device.type, self.device.index or 0)
         made = self._buffers[self._fitting(axes)]
         taken = made | self._moved[self._fitting(axes)]
         for shapes, tensors, bind in (
-            (stretch.inputs, taken, binding.bind_input),
-            (stretch.outputs, made, binding.bind_output),
+            (segment.inputs, taken, binding.bind_input),
+            (segment.outputs, made, binding.bind_output),
         ):
             for name, shape in shapes.items():
                 dtype = numpy_dtype(tensors[name]).type
                 bind(name, *device, dtype, _sizes(shape, axes), tensors[name].data_ptr())
-        captured = self._stream is not None and sum(step.captured for step in stretch.steps.values()) < MOST_GRAPHS
+        captured = self._stream is not None and sum(step.captured for step in segment.steps.values()) < MOST_GRAPHS
         options = ort.RunOptions()
-        options.add_run_config_entry("gpu_graph_id", str(len(stretch.steps) + 1) if captured else "-1")
+        options.add_run_config_entry("gpu_graph_id", str(len(segment.steps) + 1) if captured else "-1")
         options.add_run_config_entry("disable_synchronize_execution_providers", "1")
         return _Step(binding, options, captured)
 
@@ -309,10 +309,10 @@ def _sizes(shape: Shape, axes: Mapping[str, int]) -> list[int]:
     return [axes[d] if isinstance(d, str) else d for d in shape]
 
 
-def _largest_axes(stretches: Sequence[_Stretch]) -> dict[str, int]:
+def _largest_axes(segments: Sequence[_Segment]) -> dict[str, int]:
     """The most rows that every token axis can have: as many as go into its merge."""
     most: dict[str, int] = {}
-    for before, after in pairwise(stretches):
+    for before, after in pairwise(segments):
         for name in before.outputs.keys() & after.inputs.keys():
             for made, taken in zip(before.outputs[name], after.inputs[name], strict=True):
                 if made != taken:

@@ -8,7 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
@@ -17,19 +17,12 @@ from onnxruntime.capi import onnxruntime_pybind11_state
 
 from algm_deploy.bundle.signature import Signature
 from algm_deploy.errors import BundleError, RuntimeUnavailableError
-from algm_deploy.runners.contract import Array
+from algm_deploy.runners.contract import Array, Placement
 
 # Its errors share no base class.
 ORT_ERRORS: tuple[type[Exception], ...] = tuple(
     kind for kind in vars(onnxruntime_pybind11_state).values() if isinstance(kind, type) and issubclass(kind, Exception)
 )
-
-
-class Placement(NamedTuple):
-    """Where the nodes of a run were executed: nodes by provider, and copies between host and device among them."""
-
-    nodes: dict[str, int]
-    copies: int
 
 
 def checked_session(

@@ -13,9 +13,8 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
 import onnx
@@ -32,6 +31,7 @@ from algm_deploy.lowering.tensorrt import TENSORRT_ONNX, write_tensorrt_onnx
 from algm_deploy.native_libraries import REBUILD, require_library
 from algm_deploy.ops.schema import DOMAIN
 from algm_deploy.recipe.schema import Precision
+from algm_deploy.runners.registry import row_of
 from algm_deploy.runners.tensorrt.library import (
     Log,
     listening,
@@ -54,8 +54,9 @@ class EngineOptions:
 
     `batches` are the smallest, the most frequent and the largest batch of the optimisation profile. `level` is the
     builder's optimisation level 0 to 5, `workspace_mib` the scratch memory it may plan with; None leaves TensorRT's
-    default. `timing_cache`, `version_compatible` and `hardware_compatible` exist in full TensorRT only,
-    `compute_capabilities` (such as "8.9") in TensorRT-RTX only, where none means `RTX_TARGETS`.
+    default. The rows of the registry say which runtime has which; TensorRT-RTX times no kernels while it builds, its
+    engines run with the release that built them, and name their GPUs: `compute_capabilities` such as "8.9", where none
+    means `RTX_TARGETS`.
     """
 
     batches: tuple[int, int, int] = (1, 8, 8)
@@ -65,16 +66,6 @@ class EngineOptions:
     version_compatible: bool = False
     hardware_compatible: bool = False
     compute_capabilities: tuple[str, ...] = ()
-
-
-def engine_name(runtime: str) -> str:
-    """Name of a runtime's engine inside a bundle."""
-    return f"engines/{runtime}.engine"
-
-
-def build_command(bundle: Bundle, runtime: str) -> str:
-    """The command that builds the engine of a bundle."""
-    return f"algm-deploy build {quote(str(bundle.path))} --runtime {runtime}"
 
 
 def build_engine(
@@ -104,8 +95,7 @@ def build_engine(
     require_tools(runtime)  # what is missing should show before the export, which takes longer
     model, rewrites = write_tensorrt_onnx(bundle, precision)
     engine, built = engine_from_onnx(model, runtime, precision, options, progress)
-    name = engine_name(runtime)
-    with bundle.add(name, made_from={TENSORRT_ONNX: built.onnx_hash}) as path:
+    with bundle.add(row_of(runtime).own, made_from={TENSORRT_ONNX: built.onnx_hash}) as path:
         path.write_bytes(engine)
     record = structs.replace(built, rewrites=dict(rewrites))
     bundle.record(record)
@@ -171,15 +161,16 @@ def engine_from_onnx(
 
 
 def require_tools(runtime: str) -> None:
-    """RuntimeUnavailableError or BuildError where bindings, GPU or plugin library for a build are missing."""
+    """RuntimeUnavailableError or BuildError where bindings, GPU or native libraries for a build are missing."""
     load_bindings(runtime)
     require_builder(runtime)
-    require_library("trt_plugin")
+    for library in row_of(runtime).libraries:
+        require_library(library)
 
 
 def require_builder(runtime: str) -> None:
     """RuntimeUnavailableError where this machine cannot build for the runtime."""
-    if runtime == "tensorrt" and not torch.cuda.is_available():
+    if row_of(runtime).builds_on_gpu and not torch.cuda.is_available():
         raise RuntimeUnavailableError(
             "TensorRT measures kernels while it builds and needs the GPU that will run the engine, torch finds no CUDA "
             "device here: run this command on that machine, or build for tensorrt-rtx"
@@ -197,27 +188,8 @@ def check_options(options: EngineOptions, runtime: str) -> None:
         raise BuildError(f"expected an optimisation level from 0 to 5, got {options.level}")
     if options.workspace_mib is not None and options.workspace_mib < 1:
         raise BuildError(f"expected a workspace of at least 1 MiB, got {options.workspace_mib}")
-    if runtime == "tensorrt-rtx":
-        _check_rtx_options(options)
-    elif options.compute_capabilities:
-        raise BuildError(
-            "target compute capabilities belong to tensorrt-rtx: full TensorRT builds for the GPU it runs on; "
-            "leave them out or set hardware compatibility"
-        )
-
-
-def _check_rtx_options(options: EngineOptions) -> None:
-    refused = {
-        "a timing cache": (options.timing_cache, "it times no kernels at build time, they are made on the user's GPU"),
-        "version compatibility": (options.version_compatible, "its engines run with the release that built them"),
-        "hardware compatibility": (
-            options.hardware_compatible,
-            "its engines name their GPUs: set compute capabilities",
-        ),
-    }
-    for name, (wanted, reason) in refused.items():
-        if wanted:
-            raise BuildError(f"tensorrt-rtx takes no {name.removeprefix('a ')}: {reason}")
+    given = (f.name for f in fields(options) if f.name != "batches" and getattr(options, f.name) != f.default)
+    row_of(runtime).check_options(given)
 
 
 # --- parsing ---------------------------------------------------------------------------------------------------------
@@ -327,7 +299,8 @@ def _check_precision(parsed: ParsedNetwork, precision: Precision) -> None:
 
 
 def _targets(options: EngineOptions, runtime: str) -> tuple[str, ...]:
-    if runtime == "tensorrt-rtx":
+    """Compute capabilities to build for: of GPUs elsewhere, or of the one that the builder asks for."""
+    if not row_of(runtime).builds_on_gpu:
         return options.compute_capabilities or RTX_TARGETS
     major, minor = torch.cuda.get_device_capability()
     return (f"{major}.{minor}",)
@@ -348,7 +321,7 @@ def _configure(trt: Any, builder: Any, options: EngineOptions, runtime: str) -> 
         known = options.timing_cache.read_bytes() if options.timing_cache.is_file() else b""
         if not config.set_timing_cache(config.create_timing_cache(known), ignore_mismatch=False):
             raise BuildError(f"the timing cache {options.timing_cache} is of another TensorRT or GPU: delete it")
-    if runtime == "tensorrt-rtx":
+    if not row_of(runtime).builds_on_gpu:
         _set_targets(trt, config, _targets(options, runtime))
     return config
 

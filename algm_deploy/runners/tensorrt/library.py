@@ -16,10 +16,9 @@ from typing import Any
 from algm_deploy.errors import BuildError, RuntimeUnavailableError
 from algm_deploy.lowering.tensorrt import PLUGIN_NAMESPACE, PLUGIN_VERSION, PLUGINS
 from algm_deploy.native_libraries import REBUILD, require_library
+from algm_deploy.runners.registry import row_of
 
-_MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
-# The ONNX parser knows `Attention` from 10.14 on; 10.3 and 10.4 miscompile plain ViTs (TensorRT issues 4723, 4742).
-_OLDEST = (10, 14)
+RTX_ALIAS = "rtx_alias"
 
 
 @dataclass(eq=False)
@@ -49,18 +48,17 @@ def load_bindings(runtime: str) -> Any:
     Raises:
         RuntimeUnavailableError: the bindings are not installed, or too old.
     """
-    name = _MODULES[runtime]
+    row = row_of(runtime)
     try:
-        trt = importlib.import_module(name)
+        trt = importlib.import_module(row.module)
     except ImportError as error:
         raise RuntimeUnavailableError(
-            f"the runtime {runtime} needs the Python module {name}, which cannot be imported ({error}): "
-            f"pip install 'algm-deploy[{runtime}]'"
+            f"the runtime {runtime} needs the Python module {row.module}, which cannot be imported ({error}): "
+            f"pip install {row.install}"
         ) from error
-    if runtime == "tensorrt" and version(trt) < _OLDEST:
-        oldest = ".".join(map(str, _OLDEST))
+    if version(trt) < row.oldest:
         raise RuntimeUnavailableError(
-            f"expected TensorRT {oldest} or newer, found {trt.__version__}: pip install -U 'tensorrt>={oldest}'"
+            f"expected {row.required}, found {trt.__version__}: pip install -U '{row.required}'"
         )
     return trt
 
@@ -112,7 +110,7 @@ def load_plugins(trt: Any, runtime: str) -> Path:
     path = require_library("trt_plugin")
     registry = trt.get_plugin_registry()
     if _missing_plugins(registry):
-        if runtime == "tensorrt-rtx":
+        if RTX_ALIAS in row_of(runtime).libraries:
             _make_rtx_name_loadable()
         registry.load_library(str(path))
     if missing := _missing_plugins(registry):
@@ -148,7 +146,7 @@ def _make_rtx_name_loadable() -> None:
     Without it the parser ends the process at the first plugin node: the wheel has libtensorrt_rtx.so.1 and the parser
     opens libtensorrt_rtx.so (runtimes/trt_plugin/CMakeLists.txt).
     """
-    alias = require_library("rtx_alias")
+    alias = require_library(RTX_ALIAS)
     try:
         ctypes.CDLL(str(alias), mode=ctypes.RTLD_GLOBAL)
     except OSError as error:

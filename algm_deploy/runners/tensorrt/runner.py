@@ -8,24 +8,20 @@ from __future__ import annotations
 import queue
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack
 
 from algm_deploy.bundle.files import sha256_of
 from algm_deploy.bundle.records import Engine
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BundleError, NotExecutedError, RuntimeUnavailableError
-from algm_deploy.runners.contract import Array, Runner
-from algm_deploy.runners.tensorrt.build import (
-    build_command,
-    build_engine,
-    engine_name,
-    require_tools,
-)
+from algm_deploy.runners.contract import CPU, Runner
+from algm_deploy.runners.registry import row_of
+from algm_deploy.runners.tensorrt.build import EngineOptions, build_engine, require_tools
 from algm_deploy.runners.tensorrt.library import Log, listening, load_bindings, load_plugins
 
 _DTYPES = {
@@ -54,16 +50,16 @@ class Binding:
 
 
 class Cuda:
-    """Memory and streams of a CUDA device, through torch: the one that was current when `open` was called."""
+    """Memory and streams of a CUDA device, through torch."""
 
     device = torch.device("cuda", 0)
 
-    def open(self) -> tuple[int, int]:
-        """Compute capability of the device; NotExecutedError where none can be used."""
+    def open(self, device: torch.device) -> tuple[int, int]:
+        """Compute capability of the device, which is used from here on; NotExecutedError where none can be used."""
         if not torch.cuda.is_available():
             raise NotExecutedError("the engine is built and not executed: torch finds no CUDA device here")
-        self.device = torch.device("cuda", torch.cuda.current_device())
-        return torch.cuda.get_device_capability(self.device)
+        self.device = device
+        return torch.cuda.get_device_capability(device)
 
     def current(self) -> AbstractContextManager[Any]:
         """Inside the block the device is the calling thread's current one, as everything below expects."""
@@ -78,22 +74,22 @@ class Cuda:
         stream.wait_stream(torch.cuda.current_stream())
         return torch.cuda.stream(stream)
 
-    def upload(self, value: Array) -> Tensor:
+    def upload(self, value: Tensor) -> Tensor:
         """A copy in device memory, by way of pinned memory; queued."""
-        return torch.from_numpy(value).pin_memory().to(self.device, non_blocking=True)
+        return value.pin_memory().to(self.device, non_blocking=True)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Device memory for a result."""
         return torch.empty(shape, dtype=dtype, device=self.device)
 
-    def download(self, tensors: Mapping[str, Tensor]) -> dict[str, Array]:
+    def download(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies of results in host memory, when the current stream is done."""
         host = {
             n: torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True)
             for n, t in tensors.items()
         }
         torch.cuda.current_stream().synchronize()
-        return {name: tensor.numpy() for name, tensor in host.items()}
+        return host
 
     def hand_over(self, stream: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         """The current stream waits for `stream`; memory used on both is reused by the allocator only behind both."""
@@ -115,13 +111,14 @@ class _Lane:
 
 @dataclass
 class _Session:
-    """What an open runner holds. Contexts use the engine, the engine uses the runtime."""
+    """What an open runner holds. Contexts use the engine, the engine uses the runtime. `scalars`: thresholds met."""
 
     log: Log
     runtime: Any
     engine: Any
     bindings: dict[str, Binding]
     lanes: queue.Queue[_Lane]
+    scalars: dict[float, Tensor] = field(default_factory=dict)
 
 
 class TensorRTRunner(Runner):
@@ -133,10 +130,12 @@ class TensorRTRunner(Runner):
 
     runtime = "tensorrt"
 
-    def __init__(self, bundle: Bundle, contexts: int = 1, device: Cuda | None = None) -> None:
-        super().__init__(bundle)
+    def __init__(
+        self, bundle: Bundle, device: str | None = None, *, contexts: int = 1, cuda: Cuda | None = None
+    ) -> None:
+        super().__init__(bundle, device)
         self._contexts = contexts
-        self._device = device or Cuda()
+        self._cuda = cuda or Cuda()
         self._session: _Session | None = None
         self._stack = ExitStack()
 
@@ -147,11 +146,14 @@ class TensorRTRunner(Runner):
 
     @classmethod
     def build(cls, bundle: Bundle, **options: Any) -> list[str]:
-        """Builds the engine; `options` are those of `build_engine`."""
-        built = build_engine(bundle, cls.runtime, **options)
+        """Builds the engine; `options` are `precision` and the fields of `EngineOptions`."""
+        cls.row().check_options(options)
+        precision, largest = options.pop("precision", None), bundle.recipe.max_batch
+        chosen = EngineOptions(**{"batches": (1, largest, largest), **options})
+        built = build_engine(bundle, cls.runtime, chosen, precision)
         plugins = ", ".join(plugin.plugin for plugin in built.parsed_network.plugins)
         lines = [
-            f"{built.engine_bytes / 1e6:9.1f} MB  {bundle.path / engine_name(cls.runtime)}",
+            f"{built.engine_bytes / 1e6:9.1f} MB  {bundle.path / cls.row().own}",
             f"{built.runtime} {built.version}, {built.precision}, batches {built.batches[0]} to {built.batches[2]}, "
             f"compute capability {', '.join(built.compute_capabilities)}, built in {built.build_seconds:.1f} s",
             f"plugins in the network: {plugins}",
@@ -167,13 +169,14 @@ class TensorRTRunner(Runner):
     def _open(self) -> None:
         facts = self._engine()
         trt = load_bindings(self.runtime)
-        capability = self._device.open()
+        capability = self._cuda.open(self.device)
+        self.device = self._cuda.device
         plugins = load_plugins(trt, self.runtime) if facts.plugin_hash else None
-        _check_device(facts, capability)
+        _check_device(self.runtime, f"{capability[0]}.{capability[1]}")
         reason = why_stale(facts, self.runtime, trt.__version__, sha256_of(plugins) if plugins else None, capability)
         if reason:
             raise self._unusable(reason)
-        with ExitStack() as stack:
+        with self._cuda.current(), ExitStack() as stack:
             logger, log = stack.enter_context(listening(trt))
             self._session = self._load(trt, facts, logger, log)
             self._stack = stack.pop_all()
@@ -193,38 +196,35 @@ class TensorRTRunner(Runner):
                     f"expected enough device memory for an execution context, TensorRT says "
                     f"{'; '.join(log.errors[:2]) or 'nothing'}: free memory, or build with a smaller --max-batch"
                 )
-            lanes.put(_Lane(context, self._device.new_stream()))
+            lanes.put(_Lane(context, self._cuda.new_stream()))
         return _Session(log, runtime, engine, _bindings(trt, engine), lanes)
 
     def _close(self) -> None:
-        with self._device.current():
+        with self._cuda.current():
             self._session = None
         self._stack.close()
 
-    def _infer(self, feeds: dict[str, Array], outputs: Sequence[str]) -> dict[str, Array]:
-        with self._device.current():
-            device = {name: self._device.upload(value) for name, value in feeds.items()}
-            results = self.infer_tensors(device)
-            return self._device.download({name: results[name] for name in outputs})
-
-    def infer_tensors(self, feeds: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Runs on tensors of the CUDA device without copying them: torch tensors, or anything with DLPack.
-
-        The work is queued behind the current stream, and the current stream waits for it. Results are new tensors: all
-        outputs of the engine.
-
-        Raises:
-            BundleError: an input is missing, or its device, dtype, layout or shape is not what the engine takes.
-        """
-        if self._session is None:
-            raise RuntimeUnavailableError(f"the {self.runtime} runner is closed: use it inside a `with` block")
+    def _infer(
+        self, image: Tensor, thresholds: dict[str, float], outputs: Sequence[str], to: torch.device
+    ) -> dict[str, Tensor]:
+        assert self._session is not None
         session = self._session
-        inputs = {b.name: _input(b, feeds, self._device.device) for b in session.bindings.values() if b.is_input}
-        with self._device.current(), _lane(session) as lane:
-            with self._device.on(lane.stream):
-                results = self._enqueue(session, lane, inputs)
-            self._device.hand_over(lane.stream, list(inputs.values()), list(results.values()))
-        return results
+        _check_profile(session.bindings["image"], tuple(image.shape))
+        with self._cuda.current():
+            image = image if image.device == self.device else self._cuda.upload(image)
+            inputs = {"image": image, **{name: self._scalar(session, v) for name, v in thresholds.items()}}
+            with _lane(session) as lane:
+                with self._cuda.on(lane.stream):
+                    results = self._enqueue(session, lane, inputs)
+                self._cuda.hand_over(lane.stream, list(inputs.values()), list(results.values()))
+            wanted = {name: results[name] for name in outputs}
+            return self._cuda.download(wanted) if to == CPU else wanted
+
+    def _scalar(self, session: _Session, value: float) -> Tensor:
+        """A threshold in device memory, for any stream: the copy is done when this returns."""
+        if value not in session.scalars:
+            session.scalars[value] = torch.tensor(value, device=self.device)
+        return session.scalars[value]
 
     def _enqueue(self, session: _Session, lane: _Lane, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         context = lane.context
@@ -235,7 +235,7 @@ class TensorRTRunner(Runner):
         for binding in session.bindings.values():
             if not binding.is_input:
                 shape = tuple(context.get_tensor_shape(binding.name))
-                results[binding.name] = self._device.empty(shape, binding.dtype)
+                results[binding.name] = self._cuda.empty(shape, binding.dtype)
                 context.set_tensor_address(binding.name, results[binding.name].data_ptr())
         before = len(session.log.errors)
         if not context.execute_async_v3(lane.stream.cuda_stream):
@@ -246,19 +246,19 @@ class TensorRTRunner(Runner):
     def _engine(self) -> Engine:
         found = self.bundle.found(Engine, self.runtime)
         if found is None:
-            command = build_command(self.bundle, self.runtime)
-            raise BundleError(f"{self.bundle.path} holds no engine for {self.runtime}: build one with `{command}`")
+            raise BundleError(
+                f"{self.bundle.path} holds no engine for {self.runtime}: build one with `{self.build_command}`"
+            )
         return found
 
-    def _engine_file(self) -> Any:
+    def _engine_file(self) -> Path:
         try:
-            return self.bundle.file(engine_name(self.runtime))
+            return self.bundle.file(self.executable)
         except BundleError as error:
-            raise BundleError(f"{error}, with `{build_command(self.bundle, self.runtime)}`") from error
+            raise BundleError(f"{error}, with `{self.build_command}`") from error
 
     def _unusable(self, reason: str) -> BundleError:
-        path = self.bundle.path / engine_name(self.runtime)
-        return BundleError(f"{path}: {reason}: rebuild it with `{build_command(self.bundle, self.runtime)}`")
+        return BundleError(f"{self.bundle.path / self.executable}: {reason}: rebuild it with `{self.build_command}`")
 
 
 class TensorRTRtxRunner(TensorRTRunner):
@@ -298,12 +298,13 @@ def why_stale(
     return None
 
 
-def _check_device(facts: Engine, capability: tuple[int, int]) -> None:
+def _check_device(runtime: str, here: str) -> None:
     """NotExecutedError for data-centre GPUs (H100, B200), which TensorRT-RTX refuses whatever it is built for."""
-    if facts.runtime == "tensorrt-rtx" and (9, 0) <= capability < (12, 0):
+    taken = row_of(runtime).capabilities
+    if taken and here not in taken:
         raise NotExecutedError(
-            f"the engine is built and not executed: TensorRT-RTX runs on GeForce and RTX GPUs, this one has compute "
-            f"capability {capability[0]}.{capability[1]}; use --runtime tensorrt here"
+            f"the engine is built and not executed: TensorRT-RTX runs on GeForce and RTX GPUs (compute capability "
+            f"{', '.join(taken)}), this one has compute capability {here}; use --runtime tensorrt here"
         )
 
 
@@ -320,28 +321,13 @@ def _bindings(trt: Any, engine: Any) -> dict[str, Binding]:
     return found
 
 
-def _input(binding: Binding, feeds: Mapping[str, Any], device: torch.device) -> Tensor:
-    """The fed tensor, on the device, dense and within the engine's limits."""
-    if binding.name not in feeds:
-        raise BundleError(f"the input {binding.name!r} is missing: the engine takes it beside {', '.join(feeds)}")
-    value = feeds[binding.name]
-    tensor = value if isinstance(value, Tensor) else from_dlpack(value)
-    shape = tuple(tensor.shape)
-    if tensor.device != device:
-        raise BundleError(f"expected {binding.name} in the memory of {device}, got it in that of {tensor.device}")
-    if tensor.dtype != binding.dtype or not tensor.is_contiguous():
-        layout = "dense" if tensor.is_contiguous() else "strided"
-        raise BundleError(f"expected {binding.name} as dense {binding.dtype}, got {layout} {tensor.dtype}: convert it")
-    fits = len(shape) == len(binding.low) and all(
-        low <= got <= high for low, got, high in zip(binding.low, shape, binding.high, strict=True)
-    )
-    if not fits:
-        limits = f"{binding.low} to {binding.high}" if binding.low != binding.high else f"{binding.low}"
+def _check_profile(image: Binding, shape: tuple[int, ...]) -> None:
+    """Refuses images beyond the limits that the engine was built for."""
+    if not all(low <= size <= high for low, size, high in zip(image.low, shape, image.high, strict=True)):
         raise BundleError(
-            f"expected {binding.name} of shape {limits}, got {shape}: send another batch or rebuild the engine with a "
-            "wider profile"
+            f"expected image of shape {image.low} to {image.high}, got {shape}: send another batch or rebuild the "
+            "engine with a wider profile"
         )
-    return tensor
 
 
 @contextmanager

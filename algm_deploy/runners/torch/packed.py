@@ -4,12 +4,12 @@ Everything but attention works row by row, so the rows of a batch stand one behi
 between images, and attention is told where each image starts. A batch of different pictures costs what its tokens cost.
 
 The network is cut where the number of tokens becomes known: behind each merge the host reads the lengths back, and the
-next stretch runs on as many rows, rounded up to a bucket, so that a few CUDA graphs serve all counts. Rows of padding
+next segment runs on as many rows, rounded up to a bucket, so that a few CUDA graphs serve all counts. Rows of padding
 stand behind the last image. They hold anything, NaN included, and nothing reads them: no step mixes rows but attention,
 which stops at the end of an image.
 
-All that a stretch leaves for the next lies in memory of its own (`_Cut`). Networks that merge nothing, or drop a fixed
-number of tokens, have a single stretch, and every image its own place.
+All that a segment leaves for the next lies in memory of its own (`_Cut`). Networks that merge nothing, or drop a fixed
+number of tokens, have a single segment, and every image its own place.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from algm_deploy.merging import Clap, Gbm
+from algm_deploy.merging import Clap, Gbm, KeepFirst
 from algm_deploy.models.deployed import PIXEL_SCALE, Deployed, PixelEmbedding
 from algm_deploy.models.scores import TokenScores
 from algm_deploy.models.segmenter import LinearDecoder, MaskTransformer, Segmenter
@@ -176,18 +176,17 @@ def supports(network: Deployed) -> bool:
     plain = type(encoder) is VisionTransformer and isinstance(encoder.outlet, KeepTokens)
     plain = plain and all(type(block) is Block and not block.proportional for block in blocks)
     slots = [block.merge for block in own if not isinstance(block.merge, KeepTokens)]
-    # Slots that always return the same number of rows say how many.
-    return plain and (all(_decides(s) for s in slots) or all(isinstance(getattr(s, "rows", None), int) for s in slots))
+    return plain and (all(_decides(s) for s in slots) or all(isinstance(s, KeepFirst) for s in slots))
 
 
-def _stretches(model: Segmenter) -> list[list[_Half]]:
+def _segments(model: Segmenter) -> list[list[_Half]]:
     """Halves of the encoder's blocks, cut behind every slot that decides."""
-    stretches: list[list[_Half]] = [[]]
+    segments: list[list[_Half]] = [[]]
     for half in _halves(model.encoder.blocks):
-        stretches[-1].append(half)
+        segments[-1].append(half)
         if _decides(half.slot):
-            stretches.append([])
-    return stretches
+            segments.append([])
+    return segments
 
 
 class _Outcome:
@@ -202,7 +201,7 @@ class _Outcome:
 
 
 class _Cut(_Outcome):
-    """All that passes from one stretch to the next.
+    """All that passes from one segment to the next.
 
     merged (B, S, D) and size (B, S): merged rows, those of an image first, S as many as there can be. `counts`: lengths
     in memory of the host.
@@ -274,11 +273,11 @@ class _Memory:
     scores: Tensor
 
     def before(self, number: int) -> Tokens | _Cut:
-        """What a stretch starts with."""
+        """What a segment starts with."""
         return self.first if number == 0 else self.cut(number - 1)
 
     def cut(self, number: int) -> _Cut:
-        """What a stretch ends with."""
+        """What a segment ends with."""
         cut = self.outcomes[number]
         assert isinstance(cut, _Cut)
         return cut
@@ -313,7 +312,7 @@ class PackedSegmenter:
         on_cuda = self._device.type == "cuda"
         self.kernels = use_kernels() if on_cuda else None
         self.graphs = Graphs(self._device, most_graphs) if on_cuda and graphs else None
-        self._stretches = _stretches(model)
+        self._segments = _segments(model)
         self._thresholds = torch.zeros(2, device=self._device)
         self._given: tuple[float, float] | None = None  # thresholds there, where they are numbers
         self._memories: OrderedDict[int, _Memory] = OrderedDict()
@@ -378,31 +377,31 @@ class PackedSegmenter:
         image = torch.zeros(images, 3, *network.image_size, dtype=self._pixels, device=self._device)
         first = self._model.encoder.embed(image)
         first = first._replace(values=first.values.contiguous(), map=first.map.contiguous())
-        slots = [half.slot for stretch in self._stretches for half in stretch if half.slot is not None]
+        slots = [half.slot for segment in self._segments for half in segment if half.slot is not None]
         outcomes = [_Cut(s, first, self.kernels) if isinstance(s, Clap | Gbm) else _Outcome(first) for s in slots]
         scores = first.values.new_empty(first.map.numel() * network.classes)
         return _Memory(image, first, outcomes, scores)
 
-    # --- stretches ---
+    # --- segments ---
 
     def _advance(self, memory: _Memory) -> Tensor:
-        """All stretches; returns token scores (B, S - prefix, K)."""
+        """All segments; returns token scores (B, S - prefix, K)."""
         images, most = memory.first.values.shape[:2]
         rows, longest = images * most, most
-        for number in range(len(self._stretches) - 1):
+        for number in range(len(self._segments) - 1):
             self._work(memory, number, rows, longest)
             lengths = self._lengths(memory, number, longest)
             rows, longest = (sum(lengths), max(lengths)) if self.graphs is None else bucket(lengths, most)
-        scores = self._work(memory, len(self._stretches) - 1, rows, longest)
+        scores = self._work(memory, len(self._segments) - 1, rows, longest)
         assert scores is not None
         return scores
 
     def _work(self, memory: _Memory, number: int, rows: int, longest: int) -> Tensor | None:
-        work = partial(self._stretch, memory, number, rows, longest)
+        work = partial(self._segment, memory, number, rows, longest)
         return work() if self.graphs is None else self.graphs.run((len(memory.image), number, rows, longest), work)
 
     def _lengths(self, memory: _Memory, number: int, longest: int) -> list[int]:
-        """Valid rows of each image behind a stretch; waits for the device."""
+        """Valid rows of each image behind a segment; waits for the device."""
         cut = memory.cut(number)
         if self.kernels is None:
             cut.merge_by_slot(memory.before(number), cut.tokens(longest), self._thresholds)
@@ -411,15 +410,15 @@ class PackedSegmenter:
             self._stream.synchronize()
         return [int(count) for count in cut.counts.tolist()]
 
-    def _stretch(self, memory: _Memory, number: int, rows: int, longest: int) -> Tensor | None:
-        """Runs on `rows` rows, `longest` an image at most. The last stretch returns token scores (B, S - prefix, K)."""
+    def _segment(self, memory: _Memory, number: int, rows: int, longest: int) -> Tensor | None:
+        """Runs on `rows` rows, `longest` an image at most. The last segment returns token scores (B, S - prefix, K)."""
         if number == 0:
             x, layout = self._embedded(memory), Layout(len(memory.image), longest)
         else:
             layout = memory.cut(number - 1).layout(longest)
             x = _packed(memory.cut(number - 1).merged, layout, rows)
         delta, tokens, outcomes = None, memory.first, iter(memory.outcomes)
-        for half in self._stretches[number]:
+        for half in self._segments[number]:
             x, normed = residual_norm(x, delta, half.norm)
             delta = half.branch(normed, layout)
             if isinstance(half.slot, Clap | Gbm):

@@ -1,4 +1,4 @@
-"""Networks in stretches: on the CPU, where nothing is captured, what runs and how long; on CUDA, the graphs."""
+"""Networks in segments: on the CPU, where nothing is captured, what runs and how long; on CUDA, the graphs."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ import torch
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.deployment import export
 from algm_deploy.lowering.onnxruntime import rewrite
-from algm_deploy.lowering.onnxruntime_segments import stretches
+from algm_deploy.lowering.onnxruntime_segments import segments
 from algm_deploy.native_libraries import find_library
 from algm_deploy.runners.contract import runner, runner_type
 from algm_deploy.runners.onnxruntime import graphs as graphs_module
 from algm_deploy.runners.onnxruntime import runner as runner_module
-from algm_deploy.runners.onnxruntime.graphs import GraphUse, StretchedSession
+from algm_deploy.runners.onnxruntime.graphs import GraphUse, SegmentedSession
 from algm_deploy.runners.onnxruntime.runner import LIBRARY, OnnxRuntimeCudaRunner
 from algm_deploy.runners.onnxruntime.sessions import CudaSession
 
@@ -37,12 +37,12 @@ MOST_IMAGES = 6
 
 @pytest.fixture(scope="module")
 def folder(labels_bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
-    """A folder with the whole graph and its stretches, and how many there are."""
+    """A folder with the whole graph and its segments, and how many there are."""
     path = shutil.copytree(labels_bundle.path, tmp_path_factory.mktemp("graphs") / "bundle")
     model = ir.load(path / "model.onnx")
     rewrite(model, "cuda", True, False)
     ir.save(model, path / "whole.onnx")
-    parts = stretches(model)
+    parts = segments(model)
     for index, part in enumerate(parts):
         ir.save(part, path / f"{index}.onnx")
     return path, len(parts)
@@ -60,8 +60,8 @@ def open_file(folder: tuple[Path, int], ort_library: Path) -> Callable[[str], or
 
 
 @pytest.fixture
-def session(folder: tuple[Path, int], open_file: Any) -> Iterator[StretchedSession]:
-    opened = StretchedSession(lambda index, _: open_file(str(index)), folder[1], torch.device("cpu"), MOST_IMAGES)
+def session(folder: tuple[Path, int], open_file: Any) -> Iterator[SegmentedSession]:
+    opened = SegmentedSession(lambda index, _: open_file(str(index)), folder[1], torch.device("cpu"), MOST_IMAGES)
     yield opened
     opened.close()
 
@@ -77,7 +77,7 @@ def whole(open_file: Any) -> Callable[..., dict[str, np.ndarray]]:
     return run
 
 
-def run(session: StretchedSession, image: np.ndarray, **thresholds: float) -> dict[str, np.ndarray]:
+def run(session: SegmentedSession, image: np.ndarray, **thresholds: float) -> dict[str, np.ndarray]:
     found = session.run(torch.from_numpy(image), THRESHOLDS | thresholds, NAMES)
     return {name: value.numpy() for name, value in found.items()}
 
@@ -89,14 +89,14 @@ def assert_equal(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) 
 
 
 @pytest.mark.parametrize("images", [1, 2, 3])
-def test_equals_the_whole_graph(session: StretchedSession, whole: Any, blob_images: Any, images: int) -> None:
+def test_equals_the_whole_graph(session: SegmentedSession, whole: Any, blob_images: Any, images: int) -> None:
     """Whatever the sizes before: buffers hold what earlier, longer runs left there."""
     for clap in (2.0, 0.9, -2.0, 0.5):
         image = blob_images(images)
         assert_equal(run(session, image, clap_threshold=clap), whole(image, clap_threshold=clap))
 
 
-def test_batches_up_to_a_power_of_two_share_memory(session: StretchedSession, whole: Any, blob_images: Any) -> None:
+def test_batches_up_to_a_power_of_two_share_memory(session: SegmentedSession, whole: Any, blob_images: Any) -> None:
     """Serving every batch takes at most four times the memory of the largest, not that of all sizes together."""
     for images in (3, 4, 3, 1, 2, 5):
         image = blob_images(images)
@@ -104,7 +104,7 @@ def test_batches_up_to_a_power_of_two_share_memory(session: StretchedSession, wh
     assert sorted(session._buffers) == sorted(session._moved) == [1, 2, 4, 6], "6 is the largest batch"
 
 
-def test_the_first_batch_sizes_have_graphs_in_either_thread(session: StretchedSession) -> None:
+def test_the_first_batch_sizes_have_graphs_in_either_thread(session: SegmentedSession) -> None:
     session._most_claims = 3
     with ThreadPoolExecutor(1) as other:
         assert session.claim(2)
@@ -115,29 +115,29 @@ def test_the_first_batch_sizes_have_graphs_in_either_thread(session: StretchedSe
         assert not other.submit(session.claim, 1).result()
 
 
-def test_room_for_graphs_is_counted_in_sizes_of_a_stretch(session: StretchedSession) -> None:
+def test_room_for_graphs_is_counted_in_sizes_of_a_segment(session: SegmentedSession) -> None:
     """65 rows are three sizes: 32, 64 and 65."""
     session.warm_up()
-    assert max(len(stretch.steps) for stretch in session._stretches) == 3
+    assert max(len(segment.steps) for segment in session._segments) == 3
     assert session._most_claims == graphs_module.MOST_GRAPHS // 3
 
 
 def test_batches_without_room_for_graphs_run_whole(
-    labels_bundle: Bundle, session: StretchedSession, monkeypatch: pytest.MonkeyPatch
+    labels_bundle: Bundle, session: SegmentedSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner_module, "check_cuda", lambda: None)
     monkeypatch.setattr(runner_module.torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(OnnxRuntimeCudaRunner, "graph_images", MOST_IMAGES)
     cuda = OnnxRuntimeCudaRunner(labels_bundle)
-    cuda._stretched, cuda._whole = session, cast("CudaSession", "the whole graph")
+    cuda._segmented, cuda._whole = session, cast("CudaSession", "the whole graph")
     session._most_claims = 2
     chosen = [cuda._session_for(images) for images in (7, 4, 1, 2, 4, 7)]
     assert [one is session for one in chosen] == [False, True, True, False, True, False]
 
 
-def test_sizes_are_the_next_multiple_of_a_step(session: StretchedSession, blob_images: Any) -> None:
+def test_sizes_are_the_next_multiple_of_a_step(session: SegmentedSession, blob_images: Any) -> None:
     def sizes() -> list[list[int]]:
-        return [sorted(key[2] for key in stretch.steps) for stretch in session._stretches[1:]]
+        return [sorted(key[2] for key in segment.steps) for segment in session._segments[1:]]
 
     image = blob_images(1)
     found = run(session, image, clap_threshold=-2.0, gbm_threshold=1e6)  # 16 tokens and cls
@@ -150,28 +150,28 @@ def test_sizes_are_the_next_multiple_of_a_step(session: StretchedSession, blob_i
     assert session.use == GraphUse(0, 0, 9)
 
 
-def test_warming_up_meets_every_size(session: StretchedSession, blob_images: Any) -> None:
+def test_warming_up_meets_every_size(session: SegmentedSession, blob_images: Any) -> None:
     session.warm_up()
-    known = [set(stretch.steps) for stretch in session._stretches]
+    known = [set(segment.steps) for segment in session._segments]
     assert [sorted(key[2:] for key in keys) for keys in known] == [[()], [(32,), (64,), (65,)], [(32,), (64,), (65,)]]
     for clap in (2.0, 0.9, 0.5, -2.0):
         for gbm in (1e6, 1.0, -1e6):
             run(session, blob_images(1), clap_threshold=clap, gbm_threshold=gbm)
-    assert [set(stretch.steps) for stretch in session._stretches] == known
+    assert [set(segment.steps) for segment in session._segments] == known
 
 
 def test_rows_that_nobody_counted_are_not_read(
-    session: StretchedSession, whole: Any, blob_images: Any, monkeypatch: pytest.MonkeyPatch
+    session: SegmentedSession, whole: Any, blob_images: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     image = blob_images(1)
     counted = session._rows_for
 
-    def poison(stretch: Any, axes: Any) -> int:
-        rows = counted(stretch, axes)
+    def poison(segment: Any, axes: Any) -> int:
+        rows = counted(segment, axes)
         made = session._buffers[1]
-        for name in session._cut & stretch.outputs.keys():
-            valid = int(made[stretch.rows])
-            width = 64 if len(stretch.outputs[name]) == 3 else 1
+        for name in session._cut & segment.outputs.keys():
+            valid = int(made[segment.rows])
+            width = 64 if len(segment.outputs[name]) == 3 else 1
             assert not made[name][valid * width : rows * width].any()
             made[name][valid * width :] = 1e4
         return rows
@@ -180,7 +180,7 @@ def test_rows_that_nobody_counted_are_not_read(
     assert_equal(run(session, image), whole(image))
 
 
-def test_results_and_images_are_copies(session: StretchedSession, whole: Any, blob_images: Any) -> None:
+def test_results_and_images_are_copies(session: SegmentedSession, whole: Any, blob_images: Any) -> None:
     images = blob_images(2)
     first = run(session, images[:1])
     kept = {name: value.copy() for name, value in first.items()}
@@ -189,14 +189,14 @@ def test_results_and_images_are_copies(session: StretchedSession, whole: Any, bl
     assert_equal(first, kept)
 
 
-def test_runs_in_inference_mode(session: StretchedSession, whole: Any, blob_images: Any) -> None:
+def test_runs_in_inference_mode(session: SegmentedSession, whole: Any, blob_images: Any) -> None:
     image = blob_images(1)
     with torch.inference_mode():
         assert_equal(run(session, image), whole(image))
     assert_equal(run(session, image), whole(image))
 
 
-def test_threads_take_turns(session: StretchedSession, whole: Any, blob_images: Any) -> None:
+def test_threads_take_turns(session: SegmentedSession, whole: Any, blob_images: Any) -> None:
     images = blob_images(4)
     work = [(images[i % 4 : i % 4 + 1], 0.5 + 0.1 * (i % 5)) for i in range(24)]
     with ThreadPoolExecutor(6) as pool:
@@ -205,7 +205,7 @@ def test_threads_take_turns(session: StretchedSession, whole: Any, blob_images: 
         assert_equal(got, whole(image, clap_threshold=clap))
 
 
-def test_an_error_in_the_thread_reaches_the_caller(session: StretchedSession, whole: Any, blob_images: Any) -> None:
+def test_an_error_in_the_thread_reaches_the_caller(session: SegmentedSession, whole: Any, blob_images: Any) -> None:
     image = blob_images(1)
     with pytest.raises(RuntimeError, match="size of tensor"):
         session.run(torch.zeros(1, 3, 64, 64, dtype=torch.uint8), THRESHOLDS, NAMES)
@@ -217,15 +217,15 @@ def test_older_versions_capture_nothing(labels_bundle: Bundle, tmp_path: Path, m
     bundle = Bundle.open(shutil.copytree(labels_bundle.path, tmp_path / "bundle"))
     monkeypatch.setattr(runner_module, "find_library", lambda _: Path("library.so"))
     monkeypatch.setattr(runner_module, "check_cuda", lambda: None)
-    assert "3 stretches" in OnnxRuntimeCudaRunner.build(bundle)[0]
+    OnnxRuntimeCudaRunner.build(bundle)
     monkeypatch.setattr(runner_module.ort, "__version__", "1.31.0")
-    assert OnnxRuntimeCudaRunner(bundle).stretches == 3
+    assert OnnxRuntimeCudaRunner(bundle).segments == 3
     monkeypatch.setattr(runner_module.ort, "__version__", "1.30.2")
-    assert OnnxRuntimeCudaRunner(bundle).stretches == 0
+    assert OnnxRuntimeCudaRunner(bundle).segments == 0
     monkeypatch.setattr(runner_module, "find_library", lambda _: None)
     OnnxRuntimeCudaRunner.build(bundle)
     monkeypatch.setattr(runner_module.ort, "__version__", "1.31.0")
-    assert OnnxRuntimeCudaRunner(bundle).stretches == 0, "merging in standard operators copies to the host"
+    assert OnnxRuntimeCudaRunner(bundle).segments == 0, "merging in standard operators copies to the host"
 
 
 @pytest.mark.parametrize(
@@ -237,8 +237,8 @@ def test_how_many_images_go_through_graphs(
     monkeypatch.setattr(runner_module, "check_cuda", lambda: None)
     monkeypatch.setattr(runner_module.ort, "__version__", "1.31.0")
     cuda = OnnxRuntimeCudaRunner(labels_bundle)
-    assert cuda.graph_images == 0, "nothing is cut into stretches"
-    monkeypatch.setattr(OnnxRuntimeCudaRunner, "stretches", 3)
+    assert cuda.graph_images == 0, "nothing is cut into segments"
+    monkeypatch.setattr(OnnxRuntimeCudaRunner, "segments", 3)
     recipe = labels_bundle.recipe
     recipe = replace(recipe, network=replace(recipe.network, embed_dim=width), precision=precision)
 
@@ -252,14 +252,14 @@ def test_how_many_images_go_through_graphs(
 
 
 def test_a_runner_tells_of_its_graphs(
-    labels_bundle: Bundle, session: StretchedSession, monkeypatch: pytest.MonkeyPatch
+    labels_bundle: Bundle, session: SegmentedSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Records of speed hold it: the nodes they count beside it are those of the whole graph."""
     monkeypatch.setattr(runner_module, "check_cuda", lambda: None)
     cuda = OnnxRuntimeCudaRunner(labels_bundle)
     assert cuda.execution == {}
     session._use = GraphUse(7, 30, 0)
-    cuda._stretched = session
+    cuda._segmented = session
     assert cuda.execution == {"cuda_graphs": "7"}
 
 
@@ -268,7 +268,7 @@ def test_a_runner_tells_of_its_graphs(
 
 @pytest.fixture(scope="module")
 def built(labels_bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """A bundle in stretches; skipped, with the reason, where they cannot run."""
+    """A bundle in segments; skipped, with the reason, where they cannot run."""
     if "CUDAExecutionProvider" not in ort.get_available_providers():
         pytest.skip("needs onnxruntime-gpu")
     if find_library(LIBRARY) is None:

@@ -35,13 +35,13 @@ def images() -> np.ndarray:
 
 def test_the_built_graph_runs_and_agrees(bundle: Bundle, images: np.ndarray) -> None:
     with runner(bundle, CPU) as run:
-        assert run.graph == "model.onnx"
+        assert run.executable == "model.onnx"
         names = [t.name for t in run.signature.outputs]
         portable = run.infer({"image": images}, names)
     lines = runner_type(CPU).build(bundle)
     assert "6 attention" in lines[0]
     with runner(bundle, CPU) as run:
-        assert run.graph == "model.onnxruntime-cpu.onnx"
+        assert run.executable == "model.onnxruntime-cpu.onnx"
         built = run.infer({"image": images}, names)
     for name in names:
         np.testing.assert_allclose(built[name], portable[name], atol=2e-4)
@@ -127,12 +127,12 @@ def test_every_session_on_cuda_looks_for_the_libraries_of_pytorch(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loads: list[str] = []
-    monkeypatch.setattr(module.ort, "preload_dlls", lambda: loads.append("loaded"), raising=False)
-    path, options = bundle.file(module.ONNX), ort.SessionOptions()
-    module.checked_session(path, options, "CPUExecutionProvider", {})
+    monkeypatch.setattr(ort, "preload_dlls", lambda: loads.append("loaded"), raising=False)
+    path, options = bundle.file("model.onnx"), ort.SessionOptions()
+    sessions.checked_session(path, options, "CPUExecutionProvider", {})
     assert loads == []
     with pytest.raises(RuntimeUnavailableError, match="asked ONNX Runtime for CUDAExecutionProvider"):
-        module.checked_session(path, options, "CUDAExecutionProvider", {})
+        sessions.checked_session(path, options, "CUDAExecutionProvider", {})
     assert loads == ["loaded"]
 
 

@@ -5,17 +5,18 @@ Nothing is executed here. What full TensorRT is asked for is checked with a stan
 
 from __future__ import annotations
 
-import json
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -26,6 +27,7 @@ from tqdm import tqdm
 
 from algm_deploy import native_libraries as native
 from algm_deploy.bundle.files import sha256_of
+from algm_deploy.bundle.records import Engine, ParsedNetwork, ParsedTensor, TimingCache
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BuildError, NotExecutedError, RuntimeUnavailableError
 from algm_deploy.lowering.export import base_onnx
@@ -35,9 +37,11 @@ from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.loading import network_class
 from algm_deploy.models.segmenter import Segmenter
 from algm_deploy.recipe.schema import MergePlan, Network, Output, Precision
+from algm_deploy.runners.registry import RUNTIMES, row_of
 from algm_deploy.runners.tensorrt import build as tensorrt_build
 from algm_deploy.runners.tensorrt import library as tensorrt_library
-from algm_deploy.runners.tensorrt.build import BuiltEngine, EngineFacts, EngineOptions, build_engine, engine_from_onnx
+from algm_deploy.runners.tensorrt import runner as tensorrt_runner
+from algm_deploy.runners.tensorrt.build import EngineOptions, build_engine, engine_from_onnx
 from algm_deploy.runners.tensorrt.runner import TensorRTRtxRunner
 
 PLAN = MergePlan(clap_layers=(1,), gbm_layers=(2,), clap_threshold=0.9)
@@ -84,16 +88,16 @@ def test_engines_of_other_families(
     torch.manual_seed(0)
     deployed = Deployed(insert_merging(network_class(network)(network), PLAN), network, "scores").eval()
     onnx.save(tensorrt_from_base(base_onnx(deployed, PLAN, "uint8"), precision)[0], tmp_path / "model.onnx")
-    built = build(tmp_path / "model.onnx", precision)
+    _, built = build(tmp_path / "model.onnx", precision)
     parsed, tokens = built.parsed_network, TYPES[precision]
     patches = network.grid[0] * network.grid[1]
-    maps = [{"name": f"token_map_{m}", "dtype": "INT64", "shape": [-1, patches]} for m in ("clap_1", "gbm_2")]
-    scores = {"name": "scores", "dtype": "FLOAT", "shape": [-1, 5, *network.image_size]}
-    assert parsed["outputs"] == [scores, {"name": "token_counts", "dtype": "INT64", "shape": [-1, 2]}, *maps]
+    maps = [tensor(f"token_map_{m}", "INT64", -1, patches) for m in ("clap_1", "gbm_2")]
+    scores = tensor("scores", "FLOAT", -1, 5, *network.image_size)
+    assert parsed.outputs == (scores, tensor("token_counts", "INT64", -1, 2), *maps)
     levels = len(network.stages) or 1
-    assert [p["plugin"] for p in parsed["plugins"]] == ["clap", "gbm", *["unmerge"] * levels]
+    assert [p.plugin for p in parsed.plugins] == ["clap", "gbm", *["unmerge"] * levels]
     in_decoder = levels * network.decoder_depth if network.decoder == "atm" else 0
-    assert parsed["layers"]["ATTENTION_INPUT"] == {tokens: network.depth + in_decoder}
+    assert parsed.layers["ATTENTION_INPUT"] == {tokens: network.depth + in_decoder}
     record_property("support", f"algm {network.family}/{network.decoder} tensorrt-rtx builds")
 
 
@@ -107,7 +111,7 @@ def test_engines_of_masks_exported_in_16_bits(rtx: None, tmp_path: Path, family:
     model = insert_merging(network_class(network)(network).half(), PLAN)
     base = base_onnx(Deployed(model, network, "scores").eval(), PLAN, "uint8")
     onnx.save(tensorrt_from_base(base, "fp16")[0], tmp_path / "model.onnx")
-    layers = build(tmp_path / "model.onnx", "fp16").parsed_network["layers"]
+    layers = build(tmp_path / "model.onnx", "fp16")[1].parsed_network.layers
     assert layers["EINSUM"]["FLOAT"] == 1
     assert set(layers["MATRIX_MULTIPLY"]) == {"HALF"}
 
@@ -119,7 +123,7 @@ def test_engines_of_masks_exported_in_16_bits(rtx: None, tmp_path: Path, family:
 )
 def test_arithmetic_that_went_astray_is_refused(layers: dict[str, dict[str, int]]) -> None:
     with pytest.raises(BuildError, match="expected fp16 arithmetic"):
-        tensorrt_build._check_precision({"layers": layers}, "fp16")
+        tensorrt_build._check_precision(ParsedNetwork(plugins=(), layers=layers), "fp16")
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +143,11 @@ def models(
     return paths
 
 
-def build(model: Path, precision: Precision = "fp32", **options: Any) -> BuiltEngine:
+def tensor(name: str, dtype: str, *shape: int) -> ParsedTensor:
+    return ParsedTensor(name=name, dtype=dtype, shape=shape)
+
+
+def build(model: Path, precision: Precision = "fp32", **options: Any) -> tuple[bytes, Engine]:
     return engine_from_onnx(model, "tensorrt-rtx", precision, EngineOptions(batches=BATCHES, **options), progress=False)
 
 
@@ -152,29 +160,25 @@ TYPES = {"fp32": "FLOAT", "fp16": "HALF", "bf16": "BF16"}
 def test_an_engine_with_our_plugins(
     rtx: None, models: Any, record_property: Support, output: Output, precision: Precision
 ) -> None:
-    built = build(models[output, precision], precision)
+    engine, built = build(models[output, precision], precision)
     record_property("support", f"algm segmenter/{NETWORK.decoder} tensorrt-rtx builds")
     tokens = TYPES[precision]
-    assert len(built.engine) == built.facts.engine_bytes > 1 << 20
-    assert built.facts.compute_capabilities == ("8.6", "8.9", "12.0")
+    assert len(engine) == built.engine_bytes > 1 << 20
+    assert built.compute_capabilities == ("8.6", "8.9", "12.0")
     network = built.parsed_network
-    tail = {"labels": ("label_map", ["INT32"]), "scores": ("unmerge", [tokens])}[output]
-    assert [(p["plugin"], p["dtypes"]) for p in network["plugins"]] == [
-        ("clap", [tokens, "FLOAT", "INT64", "INT64", "INT64"]),
-        ("gbm", [tokens, "FLOAT", "INT64", "INT64", "INT64"]),
+    tail = {"labels": ("label_map", ("INT32",)), "scores": ("unmerge", (tokens,))}[output]
+    assert [(p.plugin, p.dtypes) for p in network.plugins] == [
+        ("clap", (tokens, "FLOAT", "INT64", "INT64", "INT64")),
+        ("gbm", (tokens, "FLOAT", "INT64", "INT64", "INT64")),
         tail,
     ]
-    assert network["layers"]["ATTENTION_INPUT"] == {tokens: 3}
-    assert set(network["layers"]["MATRIX_MULTIPLY"]) == set(network["layers"]["CONVOLUTION"]) == {tokens}
-    assert network["layers"]["REDUCE"] == {"FLOAT": 2}  # the norms of the decoder
-    assert network["inputs"][0] == {"name": "image", "dtype": "UINT8", "shape": [-1, 3, 64, 96]}
-    main = {
-        "labels": {"name": "labels", "dtype": "UINT8", "shape": [-1, 64, 96]},
-        "scores": {"name": "scores", "dtype": "FLOAT", "shape": [-1, 5, 64, 96]},
-    }[output]
-    counts = {"name": "token_counts", "dtype": "INT64", "shape": [-1, 2]}
-    maps = [{"name": f"token_map_{m}", "dtype": "INT64", "shape": [-1, 24]} for m in ("clap_1", "gbm_2")]
-    assert network["outputs"] == [main, counts, *maps]
+    assert network.layers["ATTENTION_INPUT"] == {tokens: 3}
+    assert set(network.layers["MATRIX_MULTIPLY"]) == set(network.layers["CONVOLUTION"]) == {tokens}
+    assert network.layers["REDUCE"] == {"FLOAT": 2}  # the norms of the decoder
+    assert network.inputs[0] == tensor("image", "UINT8", -1, 3, 64, 96)
+    main = {"labels": tensor("labels", "UINT8", -1, 64, 96), "scores": tensor("scores", "FLOAT", -1, 5, 64, 96)}
+    maps = [tensor(f"token_map_{m}", "INT64", -1, 24) for m in ("clap_1", "gbm_2")]
+    assert network.outputs == (main[output], tensor("token_counts", "INT64", -1, 2), *maps)
     kinds = [kind for _, kind in built.builder_layers]
     assert kinds.count("PluginV3") + kinds.count("custom_layer") == 3
     fused = sum("mha" in name for name, _ in built.builder_layers)
@@ -183,20 +187,22 @@ def test_an_engine_with_our_plugins(
 
 @pytest.mark.parametrize("capability", ["8.6", "8.9", "12.0"])
 def test_an_engine_for_one_gpu(rtx: None, models: Any, capability: str) -> None:
-    built = build(models["labels", "fp16"], "fp16", compute_capabilities=(capability,))
-    assert built.facts.compute_capabilities == (capability,)
-    assert built.engine
+    engine, built = build(models["labels", "fp16"], "fp16", compute_capabilities=(capability,))
+    assert built.compute_capabilities == (capability,)
+    assert engine
 
 
 def test_the_record_is_json_without_paths_of_this_machine(rtx: None, models: Any) -> None:
     model = models["labels", "fp16"]
-    record = build(model, "fp16").manifest()
-    assert str(model.parent) not in json.dumps(record)
-    assert EngineFacts.from_json(json.loads(json.dumps(record["facts"]))).batches == BATCHES
-    assert any("Successfully created plugin: clap" in line for line in record["log"])
-    assert (record["engine_layers"] is None) == bool(record["engine_layers_reason"])
+    _, record = build(model, "fp16")
+    written = msgspec.json.encode(record)
+    assert str(model.parent).encode() not in written
+    assert msgspec.json.decode(written, type=Engine) == record
+    assert record.batches == BATCHES
+    assert any("Successfully created plugin: clap" in line for line in record.log)
+    assert (record.engine_layers is None) == bool(record.engine_layers_reason)
     if not torch.cuda.is_available():
-        assert record["engine_layers_reason"] == "torch finds no CUDA device here that could load the engine"
+        assert record.engine_layers_reason == "torch finds no CUDA device here that could load the engine"
 
 
 def test_without_the_alias_the_parser_ends_the_process(rtx: None, models: Any) -> None:
@@ -220,15 +226,15 @@ def test_without_the_alias_the_parser_ends_the_process(rtx: None, models: Any) -
 def test_a_bundle_gets_its_engine(rtx: None, tiny_bundle: Bundle, tmp_path: Path) -> None:
     bundle = Bundle.open(shutil.copytree(tiny_bundle.path, tmp_path / "bundle"))
     for _ in range(2):  # building again replaces
-        lines = TensorRTRtxRunner.build(bundle, progress=False)
+        lines = TensorRTRtxRunner.build(bundle)
     assert lines[0].endswith("bundle/engines/tensorrt-rtx.engine")
     assert "tensorrt-rtx" in lines[1]
     assert lines[2] == "plugins in the network: clap, gbm, unmerge"
     again = Bundle.open(bundle.path)
     again.verify()
-    facts = again.manifest["engines"]["tensorrt-rtx"]["facts"]
-    assert facts["batches"] == [1, bundle.recipe.max_batch, bundle.recipe.max_batch]
-    assert again.files["engines/tensorrt-rtx.engine"].made_from == {"model.tensorrt.onnx": facts["onnx_hash"]}
+    (facts,) = again.manifest.engines
+    assert facts.batches == (1, bundle.recipe.max_batch, bundle.recipe.max_batch)
+    assert again.files["engines/tensorrt-rtx.engine"].made_from == {"model.tensorrt.onnx": facts.onnx_hash}
     graph = again.files["model.tensorrt.onnx"]
     assert graph.uses == ("model.onnx.data",)  # the weights are not stored twice
     assert graph.size_bytes < again.files["model.onnx.data"].size_bytes / 4
@@ -241,9 +247,9 @@ def test_an_fp32_bundle_in_fp16(rtx: None, tiny_bundle: Bundle, tmp_path: Path) 
     bundle = Bundle.open(shutil.copytree(tiny_bundle.path, tmp_path / "bundle"))
     options = EngineOptions(batches=(1, 1, 1), compute_capabilities=("8.9",))
     built = build_engine(bundle, "tensorrt-rtx", options, precision="fp16", progress=False)
-    assert built.parsed_network["layers"]["ATTENTION_INPUT"].keys() == {"HALF"}
-    assert bundle.manifest["engines"]["tensorrt-rtx"]["facts"]["precision"] == "fp16"
-    assert bundle.manifest["engines"]["tensorrt-rtx"]["rewrites"]["weight"] > 10
+    assert built.parsed_network.layers["ATTENTION_INPUT"].keys() == {"HALF"}
+    assert bundle.found(Engine, "tensorrt-rtx") == built
+    assert (built.precision, built.rewrites["weight"] > 10) == ("fp16", True)
 
 
 # --- what goes wrong -------------------------------------------------------------------------------------------------
@@ -385,10 +391,14 @@ def test_bad_profiles(batches: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize(
     ("options", "runtime", "message"),
     [
-        ({"timing_cache": Path("cache")}, "tensorrt-rtx", "takes no timing cache: it times no kernels"),
-        ({"version_compatible": True}, "tensorrt-rtx", "takes no version compatibility: its engines run with"),
-        ({"hardware_compatible": True}, "tensorrt-rtx", "takes no hardware compatibility: its engines name"),
-        ({"compute_capabilities": ("8.9",)}, "tensorrt", "belong to tensorrt-rtx"),
+        (
+            {"timing_cache": Path("cache")},
+            "tensorrt-rtx",
+            "no build option timing_cache: .* build for tensorrt$",
+        ),
+        ({"version_compatible": True}, "tensorrt-rtx", "no build option version_compatible: leave it out"),
+        ({"hardware_compatible": True}, "tensorrt-rtx", "no build option hardware_compatible: leave it out"),
+        ({"compute_capabilities": ("8.9",)}, "tensorrt", "compute_capabilities: .*, or build for tensorrt-rtx$"),
         ({"level": 6}, "tensorrt", "from 0 to 5, got 6"),
         ({"workspace_mib": 0}, "tensorrt", "at least 1 MiB, got 0"),
     ],
@@ -398,10 +408,35 @@ def test_refused_options_say_why(options: dict[str, Any], runtime: str, message:
         tensorrt_build.check_options(EngineOptions(**options), runtime)
 
 
-def test_an_old_tensorrt_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tensorrt", SimpleNamespace(__version__="10.4.0"))
-    with pytest.raises(RuntimeUnavailableError, match=r"expected TensorRT 10\.14 or newer, found 10\.4\.0"):
-        tensorrt_library.load_bindings("tensorrt")
+def test_every_option_of_an_engine_is_one_of_a_runtime() -> None:
+    """And a runner's `build` takes them by name, as the command line hands them on."""
+    known = {name for row in RUNTIMES.values() for name in row.build_options}
+    assert known == {"precision", *(field.name for field in fields(EngineOptions))}
+
+
+def test_a_runner_builds_with_the_options_of_its_row(tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[Any, ...]] = []
+
+    def stopped(*arguments: Any) -> None:
+        told.append(arguments)
+        raise BuildError("stopped here")
+
+    monkeypatch.setattr(tensorrt_runner, "build_engine", stopped)
+    with pytest.raises(BuildError, match="stopped here"):
+        TensorRTRtxRunner.build(tiny_bundle, level=0, precision="fp16")
+    largest = tiny_bundle.recipe.max_batch
+    options = EngineOptions(batches=(1, largest, largest), level=0)
+    assert told == [(tiny_bundle, "tensorrt-rtx", options, "fp16")]
+    with pytest.raises(BuildError, match="no build option timing_cache"):
+        TensorRTRtxRunner.build(tiny_bundle, timing_cache=Path("cache"))
+
+
+@pytest.mark.parametrize("runtime", ["tensorrt", "tensorrt-rtx"])
+def test_an_old_tensorrt_is_refused(runtime: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = row_of(runtime)
+    monkeypatch.setitem(sys.modules, row.module, SimpleNamespace(__version__="1.4.0"))
+    with pytest.raises(RuntimeUnavailableError, match=rf"expected {row.required}, found 1\.4\.0: pip install -U"):
+        tensorrt_library.load_bindings(runtime)
 
 
 def test_full_tensorrt_needs_a_gpu_to_build(models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -454,7 +489,8 @@ def test_full_tensorrt_gets_every_option(tmp_path: Path) -> None:
     assert (config.cache, config.ignore_mismatch) == (b"known", False)
     first = tensorrt_build._save_timing_cache(config, options)
     assert (tmp_path / "timing").read_bytes() == b"measured"
-    assert first["sha256_before"] != first["sha256_after"]
+    assert first is not None
+    assert first.sha256_before != first.sha256_after
 
 
 def test_a_timing_cache_that_changed_is_told(tmp_path: Path) -> None:
@@ -462,8 +498,9 @@ def test_a_timing_cache_that_changed_is_told(tmp_path: Path) -> None:
     options = EngineOptions(BATCHES, timing_cache=tmp_path / "timing")
     first = tensorrt_build._save_timing_cache(StandInConfig(), options)
     second = tensorrt_build._save_timing_cache(StandInConfig(), options)
-    assert first == {"sha256_before": None, "sha256_after": sha256_of(tmp_path / "timing")}
-    assert second == {"sha256_before": first["sha256_after"], "sha256_after": first["sha256_after"]}
+    now = sha256_of(tmp_path / "timing")
+    assert first == TimingCache(sha256_before=None, sha256_after=now)
+    assert second == TimingCache(sha256_before=now, sha256_after=now)
     assert tensorrt_build._save_timing_cache(StandInConfig(), EngineOptions(BATCHES)) is None
 
 
@@ -476,4 +513,4 @@ def test_a_foreign_timing_cache_is_refused(tmp_path: Path) -> None:
 
 def test_a_plugin_that_became_a_function_body_is_noticed() -> None:
     with pytest.raises(BuildError, match="took function bodies instead"):
-        tensorrt_build._check_plugins({"plugins": []}, tensorrt_build.Counter(clap=1))
+        tensorrt_build._check_plugins(ParsedNetwork(plugins=()), tensorrt_build.Counter(clap=1))

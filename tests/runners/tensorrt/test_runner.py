@@ -9,7 +9,6 @@ import ctypes
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -17,13 +16,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
+from algm_deploy.bundle.records import Engine, ParsedNetwork
 from algm_deploy.bundle.signature import signature_of
 from algm_deploy.bundle.store import Bundle, BundleWriter
 from algm_deploy.errors import BundleError, NotExecutedError, RuntimeUnavailableError
 from algm_deploy.recipe.schema import MergePlan, Network, Protocol, Recipe
+from algm_deploy.runners.registry import row_of
 from algm_deploy.runners.tensorrt import runner as runner_module
-from algm_deploy.runners.tensorrt.build import EngineFacts, engine_name
 from algm_deploy.runners.tensorrt.runner import Cuda, TensorRTRtxRunner, TensorRTRunner, why_stale
 
 RECIPE = Recipe(
@@ -34,7 +35,7 @@ RECIPE = Recipe(
     output="labels",
     max_batch=8,
 )
-FACTS = EngineFacts(
+FACTS = Engine(
     runtime="tensorrt",
     version="11.4.0",
     precision="fp16",
@@ -45,8 +46,10 @@ FACTS = EngineFacts(
     onnx_hash="0" * 64,
     plugin_hash=None,
     engine_bytes=6,
+    parsed_network=ParsedNetwork(plugins=()),
+    build_seconds=1.0,
 )
-ENGINE = b"engine"
+ENGINE, OWN = b"engine", row_of("tensorrt").own
 DTYPES = {"uint8": "UINT8", "float32": "FLOAT", "int64": "INT64"}
 
 
@@ -147,8 +150,10 @@ class HostDevice(Cuda):
 
     device = torch.device("cpu")
 
-    def open(self) -> tuple[int, int]:
-        return 8, 9
+    capability = 8, 9
+
+    def open(self, device: torch.device) -> tuple[int, int]:
+        return self.capability
 
     def current(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -160,14 +165,14 @@ class HostDevice(Cuda):
     def on(self, stream: Any) -> Iterator[None]:
         yield
 
-    def upload(self, value: Any) -> torch.Tensor:
-        return torch.from_numpy(value)
+    def upload(self, value: torch.Tensor) -> torch.Tensor:
+        return value.clone()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
 
-    def download(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        return {name: tensor.numpy() for name, tensor in tensors.items()}
+    def download(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return dict(tensors)
 
     def hand_over(self, stream: Any, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
         pass
@@ -188,21 +193,20 @@ def bindings(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def bundle(tmp_path: Path) -> Callable[..., Bundle]:
     def make(content: bytes = ENGINE, **changes: Any) -> Bundle:
-        facts = replace(FACTS, **changes)
+        engine = structs.replace(FACTS, **changes)
         with BundleWriter(tmp_path / "bundle", RECIPE) as writer:
-            writer.path(engine_name(facts.runtime)).write_bytes(content)
-            writer.record(engine_name(facts.runtime))
-            writer.facts["signature"] = signature_of(RECIPE).to_table()
-            writer.facts["engines"] = {
-                facts.runtime: {"facts": asdict(facts), "parsed_network": {"plugins": []}, "build_seconds": 1.0}
-            }
-        return Bundle.open(tmp_path / "bundle")
+            writer.path(OWN).write_bytes(content)
+            writer.list_file(OWN)
+            writer.describe(signature=signature_of(RECIPE))
+        made = Bundle.open(tmp_path / "bundle")
+        made.record(engine)
+        return made
 
     return make
 
 
 def open_runner(bundle: Bundle, contexts: int = 1) -> TensorRTRunner:
-    return TensorRTRunner(bundle, contexts, HostDevice())
+    return TensorRTRunner(bundle, contexts=contexts, cuda=HostDevice())
 
 
 def image(batch: int) -> Any:
@@ -236,14 +240,28 @@ def test_results_belong_to_the_caller(bundle: Callable[..., Bundle]) -> None:
 
 def test_tensors_are_used_where_they_lie(bundle: Callable[..., Bundle]) -> None:
     pixels = torch.from_numpy(image(2))
-    thresholds = {"clap_threshold": torch.tensor(0.25), "gbm_threshold": torch.tensor(1.0)}
+    names = ["token_map_gbm_2", "labels", "token_counts", "token_map_clap_1"]
     with open_runner(bundle()) as runner:
-        outputs = runner.infer_tensors({"image": pixels, **thresholds})
+        outputs = runner.infer_device({"image": pixels, "clap_threshold": 0.25}, names)
         assert ENGINES[0].contexts[0].addresses["image"] == pixels.data_ptr()
-        shared = runner.infer_tensors({"image": image(2), **thresholds})  # a NumPy array speaks DLPack too
-    assert set(outputs) == {"labels", "token_counts", "token_map_clap_1", "token_map_gbm_2"}
+        shared: Any = image(2)  # a NumPy array speaks DLPack too
+        found = runner.infer_device({"image": shared, "clap_threshold": torch.tensor(0.25)}, ["labels"])
+    assert list(outputs) == names
     assert torch.equal(outputs["labels"], pixels[:, 0])
-    assert torch.equal(shared["labels"], outputs["labels"])
+    assert outputs["token_counts"].tolist() == [[25, 25]] * 2
+    assert list(found) == ["labels"]
+    assert torch.equal(found["labels"], outputs["labels"])
+
+
+def test_thresholds_are_kept_in_device_memory(bundle: Callable[..., Bundle]) -> None:
+    pixels = torch.from_numpy(image(1))
+    with open_runner(bundle()) as runner:
+        addresses = []
+        for tau in (0.25, 0.5, 0.25):
+            counts = runner.infer_device({"image": pixels, "clap_threshold": tau}, ["token_counts"])["token_counts"]
+            assert counts.tolist() == [[100 * tau, 100 * tau]]
+            addresses.append(ENGINES[0].contexts[0].addresses["clap_threshold"])
+    assert addresses[0] == addresses[2] != addresses[1]
 
 
 @pytest.mark.parametrize(
@@ -253,22 +271,29 @@ def test_tensors_are_used_where_they_lie(bundle: Callable[..., Bundle]) -> None:
             {"image": torch.zeros(5, 3, 32, 48, dtype=torch.uint8)},
             r"\(1, 3, 32, 48\) to \(4, 3, 32, 48\), got \(5, 3, 32, 48\)",
         ),
-        ({"image": torch.zeros(1, 3, 32, 64, dtype=torch.uint8)}, r"to \(4, 3, 32, 48\), got \(1, 3, 32, 64\)"),
-        ({"image": torch.zeros(1, 3, 32, 48)}, "expected image as dense torch.uint8, got dense torch.float32"),
-        ({"image": torch.zeros(1, 3, 48, 32, dtype=torch.uint8).mT}, "got strided torch.uint8"),
+        ({"image": torch.zeros(1, 3, 32, 64, dtype=torch.uint8)}, r"\(batch, 3, 32, 48\), got uint8 \(1, 3, 32, 64\)"),
+        ({"image": torch.zeros(1, 3, 32, 48)}, r"expected image uint8 .*, got float32 \(1, 3, 32, 48\)"),
         (
             {"image": torch.zeros(1, 3, 32, 48, dtype=torch.uint8, device="meta")},
-            "expected image in the memory of cpu, got it in that of meta",
+            "expected an image in the memory of cpu, got one in that of meta",
         ),
-        ({"clap_threshold": torch.zeros(1)}, r"expected clap_threshold of shape \(\), got \(1,\)"),
-        ({"clap_threshold": None}, "the input 'clap_threshold' is missing"),
+        ({"clap_threshold": torch.zeros(1)}, "clap_threshold is one number"),
+        ({"image": None}, "the input 'image' is missing"),
     ],
 )
 def test_refused_tensors(bundle: Callable[..., Bundle], change: dict[str, Any], message: str) -> None:
     feeds = {"image": torch.zeros(1, 3, 32, 48, dtype=torch.uint8), "clap_threshold": torch.tensor(1.0)}
     feeds = {k: v for k, v in (feeds | {"gbm_threshold": torch.tensor(1.0)} | change).items() if v is not None}
     with open_runner(bundle()) as runner, pytest.raises(BundleError, match=message):
-        runner.infer_tensors(feeds)
+        runner.infer_device(feeds)
+
+
+def test_an_image_of_any_layout(bundle: Callable[..., Bundle]) -> None:
+    pixels = torch.from_numpy(image(2))
+    strided = pixels.mT.contiguous().mT
+    assert not strided.is_contiguous()
+    with open_runner(bundle()) as runner:
+        assert torch.equal(runner.infer_device({"image": strided})["labels"], pixels[:, 0])
 
 
 def test_a_batch_outside_the_profile_is_refused_with_both_shapes(bundle: Callable[..., Bundle]) -> None:
@@ -313,7 +338,7 @@ def test_open_again_and_closed(bundle: Callable[..., Bundle]) -> None:
     with pytest.raises(RuntimeUnavailableError, match="closed"):
         runner.infer({"image": image(1)})
     with pytest.raises(RuntimeUnavailableError, match="closed"):
-        runner.infer_tensors({})
+        runner.infer_device({})
 
 
 # --- engines that do not fit -----------------------------------------------------------------------------------------
@@ -351,14 +376,14 @@ def test_another_plugin_library(bundle: Callable[..., Bundle], monkeypatch: pyte
 
 def test_a_changed_engine_file(bundle: Callable[..., Bundle]) -> None:
     made = bundle()
-    (made.path / engine_name("tensorrt")).write_bytes(ENGINE[::-1])
+    (made.path / OWN).write_bytes(ENGINE[::-1])
     assert "it was edited or swapped" in refused(made)
 
 
 def test_no_engine(bundle: Callable[..., Bundle]) -> None:
     made = bundle()
     with pytest.raises(BundleError, match=r"holds no engine for tensorrt-rtx: build one with `algm-deploy build"):
-        TensorRTRtxRunner(made, device=HostDevice()).__enter__()
+        TensorRTRtxRunner(made, cuda=HostDevice()).__enter__()
 
 
 def test_without_a_gpu_nothing_is_executed(bundle: Callable[..., Bundle], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,14 +395,14 @@ def test_without_a_gpu_nothing_is_executed(bundle: Callable[..., Bundle], monkey
 
 def test_tensorrt_rtx_does_not_run_on_data_centre_gpus(bundle: Callable[..., Bundle]) -> None:
     device = HostDevice()
-    device.open = lambda: (9, 0)  # type: ignore[method-assign]
+    device.capability = 9, 0
     with pytest.raises(NotExecutedError, match=r"this one has compute capability 9\.0; use --runtime tensorrt"):
-        TensorRTRtxRunner(bundle(runtime="tensorrt-rtx"), device=device).__enter__()
+        TensorRTRtxRunner(bundle(runtime="tensorrt-rtx"), cuda=device).__enter__()
 
 
 def test_engines_that_allow_more() -> None:
     def stale(version: str, capability: tuple[int, int], **changes: Any) -> str | None:
-        return why_stale(replace(FACTS, **changes), "tensorrt", version, None, capability)
+        return why_stale(structs.replace(FACTS, **changes), "tensorrt", version, None, capability)
 
     assert stale("11.4.0", (8, 9)) is None
     assert stale("11.5.0", (8, 9), version_compatible=True) is None

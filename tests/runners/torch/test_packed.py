@@ -180,7 +180,7 @@ def test_two_tokens_in_front_of_the_patches(decoder: str, blob_images: Images) -
 
 
 def test_rows_of_padding_reach_nothing(blob_images: Images) -> None:
-    """Everything that a stretch does not write is NaN before it."""
+    """Everything that a segment does not write is NaN before it."""
     plain = deployed(PLANS[USUAL])
     packed = PackedSegmenter(plain, torch.uint8)
     image = torch.from_numpy(blob_images(3))
@@ -201,7 +201,7 @@ def test_rows_of_padding_reach_nothing(blob_images: Images) -> None:
     assert min(lengths[0].tolist()) < max(lengths[0].tolist()), "images of one length would leave no padding"
 
 
-def test_a_network_that_drops_tokens_keeps_one_stretch(blob_images: Images) -> None:
+def test_a_network_that_drops_tokens_keeps_one_segment(blob_images: Images) -> None:
     shape = network()
     plain = Deployed(truncate(segmenter(shape), {1: 40, 3: 25}), shape, "scores").eval()
     packed = PackedSegmenter(plain, torch.uint8)

@@ -1,23 +1,19 @@
-"""The doctor: facts of made-up machines against what it says, and the probes on packages that misbehave."""
+"""Facts of made-up machines against what the doctor says."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import tomllib
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-import algm_deploy
-from algm_deploy import doctor
-from algm_deploy.doctor import Finding, Library, Machine, Module, Step, diagnose
+from algm_deploy.doctor.probes import MODULES, Library, Machine, Module
+from algm_deploy.doctor.rules import Finding, Step, diagnose
+from algm_deploy.doctor.text import for_people, for_programs
 from algm_deploy.environment import Device
+from algm_deploy.runners.registry import RUNTIMES, row_of
+from algm_deploy.runners.tensorrt.build import RTX_TARGETS
 
 ADA = Device("NVIDIA L4", "8.9", 24 << 30)
 HOPPER = Device("NVIDIA H100", "9.0", 80 << 30)
@@ -71,7 +67,7 @@ CPU_BOX = replace(
     nvidia_card=False,
     modules={"torch": TORCH_CPU, "onnxruntime": ORT_CPU, "tensorrt": Module(), "tensorrt_rtx": RTX},
 )
-ALL = ("torch", "onnxruntime-cpu", "onnxruntime-cuda", "tensorrt", "tensorrt-rtx")
+ALL = tuple(RUNTIMES)
 
 
 def with_module(name: str, module: Module, machine: Machine = GPU_BOX) -> Machine:
@@ -98,7 +94,7 @@ def test_a_complete_machine_has_nothing_to_change() -> None:
     findings = diagnose(GPU_BOX)
     assert all(one.ok and not one.cure for one in findings)
     assert can(GPU_BOX, "build") == can(GPU_BOX, "execute") == set(ALL)
-    assert "To change" not in doctor.text(findings)
+    assert "To change" not in for_people(findings)
 
 
 def test_a_machine_without_gpu_builds_more_than_it_executes() -> None:
@@ -135,6 +131,12 @@ CASES: dict[str, tuple[Machine, set[str], str, str]] = {
         {"onnxruntime-cpu", "onnxruntime-cuda"},
         "No module named",
         "pip install --force-reinstall onnxruntime-gpu",
+    ),
+    "old onnxruntime": (
+        with_module("onnxruntime", told(ORT_GPU, version="1.22.0")),
+        {"onnxruntime-cpu", "onnxruntime-cuda"},
+        "1.22.0 is older than 1.23",
+        "pip install -U 'onnxruntime-gpu>=1.23'",
     ),
     "no CUDA provider": (
         with_module("onnxruntime", ORT_CPU),
@@ -195,6 +197,12 @@ CASES: dict[str, tuple[Machine, set[str], str, str]] = {
         "tensorrt_rtx is not installed",
         "pip install 'algm-deploy[tensorrt-rtx]'",
     ),
+    "old RTX": (
+        with_module("tensorrt_rtx", told(RTX, version="1.2.0")),
+        {"tensorrt-rtx"},
+        "tensorrt-rtx 1.2.0 is older than 1.7",
+        "pip install -U 'tensorrt-rtx>=1.7'",
+    ),
     "plugins not built": (
         with_library("trt_plugin", Library(None)),
         {"tensorrt", "tensorrt-rtx"},
@@ -219,7 +227,7 @@ def test_one_thing_missing(name: str) -> None:
         assert found in problem.found
         assert cure in problem.cure
         assert "(" not in problem.cure or problem.cure.count("(") == problem.cure.count(")")
-        assert f"{problem.found}\n    {problem.cure}" in doctor.text(diagnose(machine)).replace("\n      ", "\n    ")
+        assert f"{problem.found}\n    {problem.cure}" in for_people(diagnose(machine)).replace("\n      ", "\n    ")
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if not {"torch", "old driver"} & set(name.split())])
@@ -281,7 +289,7 @@ def test_unmet_requirements_are_told() -> None:
 
 
 def test_the_same_cure_stands_once() -> None:
-    shown = doctor.text(diagnose(CPU_BOX))
+    shown = for_people(diagnose(CPU_BOX))
     assert shown.count("use a machine with an NVIDIA GPU") == 1
     assert "onnxruntime-cuda, tensorrt, tensorrt-rtx: no NVIDIA GPU and no driver" in shown
     assert [line.split()[1:3] for line in shown.splitlines() if line.startswith("tensorrt-rtx")] == [["yes", "no"]]
@@ -289,192 +297,13 @@ def test_the_same_cure_stands_once() -> None:
 
 def test_json_holds_every_finding() -> None:
     findings = diagnose(CPU_BOX)
-    assert [Finding(**entry) for entry in json.loads(doctor.json_text(findings))] == findings
+    assert [Finding(**entry) for entry in json.loads(for_programs(findings))] == findings
 
 
 def test_every_runtime_is_judged() -> None:
-    from algm_deploy.runners.contract import RUNTIMES
-
-    assert set(RUNTIMES) <= set(doctor.CHECKS)
+    assert [one.topic for one in diagnose(GPU_BOX) if one.step == "execute"] == list(RUNTIMES)
+    assert set(MODULES) == set(GPU_BOX.modules) == {row.module for row in RUNTIMES.values()}
 
 
 def test_limits_are_those_the_runners_enforce() -> None:
-    from algm_deploy.runners.tensorrt import build as tensorrt_build
-    from algm_deploy.runners.tensorrt import library as tensorrt_library
-
-    assert doctor.TENSORRT_OLDEST == tensorrt_library._OLDEST
-    assert set(tensorrt_build.RTX_TARGETS) <= set(doctor.RTX_CAPABILITIES)
-
-
-# -------------------------------------------------------------------------------------------------------------- probes
-
-
-def fake_package(folder: Path, name: str, source: str) -> None:
-    """An installed package as pip leaves it: a module and its metadata."""
-    (folder / name).mkdir(parents=True)
-    (folder / name / "__init__.py").write_text(source)
-    info = folder / f"{name}_cu13-10.3.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}_cu13\nVersion: 10.3.0\n")
-    (info / "top_level.txt").write_text(f"{name}\n")
-
-
-@pytest.mark.parametrize(
-    ("source", "facts", "error"),
-    [
-        ("__version__ = '10.3.0'", {"version": "10.3.0"}, None),
-        ("import os; os.abort()", {}, "the process ended with SIGABRT"),
-        ("raise ImportError('libnvinfer.so.10: no such file')", {}, "ImportError: libnvinfer.so.10: no such file"),
-        ("print('hello'); __version__ = '1'", {"version": "1"}, None),
-    ],
-)
-def test_a_runtime_is_imported_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, facts: dict[str, str], error: str | None
-) -> None:
-    fake_package(tmp_path, "tensorrt", source)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert doctor.examined_module("tensorrt") == Module({"tensorrt_cu13": "10.3.0"}, facts, error)
-    assert "tensorrt" not in sys.modules
-
-
-def test_a_module_without_metadata_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "tensorrt.py").write_text("__version__ = '11.0.0'")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert doctor.examined_module("tensorrt").facts == {"version": "11.0.0"}
-
-
-def test_an_import_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_package(tmp_path, "tensorrt", "import time; time.sleep(60)")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(doctor, "_PROBE_SECONDS", 0.5)
-    assert doctor.examined_module("tensorrt").error == "no answer within 0.5 s"
-
-
-def test_the_onnxruntime_here_tells_its_package_and_providers() -> None:
-    onnxruntime = pytest.importorskip("onnxruntime", reason="needs ONNX Runtime: algm-deploy[onnxruntime-cpu]")
-    module = doctor.examined_module("onnxruntime")
-    assert module.facts["version"] == onnxruntime.__version__
-    assert module.facts["package"] in module.packages
-    assert module.facts["providers"] == onnxruntime.get_available_providers()
-
-
-def smi(folder: Path, lines: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    tool = folder / "nvidia-smi"
-    tool.write_text(f"#!/bin/sh\n{lines}\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
-
-
-def test_gpus_as_nvidia_smi_lists_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = "NVIDIA GeForce RTX 4090, 8.9, 24564, 580.65.06"
-    smi(tmp_path, f"echo '{row}'\necho '{row}'", monkeypatch)
-    gpus, driver = doctor.visible_gpus()
-    assert gpus == (Device("NVIDIA GeForce RTX 4090", "8.9", 24564 << 20),) * 2
-    assert driver == "580.65.06"
-
-
-@pytest.mark.parametrize("lines", ["echo 'No devices were found'", "echo 'failed to initialize NVML' >&2; exit 9"])
-def test_no_gpus_in_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: str) -> None:
-    smi(tmp_path, lines, monkeypatch)
-    assert doctor.visible_gpus() == ((), None)
-
-
-def test_a_machine_without_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert doctor.visible_gpus() == ((), None)
-
-
-@pytest.mark.parametrize(
-    ("vendor", "kind", "card"),
-    [("0x10de", "0x030000", True), ("0x10de", "0x040300", False), ("0x1002", "0x030000", False)],
-)
-def test_cards_on_the_bus(tmp_path: Path, vendor: str, kind: str, card: bool) -> None:
-    device = tmp_path / "0000:01:00.0"
-    device.mkdir()
-    (device / "vendor").write_text(f"{vendor}\n")
-    (device / "class").write_text(f"{kind}\n")
-    assert doctor.has_nvidia_card(tmp_path) == card
-    assert not doctor.has_nvidia_card(tmp_path / "none")
-
-
-def test_requirements_are_compared_as_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed = {"numpy": "2", "tqdm": "4.9", "torch": "2.11.0+cpu"}
-
-    def found(name: str) -> str:
-        if name not in installed:
-            raise PackageNotFoundError(name)
-        return installed[name]
-
-    wanted = ["numpy>=2.0", "tqdm>=4.66", "torch>=2.11", "absent>=1", "ruff>=1; extra == 'dev'"]
-    monkeypatch.setattr(doctor, "requires", lambda _: wanted)
-    monkeypatch.setattr(doctor, "version", found)
-    assert doctor.unmet_requirements() == ("tqdm>=4.66", "absent>=1")
-
-
-def test_packages_missing_for_real(tmp_path: Path) -> None:
-    """A process whose site-packages lack every runtime still gets a diagnosis, and imports nothing heavy for it."""
-    hidden = ("torch", "onnxruntime", "tensorrt")
-    places = [Path(entry) for entry in sys.path if entry.endswith("site-packages")]
-    for entry in (entry for place in places for entry in place.iterdir()):
-        if not entry.name.startswith(hidden) and not (tmp_path / entry.name).exists():
-            (tmp_path / entry.name).symlink_to(entry)
-    code = (
-        "import sys; from algm_deploy import doctor; print(doctor.json_text(doctor.diagnose()));"
-        "assert not {'torch', 'onnx', 'onnxruntime', 'cv2'} & set(sys.modules)"
-    )
-    package = Path(algm_deploy.__file__).parents[1]  # site-packages itself where the wheel is installed
-    searched = [str(tmp_path), *([str(package)] if package not in places else [])]
-    surroundings = {**os.environ, "PYTHONPATH": os.pathsep.join(searched)}
-    command = [sys.executable, "-S", "-P", "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=surroundings)
-    assert done.returncode == 0, done.stderr
-    findings = [Finding(**entry) for entry in json.loads(done.stdout)]
-    steps = {(one.topic, one.step): one for one in findings if one.step}
-    assert not any(one.ok for one in steps.values())
-    assert steps["torch", "execute"].cure == "pip install torch"
-    assert steps["onnxruntime-cpu", "build"].cure == "pip install 'algm-deploy[onnxruntime-cpu]'"
-    assert steps["tensorrt-rtx", "build"].cure == "pip install 'algm-deploy[tensorrt-rtx]'"
-
-
-# A process in which one required package is missing, and no runtime is there, which saves the time of importing them.
-WITHOUT = """
-import importlib.metadata as metadata, importlib.util, sys
-package, module, wanted = sys.argv[1], sys.argv[2], sys.argv[3].split(";")
-known = metadata.version
-def version(name):
-    if name == package:
-        raise metadata.PackageNotFoundError(name)
-    return known(name)
-metadata.version, metadata.requires, metadata.packages_distributions = version, lambda _: wanted, dict
-importlib.util.find_spec = lambda name: None
-sys.modules[module] = None
-from algm_deploy.cli import main
-print(main(["doctor"]), main(["export", "nowhere", "-o", "b"]))
-"""
-MODULES = {"opencv-python-headless": "cv2", "pillow": "PIL", "pyyaml": "yaml"}
-
-
-@pytest.mark.parametrize("package", ["numpy", "onnx", "opencv-python-headless", "pillow", "pyyaml", "tqdm"])
-def test_a_required_package_is_missing(root_dir: Path, package: str) -> None:
-    """`doctor` runs without it and names it; another command says that `doctor` does."""
-    wanted = tomllib.loads((root_dir / "pyproject.toml").read_text())["project"]["dependencies"]
-    module = MODULES.get(package, package)
-    command = [sys.executable, "-c", WITHOUT, package, module, ";".join(wanted)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    (missing,) = [line for line in done.stdout.splitlines() if "requirements: missing or too old" in line]
-    assert package in missing
-    assert done.stdout.splitlines()[-1] == "0 2"
-    assert f"algm-deploy export: expected the module {module}, found none: `algm-deploy doctor` says" in done.stderr
-
-
-def test_this_machine() -> None:
-    import torch
-
-    findings = diagnose()
-    here = {one.topic: one.found for one in findings if one.step is None and one.ok}
-    assert here["module torch"] == f"torch {version('torch')}"
-    steps = {(one.topic, one.step): one for one in findings if one.step}
-    assert steps["torch", "execute"].ok
-    assert torch.__version__ in steps["torch", "execute"].found
-    assert all(one.cure for one in findings if not one.ok)
+    assert set(RTX_TARGETS) <= set(row_of("tensorrt-rtx").capabilities)
