@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -11,6 +12,18 @@ from native_build import built_for_cpu
 from algm_deploy.native_libraries import LIBRARIES, build, cache_folder, find_library, missing_for
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(scope="session")
+def header(root_dir: Path) -> str:
+    """The C interface of the kernels."""
+    return (root_dir / "runtimes" / "kernels" / "algm_kernels.h").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="session")
+def declared(header: str) -> list[str]:
+    """The functions that the header declares for the host and for the device."""
+    return re.findall(r"^ALGM_BOTH\([^,]+, (\w+),", header, flags=re.MULTILINE)
 
 
 @pytest.fixture(scope="session")

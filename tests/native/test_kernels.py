@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import kernel_cases as cases
@@ -160,11 +159,6 @@ def test_status_texts_say_what_to_do(kernels: Kernels) -> None:
 
 
 # --- the C interface -------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def header(root_dir: Path) -> str:
-    return (root_dir / "runtimes" / "kernels" / "algm_kernels.h").read_text(encoding="utf-8")
 
 
 def declared_fields(header: str, struct: str) -> Iterator[tuple[str, str]]:

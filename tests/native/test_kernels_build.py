@@ -13,12 +13,6 @@ import pytest
 from algm_deploy.ops.kernel_library import KernelLibrary
 
 
-def declared(root_dir: Path) -> list[str]:
-    """The names that the header declares for the host and for the device."""
-    header = (root_dir / "runtimes" / "kernels" / "algm_kernels.h").read_text(encoding="utf-8")
-    return re.findall(r"^ALGM_BOTH\([^,]+, (\w+),", header, flags=re.MULTILINE)
-
-
 def configure(root_dir: Path, build: Path, *options: str, compiler: str = "/nowhere/nvcc") -> tuple[int, str]:
     """Runs CMake, by default with a CUDA compiler that does not exist; returns its code and what it said."""
     command = ["env", f"CUDACXX={compiler}", "cmake", "-S", str(root_dir / "runtimes" / "kernels"), "-B", str(build)]
@@ -26,11 +20,10 @@ def configure(root_dir: Path, build: Path, *options: str, compiler: str = "/nowh
     return done.returncode, " ".join((done.stdout + done.stderr).split())
 
 
-def test_every_declared_function_is_there(root_dir: Path, cpu_library: Path) -> None:
-    names = declared(root_dir)
-    assert {"clap_decide", "gbm_apply", "label_map", "status_text"} <= set(names)
+def test_every_declared_function_is_there(declared: list[str], cpu_library: Path) -> None:
+    assert {"clap_decide", "gbm_apply", "label_map", "status_text"} <= set(declared)
     library = ctypes.CDLL(str(cpu_library))
-    assert not [name for name in names if not hasattr(library, f"algm_cpu_{name}")]
+    assert not [name for name in declared if not hasattr(library, f"algm_cpu_{name}")]
 
 
 def test_cuda_on_without_a_compiler_is_an_error_that_says_what_to_do(
@@ -72,9 +65,9 @@ def test_hopper_gets_code_for_sm_90a_and_later_gpus_plain_ptx(
 
 
 @pytest.mark.slow
-def test_cuda_kernels_compile_without_a_gpu(root_dir: Path, cuda_library: Path) -> None:
+def test_cuda_kernels_compile_without_a_gpu(declared: list[str], cuda_library: Path) -> None:
     loaded = ctypes.CDLL(str(cuda_library))
-    assert not [name for name in declared(root_dir) if not hasattr(loaded, f"algm_cuda_{name}")]
+    assert not [name for name in declared if not hasattr(loaded, f"algm_cuda_{name}")]
     assert KernelLibrary(cuda_library, "cuda").status_text(0) == "The call succeeded."
     if shutil.which("cuobjdump"):
         parts = subprocess.run(

@@ -159,7 +159,7 @@ def test_label_map(run: Any) -> None:
     ("rows", "plan", "said"),
     [
         (5, {"batch": "together"}, "attribute batch has the unknown value together"),
-        (6, {}, "deciding which windows merge"),
+        (6, {}, r"rows of tokens \(prefix \+ grid\) should be 5, got 6"),
     ],
     ids=["unknown setting", "contradicting shapes"],
 )

@@ -8,7 +8,6 @@ the library itself. That is no TensorRT execution.
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -63,11 +62,10 @@ def runtime(request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.fixture(scope="module")
-def host_plugins(root_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def host_plugins(root_dir: Path, declared: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The plugins over the CPU kernels: the same sources, every call of a CUDA kernel renamed to its CPU version."""
     sources = root_dir / "runtimes"
-    kernels = set(re.findall(r"algm_cuda_(\w+)", (sources / "trt_plugin" / "operators.cpp").read_text()))
-    renamed = [f"-Dalgm_cuda_{name}=algm_cpu_{name}" for name in sorted(kernels | {"status_text"})]
+    renamed = [f"-Dalgm_cuda_{name}=algm_cpu_{name}" for name in declared]
     files = [*(sources / "trt_plugin").glob("*.cpp"), *(sources / "kernels" / "cpu").glob("*.cpp")]
     options = ["-O2", "-Xcompiler=-fPIC,-ffp-contract=off", "-I", sources / "kernels"]
     return compiled(tmp_path_factory.mktemp("host_plugins") / "plugins.so", *renamed, *options, *files)

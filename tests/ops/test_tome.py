@@ -71,7 +71,7 @@ def test_ties_go_to_the_lower_row(run: Any) -> None:
 
 @every
 def test_without_prefix_rows_that_stay_are_ordered_by_similarity(run: Any) -> None:
-    """As published, where only a class token asks for the order of the cases.sequence."""
+    """As published, where only a class token asks for the order of the sequence."""
     tokens = np.arange(6, dtype=np.float32)[None, :, None]
     angle = np.array([0.0, 0.3, 2.0, 2.1, 4.0, 4.2])  # A rows 0, 2, 4 at 0.3, 0.1 and 0.2 from their best
     keys = np.stack([np.cos(angle), np.sin(angle)], -1)[None].astype(np.float32)
