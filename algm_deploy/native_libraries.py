@@ -13,7 +13,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -128,11 +128,14 @@ def find_header(header: Header) -> Path | None:
     return next((folder for folder in folders if (folder / header.file).is_file()), None)
 
 
-def missing_for(name: str) -> list[str]:
-    """What the build of library `name` lacks on this machine, each with the way to get it; empty when complete."""
+def missing_for(name: str, cuda: bool = True) -> list[str]:
+    """What the build of library `name` lacks on this machine, each with the way to get it; empty when complete.
+
+    Without `cuda`: for its part that runs on the CPU.
+    """
     header = LIBRARIES[name].header
     lacks = []
-    if LIBRARIES[name].cuda and find_nvcc() is None:
+    if cuda and LIBRARIES[name].cuda and find_nvcc() is None:
         lacks.append("CUDA's compiler nvcc (apt-get install cuda-toolkit from NVIDIA's repository, or set CUDA_HOME)")
     lacks += [
         f"{tool} (apt-get install {tool}, or pip install {tool})"
@@ -158,14 +161,16 @@ def build(
     names: Sequence[str] = BUILT,
     architectures: Sequence[int] | None = None,
     progress: bool = True,
+    folder: Path | None = None,
 ) -> dict[str, Path]:
-    """Compiles the named libraries into the cache.
+    """Compiles the named libraries.
 
     Args:
         names: keys of `LIBRARIES`.
         architectures: compute capabilities such as 89; default all of `ARCHITECTURES` that nvcc knows. The newest one
-            is compiled to PTX as well, so that later GPUs can run it.
+            is compiled to PTX as well, so that later GPUs can run it. An empty list leaves CUDA out.
         progress: show a progress bar.
+        folder: where they go; default the cache, where `find_library` looks.
 
     Returns:
         Path of each library.
@@ -173,14 +178,10 @@ def build(
     Raises:
         BuildError: a name is unknown, a tool or header is missing, or the compiler failed.
     """
-    _check_names(names)
-    nvcc = find_nvcc()
-    lacks = {lack: None for name in names for lack in missing_for(name)}
-    if lacks:
-        ready = " ".join(name for name in names if not missing_for(name))
-        rest = f"; `{REBUILD} {ready}` lacks nothing here" if ready else ""
-        raise BuildError(f"building {', '.join(names)} needs {'; and '.join(lacks)}{rest}")
-    folder = cache_folder()
+    cuda = architectures is None or len(architectures) > 0
+    _check(names, cuda)
+    nvcc = find_nvcc() if cuda else None
+    folder = folder or cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "build.log"
     log.write_text("")
@@ -194,10 +195,15 @@ def build(
     return {name: folder / LIBRARIES[name].file_name for name in names}
 
 
-def _check_names(names: Iterable[str]) -> None:
-    unknown = [name for name in names if name not in LIBRARIES]
-    if unknown:
+def _check(names: Sequence[str], cuda: bool) -> None:
+    if unknown := [name for name in names if name not in LIBRARIES]:
         raise BuildError(f"expected native libraries out of {', '.join(LIBRARIES)}, got {', '.join(unknown)}")
+    missing = {name: missing_for(name, cuda) for name in names}
+    if any(missing.values()):
+        lacks = dict.fromkeys(lack for lacks in missing.values() for lack in lacks)
+        ready = " ".join(name for name in names if not missing[name])
+        rest = f"; `{REBUILD} {ready}` lacks nothing here" if ready else ""
+        raise BuildError(f"building {', '.join(names)} needs {'; and '.join(lacks)}{rest}")
 
 
 def _configure_command(

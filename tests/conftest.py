@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -111,27 +109,11 @@ def wide_bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.fixture(scope="session")
-def ort_library(root_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The custom operator library for the CPU; `ALGM_ORT_LIBRARY` names one that was built before."""
-    from algm_deploy.native_libraries import ONNXRUNTIME_HEADER, find_header
+def ort_library() -> Path:
+    """The custom operator library for the CPU."""
+    from native_build import built_for_cpu
 
-    if built := os.environ.get("ALGM_ORT_LIBRARY"):
-        return Path(built)
-    headers = find_header(ONNXRUNTIME_HEADER)
-    missing = [tool for tool in ("cmake", "g++") if shutil.which(tool) is None]
-    if missing or headers is None:
-        pytest.skip(
-            f"building the operators needs {', '.join(missing) or 'ONNXRUNTIME_ROOT, the folder of its headers'}"
-        )
-    build = tmp_path_factory.mktemp("ort_custom_op")
-    configure = ["-DALGM_CUDA=OFF", f"-DONNXRUNTIME_INCLUDE_DIR={headers}"]
-    for command in (
-        ["cmake", "-S", str(root_dir / "runtimes"), "-B", str(build), *configure],
-        ["cmake", "--build", str(build), "--target", "algm_ort_custom_op"],
-    ):
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    return build / "libalgm_ort_custom_op.so"
+    return built_for_cpu("ort_custom_op")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -44,8 +44,8 @@ def function_of(node: ir.Node, name: str) -> ir.Function:
     inputs = [ir.Value(name=p.name) for p in schema.inputs[: len(present)]]
     arguments = [value if there else None for value, there in zip(inputs, present, strict=True)]
     dtypes = [output.dtype or ir.DataType.UNDEFINED for output in node.outputs]
-    body = Body()
-    outputs = BODIES[node.op_type](body, _attributes(node), arguments, dtypes)
+    body = Body(dtypes)
+    outputs = BODIES[node.op_type](body, _attributes(node), *arguments)
     taken = {value.name for value in inputs}
     for value, parameter in zip(outputs, schema.outputs, strict=True):
         value.name = f"{parameter.name}_out" if parameter.name in taken else parameter.name

@@ -6,9 +6,14 @@ A merge is described by `row` (B, S) int64: for every input row the output row i
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
+
+from algm_deploy.ops.schema import Operator
 
 NORM_EPS = 1e-8
 
@@ -64,6 +69,33 @@ def merge_rows_backward(grad: Tensor, weight: Tensor, row: Tensor) -> Tensor:
     share = torch.where(row < 0, 0, weight / total.gather(1, kept).clamp(min=NORM_EPS))
     picked = grad.gather(1, kept[:, :, None].expand(-1, -1, grad.shape[2]))
     return (picked * share[:, :, None]).to(grad.dtype)
+
+
+def register_gradient(operator: Operator, followed: Callable[[Any, Any], tuple[Tensor, Tensor]]) -> None:
+    """Gives a merge its gradient with respect to the tokens, its first input.
+
+    `followed` maps inputs and outputs to what the gradient follows: weights (B, S) and `row` (B, S).
+    """
+
+    def save(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*followed(inputs, output))
+
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
+        return merge_rows_backward(grad, *ctx.saved_tensors), *[None] * (len(ctx.needs_input_grad) - 1)
+
+    operator.register_autograd(backward, setup_context=save)
+
+
+def unknown_rows(tokens: Tensor, size: Tensor, patches: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Shapes of a merge's tokens, size, map and length, for fake kernels: the data decides how many rows there are."""
+    rows_out = torch.library.get_ctx().new_dynamic_size(min=1)
+    images = tokens.shape[0]
+    return (
+        tokens.new_empty(images, rows_out, tokens.shape[2]),
+        size.new_empty(images, rows_out),
+        tokens.new_empty(images, patches, dtype=torch.int64),
+        tokens.new_empty(images, dtype=torch.int64),
+    )
 
 
 def merge_rows_reference(

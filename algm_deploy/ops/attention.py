@@ -11,7 +11,7 @@ An opaque operator on purpose: a visible mask would let the exporter specialise 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from algm_deploy.ops._onnx import Body, Value
+from algm_deploy.ops.bodies import Body, Value, body_of
+from algm_deploy.ops.schema import Operator, operator
 
 # cuDNN plans anew for every sequence length, which adaptive merging changes with every picture.
 _BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -50,7 +51,32 @@ def masked_attention(qkv: Tensor, mask: Tensor | None, heads: int, scale: float)
     return out.transpose(1, 2).reshape(images, rows, width // 3)
 
 
-def _attend(qkv: Tensor, length: Tensor | None, heads: int, scale: float) -> Tensor:
+def attention_operator(inputs: str) -> Callable[[Callable[..., Tensor]], Operator]:
+    """`operator` for attention from packed rows and one more tensor; its gradient runs the function once more."""
+
+    def register(attend: Callable[..., Tensor]) -> Operator:
+        def save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+            qkv, other, ctx.heads, ctx.scale = inputs
+            ctx.save_for_backward(qkv, other)
+
+        def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+            qkv, other = ctx.saved_tensors
+            with torch.enable_grad():
+                leaf = qkv.detach().requires_grad_()
+                out = attend(leaf, other, ctx.heads, ctx.scale)
+            return torch.autograd.grad(out, leaf, grad)[0], None, None, None
+
+        registered = operator(inputs, "values:T")(attend)
+        registered.register_fake(lambda qkv, *_: qkv.new_empty(qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3))
+        registered.register_autograd(backward, setup_context=save)
+        return registered
+
+    return register
+
+
+@attention_operator("qkv:T length?:i64")
+def attention(qkv: Tensor, length: Tensor | None, heads: int, scale: float) -> Tensor:
+    """Self-attention from packed queries, keys and values; keys behind `length` are not attended to."""
     images, rows, _ = qkv.shape
     mask = None
     if length is not None and images > 1:  # a single image is never padded
@@ -58,33 +84,6 @@ def _attend(qkv: Tensor, length: Tensor | None, heads: int, scale: float) -> Ten
         mask = valid[:, None, None, :]
         qkv = torch.where(valid[:, :, None], qkv, 0)  # zero times a NaN behind the mask would be NaN
     return masked_attention(qkv, mask, heads, scale)
-
-
-@torch.library.custom_op("algm::attention", mutates_args=())
-def attention(qkv: Tensor, length: Tensor | None, heads: int, scale: float) -> Tensor:
-    """Attention (B, S, D) from packed queries, keys and values (B, S, 3D); see the module's docstring."""
-    return _attend(qkv, length, heads, scale)
-
-
-@attention.register_fake
-def _(qkv: Tensor, length: Tensor | None, heads: int, scale: float) -> Tensor:
-    return qkv.new_empty(qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3)
-
-
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    qkv, length, ctx.heads, ctx.scale = inputs
-    ctx.save_for_backward(qkv, length)
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    qkv, length = ctx.saved_tensors
-    with torch.enable_grad():
-        leaf = qkv.detach().requires_grad_()
-        out = _attend(leaf, length, ctx.heads, ctx.scale)
-    return torch.autograd.grad(out, leaf, grad)[0], None, None, None
-
-
-attention.register_autograd(_backward, setup_context=_save_for_backward)
 
 
 def onnx_attention(
@@ -101,12 +100,9 @@ def onnx_attention(
     return body("Reshape", body("Transpose", mixed, perm=[0, 2, 1, 3]), [0, 0, -1])
 
 
-def onnx_body(
-    body: Body, attributes: Mapping[str, Any], inputs: Sequence[Value | None], dtypes: Sequence[Any]
-) -> list[Value]:
+@body_of("attention")
+def onnx_body(body: Body, attributes: Mapping[str, Any], qkv: Value, length: Value | None = None) -> list[Value]:
     """Attention in standard ops, keys behind the length masked."""
-    qkv, length = inputs[0], inputs[1] if len(inputs) > 1 else None
-    assert qkv is not None
 
     def masked(scores: Value, value: Value) -> tuple[Value, Value]:
         if length is None:
@@ -118,15 +114,21 @@ def onnx_body(
     return [onnx_attention(body, qkv, attributes, masked)]
 
 
+def attention_reference(qkv: np.ndarray, weight: np.ndarray | float, heads: int, scale: float) -> np.ndarray:
+    """One image's rows (S, D) in fp64 from qkv (S, 3D); each key is there `weight` (S) times."""
+    rows = len(qkv)
+    query, key, value = qkv.astype(np.float64).reshape(rows, 3, heads, -1).transpose(1, 2, 0, 3)
+    scores = query @ key.transpose(0, 2, 1) * scale
+    weights = weight * np.exp(scores - scores.max(-1, keepdims=True))
+    mixed: np.ndarray = weights / weights.sum(-1, keepdims=True) @ value
+    return mixed.transpose(1, 0, 2).reshape(rows, -1)
+
+
 def reference(qkv: np.ndarray, length: np.ndarray | None, *, heads: int, scale: float) -> np.ndarray:
     """NumPy definition in fp64; rows at and behind `length` are zero."""
     images, rows, width = qkv.shape
-    out = np.zeros((images, rows, width // 3))
+    out = np.zeros((images, rows, width // 3), qkv.dtype)
     for b in range(images):
         valid = rows if length is None else int(length[b])
-        packed = qkv[b, :valid].astype(np.float64).reshape(valid, 3, heads, -1).transpose(1, 2, 0, 3)
-        scores = packed[0] @ packed[1].transpose(0, 2, 1) * scale
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        mixed = weights / weights.sum(-1, keepdims=True) @ packed[2]
-        out[b, :valid] = mixed.transpose(1, 0, 2).reshape(valid, -1)
-    return out.astype(qkv.dtype)
+        out[b, :valid] = attention_reference(qkv[b, :valid], 1.0, heads, scale)
+    return out

@@ -1,22 +1,144 @@
-"""The bodies of the operators in standard ONNX, by operator name."""
+"""The bodies of the operators in standard ONNX (opset 18), written as plain Python calls."""
 
-from algm_deploy.ops._onnx import OPSET, Body, BodyBuilder
-from algm_deploy.ops.attention import onnx_body as attention
-from algm_deploy.ops.clap import onnx_body as clap
-from algm_deploy.ops.gbm import onnx_body as gbm
-from algm_deploy.ops.label_map import onnx_body as label_map
-from algm_deploy.ops.proportional_attention import onnx_body as proportional_attention
-from algm_deploy.ops.tome import onnx_body as tome
-from algm_deploy.ops.unmerge import onnx_body as unmerge
+from __future__ import annotations
 
-BODIES: dict[str, BodyBuilder] = {
-    "attention": attention,
-    "clap": clap,
-    "gbm": gbm,
-    "label_map": label_map,
-    "proportional_attention": proportional_attention,
-    "tome": tome,
-    "unmerge": unmerge,
-}
+from collections.abc import Callable, Sequence
+from typing import Any
 
-__all__ = ["BODIES", "OPSET", "Body", "BodyBuilder"]
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.tape import Tape
+
+OPSET = 18
+END = np.iinfo(np.int64).max  # the end of an axis, for `Body.rows`
+Value = ir.Value
+# Writes a body: (body, attributes, *inputs) -> outputs. An optional input that is missing is None, or left out.
+BodyBuilder = Callable[..., list[Value]]
+BODIES: dict[str, BodyBuilder] = {}
+
+
+def body_of(name: str) -> Callable[[BodyBuilder], BodyBuilder]:
+    """The decorated function writes the body of the operator `name`."""
+
+    def keep(build: BodyBuilder) -> BodyBuilder:
+        BODIES[name] = build
+        return build
+
+    return keep
+
+
+class Body:
+    """Records nodes. `body("Add", a, b)` adds one node; Python numbers and arrays become constants.
+
+    Token values have one of three types, so a body casts with `fp32` and back with `like`, both free for fp32.
+    `dtypes`: the types that the results shall have.
+    """
+
+    def __init__(self, dtypes: Sequence[ir.DataType] = ()) -> None:
+        self.dtypes = dtypes
+        self._tape = Tape()
+
+    @property
+    def nodes(self) -> Sequence[ir.Node]:
+        """All nodes so far, in topological order."""
+        return self._tape.nodes
+
+    def __call__(self, op_type: str, *inputs: Any, **attributes: Any) -> Value:
+        """A node with one output."""
+        return self._tape.op(op_type, [self.value(x) for x in inputs], attributes)
+
+    def several(self, count: int, op_type: str, *inputs: Any, **attributes: Any) -> Sequence[Value]:
+        """A node with several outputs."""
+        return self._tape.op_multi_out(op_type, [self.value(x) for x in inputs], attributes, num_outputs=count)
+
+    def value(self, x: Any) -> Value | None:
+        """`x` itself when it is a value, else a constant: int64 for integers, fp32 for floats, arrays as they are."""
+        if x is None or isinstance(x, ir.Value):
+            return x
+        array = np.asarray(x)
+        if not isinstance(x, np.ndarray):
+            array = array.astype(np.int64 if array.dtype.kind in "iu" or array.size == 0 else np.float32)
+        return self._tape.op("Constant", [], {"value": ir.tensor(array)})
+
+    def number(self, x: float) -> Value:
+        """A scalar fp32 constant."""
+        return self._tape.op("Constant", [], {"value": ir.tensor(np.float32(x))})
+
+    def fp32(self, x: Value) -> Value:
+        """x as fp32."""
+        return self("Cast", x, to=ir.DataType.FLOAT)
+
+    def int64(self, x: Value) -> Value:
+        """x as int64."""
+        return self("Cast", x, to=ir.DataType.INT64)
+
+    def like(self, x: Value, example: Value) -> Value:
+        """x in the type of `example`."""
+        return self("CastLike", x, example)
+
+    def size_of(self, x: Value, axis: int) -> Value:
+        """The extent of one axis as int64 (1,)."""
+        return self("Shape", x, start=axis, end=axis + 1)
+
+    def indices(self, count: Value | int) -> Value:
+        """0, 1, ... count - 1 as int64 (count,)."""
+        if isinstance(count, int):
+            return self.value(np.arange(count))  # type: ignore[return-value]
+        return self("Range", 0, self("Squeeze", count, [0]), 1)
+
+    def rows(self, x: Value, start: Value | int, end: Value | int, step: int = 1) -> Value:
+        """x[:, start:end:step]."""
+        bounds = [value if isinstance(value, ir.Value) else [value] for value in (start, end)]
+        return self("Slice", x, *bounds, [1], [step])
+
+    def take_rows(self, x: Value, index: Value) -> Value:
+        """x (B, S, C) at index (B, R): (B, R, C), every image by its own indices."""
+        return self("GatherND", x, self("Unsqueeze", index, [2]), batch_dims=1)
+
+    def running_count(self, flags: Value) -> Value:
+        """Inclusive count (B, R) of the true values so far, int64."""
+        return self("CumSum", self.int64(flags), 1)
+
+    def count(self, flags: Value) -> Value:
+        """True values of each image: (B, 1) int64."""
+        return self("ReduceSum", self.int64(flags), [1], keepdims=1)
+
+    def inverse(self, permutation: Value) -> Value:
+        """Inverse (B, R) of a permutation a row."""
+        shape = self("Shape", permutation)
+        numbers = self("Expand", self.indices(self.size_of(permutation, 1)), shape)
+        return self("ScatterElements", self("Expand", 0, shape), permutation, numbers, axis=1)
+
+    def rank(self, values: Value) -> Value:
+        """Place (B, R) of each value in descending order; the lower index first on ties, as TopK promises."""
+        _, best_first = self.several(2, "TopK", values, self.size_of(values, 1), axis=1)
+        return self.inverse(best_first)
+
+    def select(self, position: Value, kept: Value, length: Value, *candidates: Value) -> list[Value]:
+        """Puts candidates where they belong: padded to the longest image, zero behind `length`.
+
+        Args:
+            position: (B, R) int64, output row of every kept candidate.
+            kept: (B, R) bool.
+            length: (B, 1) int64, kept candidates of every image.
+            candidates: values (B, R, C) or (B, R).
+        """
+        dropped = self("Sub", self("Add", length, self.running_count(self("Not", kept))), 1)
+        source = self.inverse(self("Where", kept, position, dropped))
+        rows_out = self("Reshape", self("ReduceMax", length), [1])
+        source = self.rows(source, 0, rows_out)
+        valid = self("Less", self.indices(rows_out), length)
+        return [self._placed(x, source, valid, wide) for x, wide in zip(candidates, (True, False), strict=True)]
+
+    def _placed(self, x: Value, source: Value, valid: Value, wide: bool) -> Value:
+        if wide:
+            picked, valid = self.take_rows(x, source), self("Unsqueeze", valid, [2])
+        else:
+            picked = self("GatherElements", x, source, axis=1)
+        return self("Where", valid, picked, self.like(self.number(0.0), x))
+
+
+def unit_rows(body: Body, x: Value, eps: float) -> Value:
+    """Rows of x scaled to length one, in fp32."""
+    x = body.fp32(x)
+    return body("Div", x, body("Max", body("ReduceL2", x, [-1], keepdims=1), eps))

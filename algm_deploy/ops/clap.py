@@ -22,7 +22,7 @@ Ties are ordered by the lower window index.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -30,15 +30,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from algm_deploy.ops._onnx import END, Body, Value, unit_rows
 from algm_deploy.ops._rows import (
     NORM_EPS,
     merge_rows,
-    merge_rows_backward,
     merge_rows_reference,
+    register_gradient,
     sum_rows,
+    unknown_rows,
     wide,
 )
+from algm_deploy.ops.bodies import END, Body, Value, body_of, unit_rows
+from algm_deploy.ops.schema import operator
 
 
 def window_members(grid: tuple[int, int] | list[int], window: tuple[int, int] | list[int]) -> np.ndarray:
@@ -95,7 +97,7 @@ def clap_rows(place: Tensor, grid: list[int], window: list[int], prefix: int) ->
     return torch.cat([head, patch], 1), prefix + count[:, 0] + (~merged).sum(1)
 
 
-@torch.library.custom_op("algm::clap", mutates_args=())
+@operator("tokens:T size:f32 threshold:f32", "tokens:T size:f32 map:i64 length:i64")
 def clap(
     tokens: Tensor,
     size: Tensor,
@@ -107,7 +109,7 @@ def clap(
     batch: str,
     order: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Merges similar windows; see the module's docstring for shapes, dtypes and attributes."""
+    """Conditional local average pooling: windows of similar patches become one token each."""
     similarity = window_similarity(tokens, grid, window, prefix)
     place = clap_decisions(similarity, threshold, semantics, batch, order)
     row, length = clap_rows(place, grid, window, prefix)
@@ -116,39 +118,17 @@ def clap(
 
 
 @clap.register_fake
-def _(
-    tokens: Tensor,
-    size: Tensor,
-    threshold: Tensor,
-    grid: list[int],
-    window: list[int],
-    prefix: int,
-    semantics: str,
-    batch: str,
-    order: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rows_out = torch.library.get_ctx().new_dynamic_size(min=1)
-    images = tokens.shape[0]
-    return (
-        tokens.new_empty(images, rows_out, tokens.shape[2]),
-        size.new_empty(images, rows_out),
-        torch.empty(images, grid[0] * grid[1], dtype=torch.int64, device=tokens.device),
-        torch.empty(images, dtype=torch.int64, device=tokens.device),
-    )
+def _(tokens: Tensor, size: Tensor, threshold: Tensor, grid: list[int], *_: Any) -> tuple[Tensor, ...]:
+    return unknown_rows(tokens, size, grid[0] * grid[1])
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    prefix = inputs[5]
-    head = torch.arange(prefix, device=output[2].device).expand(len(output[2]), -1)
-    ctx.save_for_backward(inputs[1], torch.cat([head, output[2]], 1))
+def _followed(inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    size, map, prefix = inputs[1], output[2], inputs[5]
+    head = torch.arange(prefix, device=map.device).expand(len(map), -1)
+    return size, torch.cat([head, map], 1)
 
 
-def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
-    size, row = ctx.saved_tensors
-    return (merge_rows_backward(grad, size, row), *[None] * 8)
-
-
-clap.register_autograd(_backward, setup_context=_save_for_backward)
+register_gradient(clap, _followed)
 
 
 # --- ONNX body ------------------------------------------------------------------------------------------------------
@@ -180,12 +160,9 @@ def _onnx_places(body: Body, similarity: Value, threshold: Value, attributes: Ma
     return body("Where", merged, body("Sub", body.running_count(merged), 1) if raster else rank, -1)
 
 
-def onnx_body(
-    body: Body, attributes: Mapping[str, Any], inputs: Sequence[Value | None], dtypes: Sequence[Any]
-) -> list[Value]:
+@body_of("clap")
+def onnx_body(body: Body, attributes: Mapping[str, Any], tokens: Value, size: Value, threshold: Value) -> list[Value]:
     """CLAP in standard ops. Candidates [prefix | window means | patches] are placed by one inverted permutation."""
-    tokens, size, threshold = inputs
-    assert tokens is not None and size is not None and threshold is not None
     grid, window, prefix = attributes["grid"], attributes["window"], attributes["prefix"]
     members, owner = window_members(grid, window), window_of_patch(grid, window)
     x, similarity = _onnx_similarity(body, tokens, members, prefix)

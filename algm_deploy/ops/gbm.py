@@ -23,7 +23,7 @@ nothing merges. Ties go to the lower row.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -31,22 +31,29 @@ import onnx_ir as ir
 import torch
 from torch import Tensor
 
-from algm_deploy.ops._onnx import END, Body, Value, unit_rows
 from algm_deploy.ops._rows import (
     NORM_EPS,
     merge_rows,
-    merge_rows_backward,
     merge_rows_reference,
     product,
+    register_gradient,
     row_of,
     sum_rows,
+    unknown_rows,
     wide,
 )
+from algm_deploy.ops.bodies import END, Body, Value, body_of, unit_rows
+from algm_deploy.ops.schema import operator
 
 
 def first_source(semantics: str, prefix: int) -> int:
     """The first row of A: row 0 in the published code, the first patch token in the paper."""
     return prefix if semantics == "paper" else 0
+
+
+def row_weights(size: Tensor, semantics: str) -> Tensor:
+    """How much each row (B, S) counts in a mean: its size in the published code, all the same in the paper."""
+    return torch.ones_like(size) if semantics == "paper" else size
 
 
 # --- torch -----------------------------------------------------------------------------------------------------------
@@ -122,7 +129,7 @@ def gbm_rows(
     return row, length - merged.sum(1)
 
 
-@torch.library.custom_op("algm::gbm", mutates_args=())
+@operator("tokens:T size:f32 map:i64 length:i64 threshold:f32", "tokens:T size:f32 map:i64 length:i64")
 def gbm(
     tokens: Tensor,
     size: Tensor,
@@ -135,51 +142,26 @@ def gbm(
     semantics: str,
     batch: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Merges similar tokens; see the module's docstring for shapes, dtypes and attributes."""
+    """Global bipartite merging: tokens join the most similar token of the other half."""
     best, match = gbm_similarity(tokens, length, prefix, semantics)
     merged = gbm_decisions(best, gbm_threshold(best, threshold, mode, divisor, batch), semantics, batch)
     row, length_out = gbm_rows(merged, match, length, tokens.shape[1], prefix, semantics)
     rows_out = int(length_out.max())
-    weight = torch.ones_like(size) if semantics == "paper" else size
+    weight = row_weights(size, semantics)
     return merge_rows(tokens, weight, row, rows_out), sum_rows(size, row, rows_out), row.gather(1, map), length_out
 
 
 @gbm.register_fake
-def _(
-    tokens: Tensor,
-    size: Tensor,
-    map: Tensor,
-    length: Tensor,
-    threshold: Tensor,
-    prefix: int,
-    mode: str,
-    divisor: float,
-    semantics: str,
-    batch: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rows_out = torch.library.get_ctx().new_dynamic_size(min=1)
-    images = tokens.shape[0]
-    return (
-        tokens.new_empty(images, rows_out, tokens.shape[2]),
-        size.new_empty(images, rows_out),
-        torch.empty_like(map),
-        torch.empty_like(length),
-    )
+def _(tokens: Tensor, size: Tensor, map: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    return unknown_rows(tokens, size, map.shape[1])
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _followed(inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
     _, size, map_in, _, _, prefix, _, _, semantics, _ = inputs
-    ctx.save_for_backward(
-        torch.ones_like(size) if semantics == "paper" else size, row_of(map_in, output[2], size.shape[1], prefix)
-    )
+    return row_weights(size, semantics), row_of(map_in, output[2], size.shape[1], prefix)
 
 
-def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
-    weight, row = ctx.saved_tensors
-    return (merge_rows_backward(grad, weight, row), *[None] * 9)
-
-
-gbm.register_autograd(_backward, setup_context=_save_for_backward)
+register_gradient(gbm, _followed)
 
 
 # --- ONNX body ------------------------------------------------------------------------------------------------------
@@ -279,12 +261,11 @@ def _onnx_means(
     return body("Concat", *values, axis=1), body("Concat", *sizes, axis=1)
 
 
+@body_of("gbm")
 def onnx_body(
-    body: Body, attributes: Mapping[str, Any], inputs: Sequence[Value | None], dtypes: Sequence[Any]
+    body: Body, attributes: Mapping[str, Any], tokens: Value, size: Value, map: Value, length: Value, threshold: Value
 ) -> list[Value]:
     """GBM in standard ops."""
-    tokens, size, map, length, threshold = inputs
-    assert tokens is not None and size is not None and map is not None and length is not None and threshold is not None
     prefix, first = attributes["prefix"], first_source(attributes["semantics"], attributes["prefix"])
     rows = body.indices(body.size_of(tokens, 1))
     valid = body("Less", rows, body("Unsqueeze", length, [1]))

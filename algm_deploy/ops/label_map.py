@@ -10,14 +10,15 @@ classes, else int32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from algm_deploy.ops._onnx import Body, Value
+from algm_deploy.ops.bodies import Body, Value, body_of
+from algm_deploy.ops.schema import operator
 
 STRIP_ELEMENTS = 1 << 23  # full-size scores held at a time: 32 MB in fp32
 
@@ -45,9 +46,12 @@ def _strips(rows: int, elements_per_row: int) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, rows, step))
 
 
-@torch.library.custom_op("algm::label_map", mutates_args=())
+@operator("scores:T map:i64", "labels:L")
 def label_map(scores: Tensor, map: Tensor, prefix: int, grid: list[int], size: list[int]) -> Tensor:
-    """Labels (B, H, W); works in strips of rows and never holds the full-size scores."""
+    """Scores of merged tokens to one label a pixel: gather, bilinear interpolation, argmax.
+
+    Works in strips of rows and never holds the full-size scores.
+    """
     images, _, classes = scores.shape
     index = (map - prefix)[:, :, None].expand(-1, -1, classes)
     patches = scores.gather(1, index).float().mT.reshape(images, classes, *grid)
@@ -64,18 +68,15 @@ def _(scores: Tensor, map: Tensor, prefix: int, grid: list[int], size: list[int]
     return scores.new_empty(scores.shape[0], *size, dtype=label_dtype(scores.shape[2]))
 
 
-def onnx_body(
-    body: Body, attributes: Mapping[str, Any], inputs: Sequence[Value | None], dtypes: Sequence[Any]
-) -> list[Value]:
+@body_of("label_map")
+def onnx_body(body: Body, attributes: Mapping[str, Any], scores: Value, map: Value) -> list[Value]:
     """Gather, two interpolation products, ArgMax. Holds the full-size scores of the batch: B x K x H x W x 4 bytes."""
-    scores, map = inputs
-    assert scores is not None and map is not None
     grid, size = attributes["grid"], attributes["size"]
     patches = body.fp32(body.take_rows(scores, body("Sub", map, attributes["prefix"])))
     patches = body("Reshape", body("Transpose", patches, perm=[0, 2, 1]), [0, 0, *grid])
     columns = body("MatMul", patches, interpolation_matrix(grid[1], size[1]).T.copy())
     full = body("MatMul", interpolation_matrix(grid[0], size[0]), columns)
-    return [body("Cast", body("ArgMax", full, axis=1, keepdims=0), to=dtypes[0])]
+    return [body("Cast", body("ArgMax", full, axis=1, keepdims=0), to=body.dtypes[0])]
 
 
 def reference(

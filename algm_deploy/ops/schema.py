@@ -1,96 +1,78 @@
-"""The schema of the operators as ONNX sees them: domain `algm`, version 1.
+"""One description of an operator: the Python function gives name, inputs and attributes, `operator` the types.
 
-Names, inputs, attributes and outputs are those of the PyTorch operators; a test compares the two. The ONNX exporter,
-the function bodies and the native libraries follow this table.
+`operator` registers the function with PyTorch as `algm::NAME` and keeps the schema that ONNX sees in `SCHEMAS`. The
+ONNX exporter, the bodies and the native libraries follow it; a test compares the two registrations.
 """
 
 from __future__ import annotations
 
-from onnx.defs import OpSchema
+import inspect
+from collections.abc import Callable
+from typing import Any, get_args
 
+import torch
+from onnx.defs import OpSchema
+from torch._library.custom_ops import CustomOpDef
+
+from algm_deploy.recipe.schema import Batching, GbmMode, Semantics, TokenOrder
+
+Operator = CustomOpDef  # torch.library has the name, its type stubs do not
 DOMAIN = "algm"
 VERSION = 1
+SCHEMAS: dict[str, OpSchema] = {}
+WORDS: dict[str, tuple[str, ...]] = {
+    "semantics": get_args(Semantics),
+    "batch": get_args(Batching),
+    "order": get_args(TokenOrder),
+    "mode": get_args(GbmMode),
+}
+"""The words of each attribute that is a word. Their places are the enum values of runtimes/kernels/algm_kernels.h."""
 
-_TOKEN_TYPES = ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"]
-_LABEL_TYPES = ["tensor(uint8)", "tensor(int32)"]
-_INT, _INTS, _FLOAT, _STRING = (
-    OpSchema.AttrType.INT,
-    OpSchema.AttrType.INTS,
-    OpSchema.AttrType.FLOAT,
-    OpSchema.AttrType.STRING,
-)
+_TYPES = {
+    "T": (["tensor(float)", "tensor(float16)", "tensor(bfloat16)"], "token values"),
+    "L": (["tensor(uint8)", "tensor(int32)"], "labels"),
+}
+_FIXED_TYPES = {"i64": "tensor(int64)", "f32": "tensor(float)"}
+_ATTRIBUTES = {
+    int: OpSchema.AttrType.INT,
+    list[int]: OpSchema.AttrType.INTS,
+    float: OpSchema.AttrType.FLOAT,
+    str: OpSchema.AttrType.STRING,
+}
+
+
+def operator(inputs: str, outputs: str) -> Callable[[Callable[..., Any]], Operator]:
+    """Makes a function an operator: its tensors are the inputs, its other parameters the attributes.
+
+    Args:
+        inputs: `name:type` of each, with a question mark after the name of an optional one. Types are i64, f32, T for
+            token values and L for labels.
+        outputs: likewise.
+    """
+
+    def register(function: Callable[..., Any]) -> Operator:
+        parameters = inspect.signature(function, eval_str=True).parameters.values()
+        used = {parameter.split(":")[1] for parameter in f"{inputs} {outputs}".split()}
+        SCHEMAS[function.__name__] = OpSchema(
+            function.__name__,
+            DOMAIN,
+            VERSION,
+            doc=inspect.getdoc(function) or "",
+            inputs=[_parameter(text) for text in inputs.split()],
+            outputs=[_parameter(text) for text in outputs.split()],
+            type_constraints=[(name, *_TYPES[name]) for name in _TYPES if name in used],
+            attributes=[
+                OpSchema.Attribute(p.name, _ATTRIBUTES[p.annotation], required=True)
+                for p in parameters
+                if p.annotation in _ATTRIBUTES
+            ],
+        )
+        return torch.library.custom_op(f"{DOMAIN}::{function.__name__}", function, mutates_args=())
+
+    return register
 
 
 def _parameter(text: str) -> OpSchema.FormalParameter:
-    """`name:type`, with a question mark behind the name of an optional input."""
     name, kind = text.split(":")
     option = OpSchema.FormalParameterOption.Optional if name.endswith("?") else OpSchema.FormalParameterOption.Single
-    types = {"i64": "tensor(int64)", "f32": "tensor(float)"}
-    return OpSchema.FormalParameter(name.rstrip("?"), types.get(kind, kind), param_option=option)
-
-
-def _schema(name: str, inputs: str, outputs: str, attributes: dict[str, OpSchema.AttrType], doc: str) -> OpSchema:
-    used = {parameter.split(":")[1] for parameter in f"{inputs} {outputs}".split()}
-    constraints = [("T", _TOKEN_TYPES, "token values"), ("L", _LABEL_TYPES, "labels")]
-    return OpSchema(
-        name,
-        DOMAIN,
-        VERSION,
-        doc=doc,
-        inputs=[_parameter(text) for text in inputs.split()],
-        outputs=[_parameter(text) for text in outputs.split()],
-        type_constraints=[c for c in constraints if c[0] in used],
-        attributes=[OpSchema.Attribute(key, kind, required=True) for key, kind in attributes.items()],
-    )
-
-
-SCHEMAS: dict[str, OpSchema] = {
-    schema.name: schema
-    for schema in (
-        _schema(
-            "clap",
-            "tokens:T size:f32 threshold:f32",
-            "tokens:T size:f32 map:i64 length:i64",
-            {"grid": _INTS, "window": _INTS, "prefix": _INT, "semantics": _STRING, "batch": _STRING, "order": _STRING},
-            "Conditional local average pooling: windows of similar patches become one token each.",
-        ),
-        _schema(
-            "gbm",
-            "tokens:T size:f32 map:i64 length:i64 threshold:f32",
-            "tokens:T size:f32 map:i64 length:i64",
-            {"prefix": _INT, "mode": _STRING, "divisor": _FLOAT, "semantics": _STRING, "batch": _STRING},
-            "Global bipartite merging: tokens join the most similar token of the other half.",
-        ),
-        _schema(
-            "attention",
-            "qkv:T length?:i64",
-            "values:T",
-            {"heads": _INT, "scale": _FLOAT},
-            "Self-attention from packed queries, keys and values; keys behind `length` are not attended to.",
-        ),
-        _schema(
-            "proportional_attention",
-            "qkv:T size:f32",
-            "values:T",
-            {"heads": _INT, "scale": _FLOAT},
-            "Self-attention in which a key weighs as much as the patches it stands for.",
-        ),
-        _schema(
-            "tome",
-            "tokens:T size:f32 map:i64 keys:T",
-            "tokens:T size:f32 map:i64",
-            {"r": _INT, "prefix": _INT},
-            "Token merging: the r pairs of most similar keys join.",
-        ),
-        _schema(
-            "unmerge", "values:T map:i64", "values:T", {"prefix": _INT}, "Every patch gets the row that stands for it."
-        ),
-        _schema(
-            "label_map",
-            "scores:T map:i64",
-            "labels:L",
-            {"prefix": _INT, "grid": _INTS, "size": _INTS},
-            "Scores of merged tokens to one label a pixel: gather, bilinear interpolation, argmax.",
-        ),
-    )
-}
+    return OpSchema.FormalParameter(name.rstrip("?"), _FIXED_TYPES.get(kind, kind), param_option=option)

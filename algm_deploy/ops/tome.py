@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from algm_deploy.ops._onnx import Body, Value
-from algm_deploy.ops._rows import merge_rows, merge_rows_backward, merge_rows_reference, row_of, sum_rows
+from algm_deploy.ops._rows import merge_rows, merge_rows_reference, register_gradient, row_of, sum_rows
+from algm_deploy.ops.bodies import Body, Value, body_of
 from algm_deploy.ops.gbm import (
     gbm_rows,
     gbm_similarity,
@@ -31,6 +31,7 @@ from algm_deploy.ops.gbm import (
     reference_rows,
     reference_similarity,
 )
+from algm_deploy.ops.schema import operator
 
 SEMANTICS = "code"  # GBM's split of the published program, which took it from ToMe
 
@@ -62,9 +63,9 @@ def _full_length(x: Tensor) -> Tensor:
     return torch.full((x.shape[0],), x.shape[1], device=x.device)
 
 
-@torch.library.custom_op("algm::tome", mutates_args=())
+@operator("tokens:T size:f32 map:i64 keys:T", "tokens:T size:f32 map:i64")
 def tome(tokens: Tensor, size: Tensor, map: Tensor, keys: Tensor, r: int, prefix: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Merges the r most similar pairs; see the module's docstring for shapes, dtypes and attributes."""
+    """Token merging: the r pairs of most similar keys join."""
     rows_in = tokens.shape[1]
     best, match = tome_similarity(keys, prefix)
     row = tome_rows(best, match, r, rows_in, prefix)
@@ -73,33 +74,27 @@ def tome(tokens: Tensor, size: Tensor, map: Tensor, keys: Tensor, r: int, prefix
 
 
 @tome.register_fake
-def _(tokens: Tensor, size: Tensor, map: Tensor, keys: Tensor, r: int, prefix: int) -> tuple[Tensor, Tensor, Tensor]:
+def _(tokens: Tensor, size: Tensor, map: Tensor, keys: Tensor, r: int, prefix: int) -> tuple[Tensor, ...]:
     images, rows, width = tokens.shape
     return tokens.new_empty(images, rows - r, width), size.new_empty(images, rows - r), torch.empty_like(map)
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _followed(inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
     _, size, map_in, _, _, prefix = inputs
-    ctx.save_for_backward(size, row_of(map_in, output[2], size.shape[1], prefix))
+    return size, row_of(map_in, output[2], size.shape[1], prefix)
 
 
-def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
-    size, row = ctx.saved_tensors
-    return (merge_rows_backward(grad, size, row), *[None] * 5)
-
-
-tome.register_autograd(_backward, setup_context=_save_for_backward)
+register_gradient(tome, _followed)
 
 
 # --- ONNX body ------------------------------------------------------------------------------------------------------
 
 
+@body_of("tome")
 def onnx_body(
-    body: Body, attributes: Mapping[str, Any], inputs: Sequence[Value | None], dtypes: Sequence[Any]
+    body: Body, attributes: Mapping[str, Any], tokens: Value, size: Value, map: Value, keys: Value
 ) -> list[Value]:
     """ToMe in standard ops: GBM's body with the r best instead of those that reach a threshold."""
-    tokens, size, map, keys = inputs
-    assert tokens is not None and size is not None and map is not None and keys is not None
     prefix, r = attributes["prefix"], attributes["r"]
     valid = body("GreaterOrEqual", size, 0.0)  # every row exists
     allowed = body("GreaterOrEqual", body.indices(body.size_of(tokens, 1)), prefix)

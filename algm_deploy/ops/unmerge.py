@@ -7,23 +7,23 @@ Attribute `prefix`: how many leading rows `map` counts that `values` no longer h
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from algm_deploy.ops._onnx import Body, Value
+from algm_deploy.ops.bodies import Body, Value, body_of
+from algm_deploy.ops.schema import operator
 
 
 def _index(map: Tensor, prefix: int, channels: int) -> Tensor:
     return (map - prefix)[:, :, None].expand(-1, -1, channels)
 
 
-@torch.library.custom_op("algm::unmerge", mutates_args=())
+@operator("values:T map:i64", "values:T")
 def unmerge(values: Tensor, map: Tensor, prefix: int) -> Tensor:
-    """Rows gathered by the token map: (B, N, C); see the module's docstring."""
+    """Every patch gets the row that stands for it."""
     return values.gather(1, _index(map, prefix, values.shape[2]))
 
 
@@ -46,12 +46,9 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 unmerge.register_autograd(_backward, setup_context=_save_for_backward)
 
 
-def onnx_body(
-    body: Body, attributes: Mapping[str, Any], inputs: Sequence[Value | None], dtypes: Sequence[Any]
-) -> list[Value]:
+@body_of("unmerge")
+def onnx_body(body: Body, attributes: Mapping[str, Any], values: Value, map: Value) -> list[Value]:
     """One gather."""
-    values, map = inputs
-    assert values is not None and map is not None
     return [body.take_rows(values, body("Sub", map, attributes["prefix"]))]
 
 

@@ -1,6 +1,5 @@
 // Registration: each operator once for the CPU and, in a build with CUDA, once for the CUDA provider.
 #include <climits>
-#include <iterator>
 
 #include "operators.h"
 
@@ -45,17 +44,17 @@ struct Definition : OrtCustomOp {
         version = kApiVersion;
         GetName = [](OrtCustomOp const*) { return Operator::kName; };
         GetExecutionProviderType = [](OrtCustomOp const*) { return backend.provider; };
-        GetInputTypeCount = [](OrtCustomOp const*) { return std::size(Operator::kInputs); };
-        GetOutputTypeCount = [](OrtCustomOp const*) { return std::size(Operator::kOutputs); };
-        GetInputType = [](OrtCustomOp const*, size_t index) { return Operator::kInputs[index]; };
-        GetOutputType = [](OrtCustomOp const*, size_t index) { return Operator::kOutputs[index]; };
+        GetInputTypeCount = [](OrtCustomOp const*) { return Operator::kInputCount; };
+        GetOutputTypeCount = [](OrtCustomOp const*) { return Operator::kOutputCount; };
+        GetInputType = [](OrtCustomOp const*, size_t index) { return Operator::inputType(index); };
+        GetOutputType = [](OrtCustomOp const*, size_t index) { return Operator::outputType(index); };
         GetInputCharacteristic = [](OrtCustomOp const*, size_t) { return INPUT_OUTPUT_REQUIRED; };
         GetOutputCharacteristic = [](OrtCustomOp const*, size_t) { return INPUT_OUTPUT_REQUIRED; };
         GetInputMemoryType = [](OrtCustomOp const*, size_t) { return OrtMemTypeDefault; };
         GetStartVersion = [](OrtCustomOp const*) { return 1; };
         GetEndVersion = [](OrtCustomOp const*) { return INT_MAX; };
         CreateKernelV2 = [](OrtCustomOp const*, OrtApi const*, OrtKernelInfo const* info, void** kernel) {
-            return guarded([&] { *kernel = new Operator(Attributes(*g_api, info)); });
+            return guarded([&] { *kernel = new Operator(ReadAttribute(*g_api, info)); });
         };
         KernelComputeV2 = [](void* kernel, OrtKernelContext* context) {
             return guarded([&] { static_cast<Operator const*>(kernel)->run(Call(*g_api, context, backend)); });
@@ -72,13 +71,13 @@ void add(OrtCustomOpDomain* domain) {
 
 template <Backend const& backend>
 void addAll(OrtCustomOpDomain* domain) {
-    add<Clap, backend>(domain);
-    add<Gbm, backend>(domain);
-    add<PaddedClap, backend>(domain);
-    add<PaddedGbm, backend>(domain);
+    add<Merge<Clap>, backend>(domain);
+    add<Merge<Gbm>, backend>(domain);
+    add<PaddedMerge<Clap>, backend>(domain);
+    add<PaddedMerge<Gbm>, backend>(domain);
     add<SequenceStarts, backend>(domain);
-    add<Unmerge, backend>(domain);
-    add<LabelMap, backend>(domain);
+    add<Node<Unmerge>, backend>(domain);
+    add<Node<Labels>, backend>(domain);
 }
 
 // Sessions keep pointers to the domain and its operators, so it lives as long as the process.

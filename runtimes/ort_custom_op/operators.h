@@ -1,68 +1,122 @@
-// The operators as ONNX Runtime sees them: types, attributes, calls. Semantics are in ../kernels.
+// The operators as ONNX Runtime sees them. Attributes, inputs, outputs and calls are in ../shell.h.
 #pragma once
 
 #include "call.h"
 
 namespace algm {
 
-// Type of a port; `kTokens` is whatever type the node's token values have.
-inline constexpr auto kTokens = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
-inline constexpr auto kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
-inline constexpr auto kIndex = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
-inline constexpr auto kInt32 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
-inline constexpr auto kLabel = ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
-inline constexpr auto kBytes = ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
+// What ONNX Runtime calls a type; `undefined` stands for whatever type the node's token values have.
+constexpr ONNXTensorElementDataType typeOf(Type type) {
+    switch (type) {
+        case Type::kTokens: return ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
+        case Type::kFloat: return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
+        case Type::kIndex: return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
+        case Type::kLabels: return ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
+    }
+    return ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
+}
 
-struct Clap {
-    static constexpr char const* kName = "clap";
-    static constexpr ONNXTensorElementDataType kInputs[] = {kTokens, kFloat, kFloat};
-    static constexpr ONNXTensorElementDataType kOutputs[] = {kTokens, kFloat, kIndex, kIndex};
+// An operator with the attributes of one node.
+template <class Operator>
+class Node {
+public:
+    static constexpr char const* kName = Operator::kName;
+    static constexpr size_t kInputCount = Operator::kInputs.size(), kOutputCount = Operator::kOutputs.size();
 
-    explicit Clap(Attributes const& attributes);
-    void run(Call const& call) const { merge(call, false); }
+    static ONNXTensorElementDataType inputType(size_t index) { return typeOf(Operator::kInputs[index].type); }
+    static ONNXTensorElementDataType outputType(size_t index) { return typeOf(Operator::kOutputs[index].type); }
+
+    explicit Node(ReadAttribute const& read) { operator_.attributes(read); }
+
+    void run(Call const& call) const {
+        Inputs const in(call, operator_);
+        auto const shape = operator_.shape(in.shapes.data());
+        void* outputs[]{call.output(0, {shape.begin(), shape.end()})};
+        operator_.run(in.launch(call, outputs));
+    }
 
 protected:
-    void merge(Call const& call, bool padded) const;
+    struct Inputs {
+        Inputs(Call const& call, Operator const& op) {
+            for (size_t i = 0; i < kInputCount; ++i) {
+                tensors[i] = call.input(i, Operator::kInputs[i].rank);
+                shapes[i] = tensors[i].shape.data();
+                data[i] = tensors[i].data;
+            }
+            op.checkShapes(shapes.data());
+        }
 
-private:
-    int64_t grid_[2], window_[2], prefix_;
-    int32_t semantics_, batch_, order_;
+        Launch launch(Call const& call, void* const* outputs) const {
+            return {call.backend.kernels, shapes.data(), tensors[0].dtype(), data.data(), outputs, call.stream};
+        }
+
+        std::array<Tensor, kInputCount> tensors;
+        std::array<int64_t const*, kInputCount> shapes;
+        std::array<void const*, kInputCount> data;
+    };
+
+    Operator operator_{};
+};
+
+// A merge. The number of rows is known when it is decided, and is no output.
+template <class Operator>
+struct Merge : Node<Operator> {
+    static constexpr size_t kOutputCount = 4;
+
+    using Node<Operator>::Node;
+
+    void run(Call const& call) const {
+        typename Node<Operator>::Inputs const in(call, this->operator_);
+        auto const plan = call.backend.scratch(planBytes(call, in), call.stream);
+        merge(call, in, call.backend.hostCount(), plan.get(), [&](int64_t const* counted) {
+            if (call.backend.wait != nullptr) {
+                call.backend.wait(call.stream);
+            }
+            return *counted;
+        });
+    }
+
+protected:
+    template <class Inputs>
+    size_t planBytes(Call const& call, Inputs const& in) const {
+        return this->operator_.workspace(call.backend.kernels, in.shapes.data(), in.tensors[0].dtype());
+    }
+
+    // Decides, asks `rowsOf` how many rows the outputs shall have, and moves them there.
+    template <class Inputs, class RowsOf>
+    void merge(Call const& call, Inputs const& in, int64_t* count, void* plan, RowsOf rowsOf) const {
+        auto const& op = this->operator_;
+        int64_t const images = in.shapes[0][0], width = in.shapes[0][2];
+        void* outputs[]{nullptr, nullptr, call.output(2, {images, op.patches(in.shapes.data())}),
+                        call.output(3, {images}), count};
+        Launch const launch = in.launch(call, outputs);
+        op.decide(launch, plan);
+        int64_t const rows = rowsOf(count);
+        outputs[0] = call.output(0, {images, rows, width});
+        outputs[1] = call.output(1, {images, rows});
+        op.apply(launch, plan, rows);
+    }
 };
 
 // As many rows come out as went in, those behind an image's length zero. So every size is known beforehand, nothing
 // waits for the device, and a CUDA graph can hold it. Two more outputs: the row count S', and the plan, scratch memory.
-struct PaddedClap : Clap {
-    static constexpr char const* kName = "padded_clap";
-    static constexpr ONNXTensorElementDataType kOutputs[] = {kTokens, kFloat, kIndex, kIndex, kIndex, kBytes};
+template <class Operator>
+struct PaddedMerge : Merge<Operator> {
+    static constexpr char const* kName = std::is_same_v<Operator, Clap> ? "padded_clap" : "padded_gbm";
+    static constexpr size_t kOutputCount = 6;
 
-    using Clap::Clap;
-    void run(Call const& call) const { merge(call, true); }
-};
+    static ONNXTensorElementDataType outputType(size_t index) {
+        return index == 5 ? ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8 : Node<Operator>::outputType(index);
+    }
 
-struct Gbm {
-    static constexpr char const* kName = "gbm";
-    static constexpr ONNXTensorElementDataType kInputs[] = {kTokens, kFloat, kIndex, kIndex, kFloat};
-    static constexpr ONNXTensorElementDataType kOutputs[] = {kTokens, kFloat, kIndex, kIndex};
+    using Merge<Operator>::Merge;
 
-    explicit Gbm(Attributes const& attributes);
-    void run(Call const& call) const { merge(call, false); }
-
-protected:
-    void merge(Call const& call, bool padded) const;
-
-private:
-    int64_t prefix_;
-    double divisor_;
-    int32_t mode_, semantics_, batch_;
-};
-
-// What PaddedClap is to Clap.
-struct PaddedGbm : Gbm {
-    static constexpr char const* kName = "padded_gbm";
-    static constexpr ONNXTensorElementDataType kOutputs[] = {kTokens, kFloat, kIndex, kIndex, kIndex, kBytes};
-
-    using Gbm::Gbm;
-    void run(Call const& call) const { merge(call, true); }
+    void run(Call const& call) const {
+        typename Node<Operator>::Inputs const in(call, this->operator_);
+        void* plan = call.output(5, {static_cast<int64_t>(this->planBytes(call, in))});
+        auto* count = static_cast<int64_t*>(call.output(4, {}));
+        this->merge(call, in, count, plan, [&](int64_t const*) { return in.shapes[0][1]; });
+    }
 };
 
 // Where valid and padded rows of images that lie one behind the other start, the end included: image b's at b * rows and
@@ -70,36 +124,27 @@ struct PaddedGbm : Gbm {
 // only the shape is read.
 struct SequenceStarts {
     static constexpr char const* kName = "sequence_starts";
-    static constexpr ONNXTensorElementDataType kInputs[] = {kIndex, kTokens};
-    static constexpr ONNXTensorElementDataType kOutputs[] = {kInt32};
+    static constexpr size_t kInputCount = 2, kOutputCount = 1;
 
-    explicit SequenceStarts(Attributes const&) {}
-    void run(Call const& call) const;
-};
+    static ONNXTensorElementDataType inputType(size_t index) { return typeOf(index == 0 ? Type::kIndex : Type::kTokens); }
+    static ONNXTensorElementDataType outputType(size_t) { return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32; }
 
-struct Unmerge {
-    static constexpr char const* kName = "unmerge";
-    static constexpr ONNXTensorElementDataType kInputs[] = {kTokens, kIndex};
-    static constexpr ONNXTensorElementDataType kOutputs[] = {kTokens};
+    explicit SequenceStarts(ReadAttribute const&) {}
 
-    explicit Unmerge(Attributes const& attributes) : prefix_(attributes.integer("prefix")) {}
-    void run(Call const& call) const;
-
-private:
-    int64_t prefix_;
+    void run(Call const& call) const {
+        Tensor const length = call.input(0, 1), tokens = call.input(1, 3);
+        int64_t const images = length.shape[0];
+        expectEqual(tokens.shape[0], images, "images of tokens");
+        int const status =
+            call.backend.sequenceStarts(static_cast<int64_t const*>(length.data), images, tokens.shape[1],
+                                        static_cast<int32_t*>(call.output(0, {2 * images + 1})), call.stream);
+        if (status != ALGM_OK) {
+            fail("numbering sequences: ", call.backend.kernels.statusText(status));
+        }
+    }
 };
 
 // 8-bit labels, for up to 255 classes; graphs with more keep the function body.
-struct LabelMap {
-    static constexpr char const* kName = "label_map";
-    static constexpr ONNXTensorElementDataType kInputs[] = {kTokens, kIndex};
-    static constexpr ONNXTensorElementDataType kOutputs[] = {kLabel};
-
-    explicit LabelMap(Attributes const& attributes);
-    void run(Call const& call) const;
-
-private:
-    int64_t prefix_, grid_[2], size_[2];
-};
+using Labels = LabelMap<ALGM_LABEL_UINT8>;
 
 }  // namespace algm

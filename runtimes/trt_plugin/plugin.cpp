@@ -87,10 +87,4 @@ int32_t tokenType(nvinfer1::DataType type) {
     }
 }
 
-void check(int status, char const *call) {
-    if (status != ALGM_OK) {
-        throw std::runtime_error(std::string{call} + " failed: " + algm_cuda_status_text(status));
-    }
-}
-
 }  // namespace algm

@@ -1,8 +1,8 @@
 // The shell that every algm plugin shares: one class template over an operator's description.
 //
-// An operator is a plain struct: its attributes (`int32_t` and `float` members only, TensorRT serialises nothing else
-// faithfully), its ports, its output shapes, its workspace and its launch. `Plugin<Operator>` makes an `IPluginV3` of
-// it, `Creator<Operator>` the factory that TensorRT's registry knows. Nothing here links against TensorRT: every call
+// An operator of ../shell.h is a plain struct; its attributes are `int32_t` and `float` members only, TensorRT serialises
+// nothing else faithfully. `Plugin<Operator>` makes an `IPluginV3` of it, with the shapes that `outputShapes` tells,
+// `Creator<Operator>` the factory that TensorRT's registry knows. Nothing here links against TensorRT: every call
 // goes through the interfaces that TensorRT hands in, so one binary serves TensorRT 10, 11 and RTX.
 #pragma once
 
@@ -12,26 +12,18 @@
 #include <cstdint>
 #include <cstring>
 #include <sstream>
-#include <stdexcept>
 #include <string>
 #include <type_traits>
 #include <vector>
 
-#include "algm_kernels.h"
+#include "../shell.h"
 
 namespace algm {
 
 inline constexpr char const *kNamespace = "algm_deploy";
 inline constexpr char const *kVersion = "1";
 
-enum class Type { kTokens, kFloat, kIndex, kLabels };
-
-// One input or output of an operator.
-struct Port {
-    char const *name;
-    Type type;
-    int32_t rank;
-};
+inline constexpr Kernels kCuda = ALGM_KERNELS_OF(cuda);
 
 // Writes through the logger of the TensorRT that this process has loaded; to the standard error stream without one.
 void log(nvinfer1::ILogger::Severity severity, std::string const &message) noexcept;
@@ -44,9 +36,6 @@ bool isTokenType(nvinfer1::DataType type) noexcept;
 
 // The kernel library's number for a token type.
 int32_t tokenType(nvinfer1::DataType type);
-
-// Turns a status of the kernel library into an exception that names the call.
-void check(int status, char const *call);
 
 // Runs `body`; no exception may cross TensorRT's ABI, so each becomes a log line and a non-zero code.
 template <class Body>
@@ -62,18 +51,28 @@ int32_t guarded(char const *plugin, Body &&body) noexcept {
     return -1;
 }
 
-// Throws std::invalid_argument with the streamed parts as its reason.
-template <class... Parts>
-[[noreturn]] void fail(Parts const &...parts) {
-    std::ostringstream text;
-    (text << ... << parts);
-    throw std::invalid_argument(text.str());
-}
+// Throws where an attribute lies outside what it may be.
+struct CheckAttribute {
+    void operator()(char const *name, int32_t value, int32_t low) const { within(value, low, kMaxAttribute, name); }
+    void operator()(char const *name, int32_t const (&values)[2], int32_t low) const {
+        for (int32_t value : values) {
+            within(value, low, kMaxAttribute, name);
+        }
+    }
+    void operator()(char const *name, int32_t value, Words const &words) const {
+        within(value, 0, static_cast<int32_t>(words.size()) - 1, name);
+    }
+    void operator()(char const *name, float value) const {
+        if (!(value > 0)) {
+            fail("attribute ", name, " should be positive, got ", value);
+        }
+    }
+};
 
 // Visits the attributes of an operator as (name, address, type, count).
 template <class Operator, class Visit>
 void visitFields(Operator &op, Visit &&visit) {
-    op.fields([&visit](char const *name, auto &member) {
+    op.attributes([&visit](char const *name, auto &member, auto const &...) {
         using Member = std::remove_reference_t<decltype(member)>;
         using Element = std::remove_cv_t<std::remove_all_extents_t<Member>>;
         static_assert(std::is_same_v<Element, int32_t> || std::is_same_v<Element, float>);
@@ -102,24 +101,6 @@ void readFields(Operator &op, nvinfer1::PluginFieldCollection const &fields) {
         std::memcpy(member, field->data, static_cast<size_t>(count) * sizeof(int32_t));
     });
 }
-
-// What an operator sees of one enqueue.
-struct Launch {
-    nvinfer1::PluginTensorDesc const *inputDesc;
-    void const *const *inputs;
-    void *const *outputs;
-    void *workspace;
-    cudaStream_t stream;
-
-    template <class T>
-    T const *in(int32_t index) const noexcept {
-        return static_cast<T const *>(inputs[index]);
-    }
-    template <class T>
-    T *out(int32_t index) const noexcept {
-        return static_cast<T *>(outputs[index]);
-    }
-};
 
 template <class Operator>
 class Plugin final : public nvinfer1::IPluginV3,
@@ -210,7 +191,7 @@ public:
             for (int32_t i = 0; i < kOutputs; ++i) {
                 outputs[i].nbDims = Operator::kOutputs[i].rank;
             }
-            mOperator.shapes(inputs, outputs, expressions);
+            outputShapes(mOperator, inputs, outputs, expressions);
         });
     }
 
@@ -228,11 +209,7 @@ public:
                             nvinfer1::DynamicPluginTensorDesc const *, int32_t nbOutputs) noexcept override {
         return guarded(Operator::kName, [&] {
             checkCounts(nbInputs, nbOutputs);
-            std::array<nvinfer1::Dims, Operator::kInputs.size()> largest;
-            for (int32_t i = 0; i < kInputs; ++i) {
-                largest[i] = in[i].max;
-            }
-            mOperator.checkShapes(largest.data());
+            mOperator.checkShapes(shapesOf([&](int32_t i) -> auto const & { return in[i].max; }).data());
         });
     }
 
@@ -240,11 +217,10 @@ public:
                             nvinfer1::DynamicPluginTensorDesc const *, int32_t) const noexcept override {
         size_t bytes = 0;
         guarded(Operator::kName, [&] {
-            std::array<nvinfer1::Dims, Operator::kInputs.size()> largest;
-            for (int32_t i = 0; i < kInputs; ++i) {
-                largest[i] = inputs[i].max;
+            auto const largest = shapesOf([&](int32_t i) -> auto const & { return inputs[i].max; });
+            if constexpr (Operator::kMerges) {
+                bytes = mOperator.workspace(kCuda, largest.data(), tokenType(inputs[0].desc.type));
             }
-            bytes = mOperator.workspace(largest.data(), tokenType(inputs[0].desc.type));
         });
         return bytes;
     }
@@ -259,24 +235,39 @@ public:
                           int32_t nbOutputs) noexcept override {
         return guarded(Operator::kName, [&] {
             checkCounts(nbInputs, nbOutputs);
-            std::array<nvinfer1::Dims, Operator::kInputs.size()> dims;
-            for (int32_t i = 0; i < kInputs; ++i) {
-                dims[i] = in[i].dims;
-            }
-            mOperator.checkShapes(dims.data());
+            mOperator.checkShapes(shapesOf([&](int32_t i) -> auto const & { return in[i].dims; }).data());
         });
     }
 
     int32_t enqueue(nvinfer1::PluginTensorDesc const *inputDesc, nvinfer1::PluginTensorDesc const *,
                     void const *const *inputs, void *const *outputs, void *workspace,
                     cudaStream_t stream) noexcept override {
-        return guarded(Operator::kName, [&] { mOperator.run(Launch{inputDesc, inputs, outputs, workspace, stream}); });
+        return guarded(Operator::kName, [&] {
+            auto const shapes = shapesOf([&](int32_t i) -> auto const & { return inputDesc[i].dims; });
+            Launch const call{kCuda, shapes.data(), tokenType(inputDesc[0].type), inputs, outputs, stream};
+            if constexpr (Operator::kMerges) {
+                mOperator.decide(call, workspace);
+                mOperator.apply(call, workspace, ALGM_ROWS_ON_DEVICE);
+            } else {
+                mOperator.run(call);
+            }
+        });
     }
 
     nvinfer1::IPluginV3 *attachToContext(nvinfer1::IPluginResourceContext *) noexcept override { return clone(); }
     nvinfer1::PluginFieldCollection const *getFieldsToSerialize() noexcept override { return &mCollection; }
 
 private:
+    // `dimsOf` gives the dimensions of an input by its index.
+    template <class DimsOf>
+    static std::array<int64_t const *, kInputs> shapesOf(DimsOf &&dimsOf) {
+        std::array<int64_t const *, kInputs> shapes;
+        for (int32_t i = 0; i < kInputs; ++i) {
+            shapes[i] = dimsOf(i).d;
+        }
+        return shapes;
+    }
+
     static void checkCounts(int32_t nbInputs, int32_t nbOutputs) {
         if (nbInputs != kInputs || nbOutputs != kOutputs) {
             fail("expected ", kInputs, " inputs and ", kOutputs, " outputs, got ", nbInputs, " and ", nbOutputs);
@@ -329,7 +320,7 @@ public:
             }
             Operator op{};
             readFields(op, *fields);
-            op.checkAttributes();
+            op.attributes(CheckAttribute{});
             plugin = new Plugin<Operator>{op};
         });
         return plugin;

@@ -10,7 +10,7 @@ extern "C" __attribute__((visibility("default"))) nvinfer1::IPluginCreatorInterf
     static algm::Creator<algm::Clap> clap;
     static algm::Creator<algm::Gbm> gbm;
     static algm::Creator<algm::Unmerge> unmerge;
-    static algm::Creator<algm::LabelMap> labelMap;
+    static algm::Creator<algm::Labels> labelMap;
     static nvinfer1::IPluginCreatorInterface *const creators[]{&clap, &gbm, &unmerge, &labelMap};
     count = 4;
     return creators;

@@ -1,39 +1,49 @@
-"""Builds the kernel library once a session and makes the helper modules beside the tests importable."""
+"""The kernel library, and the helper modules beside the tests."""
 
 from __future__ import annotations
 
-import os
-import shutil
+import re
 import sys
 from pathlib import Path
 
 import pytest
+from native_build import built_for_cpu
+
+from algm_deploy.native_libraries import LIBRARIES, build, cache_folder, find_library, missing_for
 
 sys.path.insert(0, str(Path(__file__).parent))
-from kernel_library import build_kernels
-
-# A library that was built before, for machines without compilers and for parallel test runs.
-PREBUILT = "ALGM_KERNELS_LIBRARY"
 
 
 @pytest.fixture(scope="session")
-def cpu_library(root_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def header(root_dir: Path) -> str:
+    """The C interface of the kernels."""
+    return (root_dir / "runtimes" / "kernels" / "algm_kernels.h").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="session")
+def declared(header: str) -> list[str]:
+    """The functions that the header declares for the host and for the device."""
+    return re.findall(r"^ALGM_BOTH\([^,]+, (\w+),", header, flags=re.MULTILINE)
+
+
+@pytest.fixture(scope="session")
+def cpu_library() -> Path:
     """The shared library with the CPU kernels."""
-    if PREBUILT in os.environ:
-        return Path(os.environ[PREBUILT])
-    for tool in ("cmake", "g++"):
-        if shutil.which(tool) is None:
-            pytest.skip(f"building the CPU kernels needs {tool}, which is not on PATH")
-    return build_kernels(root_dir / "runtimes" / "kernels", tmp_path_factory.mktemp("kernels"), "-DALGM_CUDA=OFF")
+    return built_for_cpu("kernels")
 
 
 @pytest.fixture(scope="session")
-def cuda_library(root_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The shared library with the CUDA kernels, for the GPU of this machine."""
-    if PREBUILT in os.environ:
-        return Path(os.environ[PREBUILT])
-    for tool in ("cmake", "g++", "nvcc"):
-        if shutil.which(tool) is None:
-            pytest.skip(f"building the CUDA kernels needs {tool}, which is not on PATH")
-    options = ["-DALGM_CUDA=ON", "-DCMAKE_CUDA_ARCHITECTURES=native"]
-    return build_kernels(root_dir / "runtimes" / "kernels", tmp_path_factory.mktemp("kernels_cuda"), *options)
+def cuda_library() -> Path:
+    """The shared library with the CUDA kernels: the one that is built, else one for this GPU, or for sm_80."""
+    import torch
+
+    if found := find_library("kernels"):
+        return found
+    if lacks := missing_for("kernels"):
+        pytest.skip(f"needs {'; and '.join(lacks)}")
+    major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (8, 0)
+    folder = cache_folder() / f"sm_{major}{minor}"
+    path = folder / LIBRARIES["kernels"].file_name
+    return (
+        path if path.is_file() else build(["kernels"], [10 * major + minor], progress=False, folder=folder)["kernels"]
+    )

@@ -7,20 +7,14 @@ AssertionError.
 
 from __future__ import annotations
 
-import itertools
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
-from kernel_library import DeviceMemory, HostMemory
+from kernel_memory import DTYPES, DeviceMemory, HostMemory
 from plugin_harness import BUILD, PLUGINS, RUNTIME, SHAPES, Harness, PluginKernels, tensor
-
-DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
-CASES = int(os.environ.get("ALGM_GPU_CASES", "500"))  # for each check and token type
 
 
 def created(harness: Harness) -> None:
@@ -132,26 +126,22 @@ def wrong_attributes(harness: Harness) -> None:
 
 
 def each_case(check: Callable[[Any, Any, np.random.Generator, Any], None], harness: Harness) -> None:
-    import kernel_cases as cases
+    import kernel_cases as cases  # loads torch, which the other checks do not need
 
-    for seed, dtype in itertools.product(range(CASES), DTYPES):
-        rng = np.random.default_rng([seed, DTYPES.index(dtype)])
-        try:
-            check(PluginKernels(harness, MEMORY), cases.pick_from(rng), rng, dtype)
-        except AssertionError as error:
-            raise AssertionError(f"seed {seed}, {np.dtype(dtype).name}: {error}") from error
+    for dtype in DTYPES:
+        cases.many(dtype, lambda pick, rng, dtype=dtype: check(PluginKernels(harness, MEMORY), pick, rng, dtype))
 
 
 def enqueued_clap(harness: Harness) -> None:
-    import kernel_cases as cases  # loads torch, which the checks without a GPU do not need
+    import kernel_cases as cases
 
-    each_case(lambda k, pick, rng, dtype: cases.check_clap_exact(k, cases.clap_case(pick, rng, dtype, True)), harness)
+    each_case(lambda k, pick, rng, dtype: cases.check_exact(k, cases.clap_case(pick, rng, dtype, True)), harness)
 
 
 def enqueued_gbm(harness: Harness) -> None:
     import kernel_cases as cases
 
-    each_case(lambda k, pick, rng, dtype: cases.check_gbm_exact(k, cases.gbm_case(pick, rng, dtype, True)), harness)
+    each_case(lambda k, pick, rng, dtype: cases.check_exact(k, cases.gbm_case(pick, rng, dtype, True)), harness)
 
 
 def enqueued_tail(harness: Harness) -> None:

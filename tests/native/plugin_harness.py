@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from kernel_library import DeviceMemory, HostMemory, codes
+from kernel_memory import DeviceMemory, HostMemory
 
 NAMESPACE = "algm_deploy"
 BUILD, RUNTIME = 0, 1  # TensorRTPhase
@@ -187,73 +187,60 @@ class PluginKernels:
     def __init__(self, harness: Harness, memory: HostMemory) -> None:
         self.harness, self.memory = harness, memory
 
-    def clap(
-        self, tokens: np.ndarray, size: np.ndarray, threshold: float, out_rows: int | None = None, **attributes: Any
-    ) -> tuple[np.ndarray, ...]:
+    def clap(self, *inputs: Any, out_rows: int | None = None, **attributes: Any) -> tuple[np.ndarray, ...]:
         """tokens, size, map, length as the operator. The row count always comes from the device."""
-        patches = int(np.prod(attributes["grid"]))
-        return self._merge("clap", [tokens, size, np.float32(threshold)], patches, numbers(attributes))
+        return self._merge("clap", inputs, int(np.prod(attributes["grid"])), attributes)
 
-    def gbm(
-        self,
-        tokens: np.ndarray,
-        size: np.ndarray,
-        map: np.ndarray,
-        length: np.ndarray,
-        threshold: float,
-        out_rows: int | None = None,
-        **attributes: Any,
-    ) -> tuple[np.ndarray, ...]:
+    def gbm(self, *inputs: Any, out_rows: int | None = None, **attributes: Any) -> tuple[np.ndarray, ...]:
         """As `clap`."""
-        inputs = [tokens, size, map, length, np.float32(threshold)]
-        return self._merge("gbm", inputs, map.shape[1], numbers(attributes))
+        return self._merge("gbm", inputs, inputs[2].shape[1], attributes)
 
     def unmerge(self, values: np.ndarray, map: np.ndarray, *, prefix: int) -> np.ndarray:
         """values (B, N, C)."""
-        shape = (values.shape[0], map.shape[1], values.shape[2])
-        (out,) = self._run("unmerge", [values, map], [(shape, values.dtype)], {"prefix": prefix})
-        return taken(out, shape, values.dtype)
+        kind = (values.shape[0], map.shape[1], values.shape[2]), values.dtype
+        (out,) = self._run("unmerge", [values, map], [kind], {"prefix": prefix})
+        return self.memory.fetch(out, *kind)
 
     def label_map(self, scores: np.ndarray, map: np.ndarray, **attributes: Any) -> np.ndarray:
         """labels (B, H, W), cast to uint8 where the graph does."""
-        shape = (scores.shape[0], *attributes["size"])
-        (out,) = self._run("label_map", [scores, map], [(shape, np.int32)], attributes)
-        return taken(out, shape, np.int32).astype(np.uint8 if scores.shape[2] <= 255 else np.int32)
+        kind = (scores.shape[0], *attributes["size"]), np.int32
+        (out,) = self._run("label_map", [scores, map], [kind], attributes)
+        return self.memory.fetch(out, *kind).astype(np.uint8 if scores.shape[2] <= 255 else np.int32)
 
-    def _merge(self, name: str, inputs: list[Any], patches: int, attributes: dict[str, Any]) -> tuple[np.ndarray, ...]:
-        tokens = inputs[0]
-        batch, upper, width = tokens.shape
-        capacity = [
-            ((batch, upper, width), tokens.dtype),
-            ((batch, upper), np.float32),
-            ((batch, patches), np.int64),
-            ((batch,), np.int64),
-            ((), np.int64),
-        ]
-        buffers = self._run(name, inputs, capacity, attributes)
-        rows = int(taken(buffers[4], (), np.int64))
-        shapes = [(batch, rows, width), (batch, rows), (batch, patches), (batch,)]
-        kinds = (kind for _, kind in capacity)
-        return tuple(taken(buffer, shape, kind) for buffer, shape, kind in zip(buffers, shapes, kinds, strict=False))
+    def _merge(
+        self, name: str, inputs: Sequence[Any], patches: int, attributes: dict[str, Any]
+    ) -> tuple[np.ndarray, ...]:
+        *tensors, threshold = inputs
+        tokens = tensors[0]
+        images, upper, width = tokens.shape
+        tail = [((images, patches), np.int64), ((images,), np.int64), ((), np.int64)]
+
+        def outputs(rows: int) -> list[Any]:
+            return [((images, rows, width), tokens.dtype), ((images, rows), np.float32), *tail]
+
+        buffers = self._run(name, [*tensors, np.float32(threshold)], outputs(upper), numbers(attributes))
+        rows = int(self.memory.fetch(buffers[4], *tail[2]))
+        kinds = outputs(rows)[:4]
+        return tuple(self.memory.fetch(buffer, *kind) for buffer, kind in zip(buffers, kinds, strict=False))
 
     def _run(
         self, name: str, inputs: list[Any], outputs: list[tuple[tuple[int, ...], Any]], attributes: dict[str, Any]
-    ) -> list[np.ndarray]:
-        plugin = self.harness.create(name, attributes)
+    ) -> list[Any]:
+        memory, plugin = self.memory, self.harness.create(name, attributes)
         assert plugin, name
         arrays = [np.asarray(value) for value in inputs]
-        held = [self.memory.put(array) for array in arrays]
-        given = [tensor(a.shape, a.dtype.name, self.memory.pointer(b)) for a, b in zip(arrays, held, strict=True)]
-        made = [self.memory.empty(int(np.prod(shape)) * np.dtype(kind).itemsize) for shape, kind in outputs]
+        held = [memory.put(array) for array in arrays]
+        given = [tensor(a.shape, a.dtype.name, memory.pointer(b)) for a, b in zip(arrays, held, strict=True)]
+        made = [memory.empty(*kind) for kind in outputs]
         wanted = [
-            tensor(shape, np.dtype(kind).name, self.memory.pointer(b))
+            tensor(shape, np.dtype(kind).name, memory.pointer(b))
             for (shape, kind), b in zip(outputs, made, strict=True)
         ]
-        scratch = self.memory.empty(plugin.workspace(given))
-        with stream_of(self.memory) as stream:
-            assert plugin.enqueue(given, wanted, self.memory.pointer(scratch), stream) == 0, name
+        scratch = memory.empty((plugin.workspace(given),), np.uint8)
+        with stream_of(memory) as stream:
+            assert plugin.enqueue(given, wanted, memory.pointer(scratch), stream) == 0, name
         plugin.destroy()
-        return [self.memory.fetch(buffer) for buffer in made]
+        return made
 
 
 @contextmanager
@@ -271,14 +258,7 @@ def stream_of(memory: HostMemory) -> Iterator[int]:
 
 
 def numbers(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Attributes with enumerations as numbers."""
-    renamed = {"batch": "batch_mode"}  # as the kernels' parameters call it
-    words = {key: renamed.get(key, key) for key, value in attributes.items() if isinstance(value, str)}
-    return attributes | {key: codes(**{name: attributes[key]})[name] for key, name in words.items()}
+    """Attributes with words as numbers."""
+    from algm_deploy.ops.schema import WORDS  # loads torch, which the checks without kernels do not need
 
-
-def taken(content: np.ndarray, shape: tuple[int, ...], kind: Any) -> np.ndarray:
-    """The array at the start of a poisoned buffer, after a look at what lies behind it."""
-    size = int(np.prod(shape)) * np.dtype(kind).itemsize
-    assert (content[size:] == 0xFF).all(), "the plugin wrote behind its rows"
-    return content[:size].view(kind).reshape(shape)
+    return {name: WORDS[name].index(value) if name in WORDS else value for name, value in attributes.items()}

@@ -1,7 +1,7 @@
 """The custom operators in ONNX Runtime on the CPU: equal to the NumPy definitions, in every version that is installed.
 
 `ALGM_ORT_PYTHON` names interpreters of other environments (separated by colons) whose ONNX Runtime is tested as well;
-they need onnxruntime and numpy, nothing of this project. `ALGM_ORT_LIBRARY` names a library that was built before.
+they need onnxruntime and numpy, nothing of this project.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from kernel_cases import exact_tokens, random_tokens
+from kernel_cases import random_tokens
 from onnx import helper
+from operator_inputs import CLAP, GBM, exact_tokens, ones
 
 from algm_deploy.ops import reference
+from algm_deploy.ops.schema import WORDS
 
 RUN = """
 import sys
@@ -36,13 +38,16 @@ except Exception as error:
     sys.exit(str(error))
 """
 PYTHONS = [sys.executable, *filter(None, os.environ.get("ALGM_ORT_PYTHON", "").split(":"))]
-PLAN = {"semantics": "code", "batch": "per_image"}
+
+
+WINDOWS: dict[str, Any] = {"grid": [5, 6], "window": [2, 2], **CLAP}
+FIXED = GBM | {"mode": "fixed"}
 
 
 @pytest.fixture(params=PYTHONS, ids=lambda path: "here" if path == sys.executable else path.replace("/", "_"))
 def run(request: pytest.FixtureRequest, ort_library: Path, tmp_path: Path) -> Any:
-    def run(op: str, inputs: Mapping[str, np.ndarray], outputs: int, **attributes: Any) -> list[np.ndarray]:
-        write(tmp_path, op, inputs, outputs, attributes)
+    def run(op: str, inputs: Sequence[np.ndarray], outputs: int, **attributes: Any) -> list[np.ndarray]:
+        write(tmp_path, op, {f"in_{i}": x for i, x in enumerate(inputs)}, outputs, attributes)
         done = subprocess.run(
             [request.param, "-c", RUN, str(tmp_path), str(ort_library)], capture_output=True, text=True, check=False
         )
@@ -73,24 +78,16 @@ def write(folder: Path, op: str, inputs: Mapping[str, np.ndarray], outputs: int,
     onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), folder / "model.onnx")
 
 
-def merge_inputs(tokens: np.ndarray, threshold: float) -> dict[str, np.ndarray]:
-    size = np.ones(tokens.shape[:2], np.float32)
-    return {"tokens": tokens, "size": size, "threshold": np.float32(threshold)}
+def clap_inputs(tokens: np.ndarray, threshold: float) -> list[np.ndarray]:
+    return [tokens, ones(tokens), np.asarray(threshold, np.float32)]
 
 
-def gbm_inputs(tokens: np.ndarray, length: Sequence[int], threshold: float) -> dict[str, np.ndarray]:
-    tokens = tokens.copy()
-    size = np.ones(tokens.shape[:2], np.float32)
+def gbm_inputs(tokens: np.ndarray, length: Sequence[int], threshold: float) -> list[np.ndarray]:
+    tokens, size = tokens.copy(), ones(tokens)
     for image, rows in enumerate(length):
         tokens[image, rows:], size[image, rows:] = 0, 0
     map = np.stack([1 + np.arange(tokens.shape[1] - 1) % (rows - 1) for rows in length])
-    return {
-        "tokens": tokens,
-        "size": size,
-        "map": map,
-        "length": np.array(length),
-        "threshold": np.float32(threshold),
-    }
+    return [tokens, size, map, np.array(length), np.asarray(threshold, np.float32)]
 
 
 def assert_equal(found: Sequence[np.ndarray], expected: Any) -> None:
@@ -99,41 +96,28 @@ def assert_equal(found: Sequence[np.ndarray], expected: Any) -> None:
         np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float16])
-def test_clap(run: Any, dtype: Any) -> None:
-    tokens = exact_tokens(np.random.default_rng(1), "few", (3, 1 + 5 * 6, 16), dtype)
-    plan = {"grid": [5, 6], "window": [2, 2], "prefix": 1, "order": "published", **PLAN}
-    inputs = merge_inputs(tokens, 0.3)
-    found = run("clap", inputs, 4, **plan)
-    assert found[0].shape[1] < tokens.shape[1], "nothing merged"
-    assert_equal(found, reference.clap(*inputs.values(), **plan))
+def merges(dtype: Any) -> list[tuple[str, list[np.ndarray], dict[str, Any]]]:
+    """A CLAP and a GBM of tokens with exact sums, images of different lengths."""
+    tokens = exact_tokens(np.random.default_rng(8), "few", (3, 1 + 5 * 6, 16), dtype)
+    return [("clap", clap_inputs(tokens, 0.3), WINDOWS), ("gbm", gbm_inputs(tokens, (31, 21, 24), 0.6), FIXED)]
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
-def test_gbm(run: Any, dtype: Any) -> None:
-    tokens = exact_tokens(np.random.default_rng(2), "few", (2, 30, 16), dtype)
-    plan = {"prefix": 1, "mode": "fixed", "divisor": 5.0, **PLAN}
-    inputs = gbm_inputs(tokens, (30, 21), 0.6)
-    found = run("gbm", inputs, 4, **plan)
-    assert found[0].shape[1] < tokens.shape[1], "nothing merged"
-    assert_equal(found, reference.gbm(*inputs.values(), **plan))
+def test_merges(run: Any, dtype: Any) -> None:
+    for op, inputs, attributes in merges(dtype):
+        found = run(op, inputs, 4, **attributes)
+        assert found[0].shape[1] < inputs[0].shape[1], "nothing merged"
+        assert_equal(found, getattr(reference, op)(*inputs, **attributes))
 
 
-@pytest.mark.parametrize("batch", ["per_image", "batch_min"])
+@pytest.mark.parametrize("batch", WORDS["batch"])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 def test_padded_merges(run: Any, dtype: Any, batch: str) -> None:
     """The merge itself, zeros up to the rows that went in, and how many rows are none."""
-    plan = PLAN | {"batch": batch}
-    tokens = exact_tokens(np.random.default_rng(8), "few", (3, 1 + 5 * 6, 16), dtype)
-    clap = {"grid": [5, 6], "window": [2, 2], "prefix": 1, "order": "raster", **plan}
-    gbm = {"prefix": 1, "mode": "fixed", "divisor": 5.0, **plan}
-    cases = (
-        ("clap", merge_inputs(tokens, 0.3), clap, reference.clap),
-        ("gbm", gbm_inputs(tokens, (31, 21, 24), 0.6), gbm, reference.gbm),
-    )
-    for op, inputs, attributes, definition in cases:
-        expected = definition(*inputs.values(), **attributes)
-        values, size, map, length, rows, _ = run(f"padded_{op}", inputs, 6, **attributes)
+    for op, inputs, attributes in merges(dtype):
+        tokens, plan = inputs[0], attributes | {"batch": batch} | ({"order": "raster"} if op == "clap" else {})
+        expected = getattr(reference, op)(*inputs, **plan)
+        values, size, map, length, rows, _ = run(f"padded_{op}", inputs, 6, **plan)
         assert (values.shape, size.shape) == (tokens.shape, tokens.shape[:2])
         assert rows.shape == ()
         assert int(rows) == expected[0].shape[1] < tokens.shape[1]
@@ -144,52 +128,48 @@ def test_padded_merges(run: Any, dtype: Any, batch: str) -> None:
 
 def test_gbm_adaptive(run: Any) -> None:
     tokens = random_tokens(np.random.default_rng(3), (2, 40, 32), np.float32)
-    plan = {"prefix": 1, "mode": "adaptive", "divisor": 2.0, **PLAN}
+    plan = GBM | {"divisor": 2.0}
     inputs = gbm_inputs(tokens, (40, 40), 1.0)
-    found, expected = run("gbm", inputs, 4, **plan), reference.gbm(*inputs.values(), **plan)
+    found, expected = run("gbm", inputs, 4, **plan), reference.gbm(*inputs, **plan)
     assert_equal(found[1:], expected[1:])
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-5, atol=1e-6)
 
 
 def test_sequence_starts(run: Any) -> None:
     tokens = np.zeros((3, 7, 2), np.float16)
-    (found,) = run("sequence_starts", {"length": np.array([5, 7, 0]), "tokens": tokens}, 1)
+    (found,) = run("sequence_starts", [np.array([5, 7, 0]), tokens], 1)
     assert found.tolist() == [0, 5, 7, 14, 14, 14, 21]
     assert found.dtype == np.int32
 
 
 def test_unmerge(run: Any) -> None:
     rng = np.random.default_rng(4)
-    values, map = rng.standard_normal((2, 7, 5)).astype(np.float32), rng.integers(1, 8, (2, 12))
-    assert_equal(
-        run("unmerge", {"values": values, "map": map}, 1, prefix=1), [reference.unmerge(values, map, prefix=1)]
-    )
+    inputs = [rng.standard_normal((2, 7, 5)).astype(np.float32), rng.integers(1, 8, (2, 12))]
+    assert_equal(run("unmerge", inputs, 1, prefix=1), [reference.unmerge(*inputs, prefix=1)])
 
 
 def test_label_map(run: Any) -> None:
     rng = np.random.default_rng(5)
-    scores, map = rng.standard_normal((2, 9, 6)).astype(np.float32), rng.integers(0, 9, (2, 12))
+    inputs = [rng.standard_normal((2, 9, 6)).astype(np.float32), rng.integers(0, 9, (2, 12))]
     plan = {"prefix": 0, "grid": [3, 4], "size": [48, 64]}
-    assert_equal(
-        run("label_map", {"scores": scores, "map": map}, 1, **plan), [reference.label_map(scores, map, **plan)]
-    )
+    assert_equal(run("label_map", inputs, 1, **plan), [reference.label_map(*inputs, **plan)])
 
 
-def test_an_unknown_setting_is_named(run: Any) -> None:
-    tokens = random_tokens(np.random.default_rng(6), (1, 5, 8), np.float32)
-    plan = {"grid": [2, 2], "window": [2, 2], "prefix": 1, "semantics": "code", "batch": "together", "order": "raster"}
-    with pytest.raises(RuntimeError, match=r"attribute batch has the unknown value together"):
-        run("clap", merge_inputs(tokens, 0.5), 4, **plan)
-
-
-def test_contradicting_shapes_are_refused(run: Any) -> None:
-    tokens = random_tokens(np.random.default_rng(7), (1, 6, 8), np.float32)
-    plan = {"grid": [2, 2], "window": [2, 2], "prefix": 1, "order": "raster", **PLAN}
-    with pytest.raises(RuntimeError, match="deciding which windows merge"):
-        run("clap", merge_inputs(tokens, 0.5), 4, **plan)
+@pytest.mark.parametrize(
+    ("rows", "plan", "said"),
+    [
+        (5, {"batch": "together"}, "attribute batch has the unknown value together"),
+        (6, {}, r"rows of tokens \(prefix \+ grid\) should be 5, got 6"),
+    ],
+    ids=["unknown setting", "contradicting shapes"],
+)
+def test_refusals_have_a_reason(run: Any, rows: int, plan: dict[str, Any], said: str) -> None:
+    tokens = random_tokens(np.random.default_rng(6), (1, rows, 8), np.float32)
+    with pytest.raises(RuntimeError, match=said):
+        run("clap", clap_inputs(tokens, 0.5), 4, **WINDOWS | {"grid": [2, 2]} | plan)
 
 
 def test_other_types_are_refused(run: Any) -> None:
     map = np.zeros((1, 2), np.int64)
     with pytest.raises(RuntimeError, match=r"float16 or bfloat16"):
-        run("unmerge", {"values": np.zeros((1, 2, 3), np.int32), "map": map}, 1, prefix=0)
+        run("unmerge", [np.zeros((1, 2, 3), np.int32), map], 1, prefix=0)

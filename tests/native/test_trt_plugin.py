@@ -8,7 +8,6 @@ the library itself. That is no TensorRT execution.
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -35,17 +34,20 @@ def plugins() -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def harness(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def compiled(target: Path, *arguments: Path | str) -> Path:
+    """A shared library of C++ sources that include TensorRT's headers."""
     headers, nvcc = native.find_header(native.TENSORRT_HEADER), native.find_nvcc()
     if headers is None or nvcc is None:
         pytest.skip("needs nvcc and TensorRT's headers (TENSORRT_ROOT)")
-    target = tmp_path_factory.mktemp("harness") / "harness.so"
-    command = [nvcc, "-std=c++17", "-shared", "-Xcompiler=-fPIC", "-isystem", headers, HERE / "trt_harness.cpp"]
-    command += ["-o", target, "-ldl"]
+    command = [nvcc, "-std=c++17", "-shared", "-isystem", headers, *arguments, "-o", target, "-ldl"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return target
+
+
+@pytest.fixture(scope="module")
+def harness(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compiled(tmp_path_factory.mktemp("harness") / "harness.so", "-Xcompiler=-fPIC", HERE / "trt_harness.cpp")
 
 
 @pytest.fixture(params=RUNTIMES)
@@ -60,27 +62,21 @@ def runtime(request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.fixture(scope="module")
-def host_plugins(root_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def host_plugins(root_dir: Path, declared: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The plugins over the CPU kernels: the same sources, every call of a CUDA kernel renamed to its CPU version."""
-    headers, nvcc = native.find_header(native.TENSORRT_HEADER), native.find_nvcc()
-    if headers is None or nvcc is None:
-        pytest.skip("needs nvcc and TensorRT's headers (TENSORRT_ROOT)")
     sources = root_dir / "runtimes"
-    kernels = set(re.findall(r"algm_cuda_(\w+)", (sources / "trt_plugin" / "operators.cpp").read_text()))
-    renamed = [f"-Dalgm_cuda_{name}=algm_cpu_{name}" for name in sorted(kernels | {"status_text"})]
+    renamed = [f"-Dalgm_cuda_{name}=algm_cpu_{name}" for name in declared]
     files = [*(sources / "trt_plugin").glob("*.cpp"), *(sources / "kernels" / "cpu").glob("*.cpp")]
-    target = tmp_path_factory.mktemp("host_plugins") / "plugins.so"
-    command = [nvcc, "-std=c++17", "-O2", "-shared", "-Xcompiler=-fPIC,-ffp-contract=off", *renamed]
-    command += ["-isystem", headers, "-I", sources / "kernels", *files, "-o", target, "-ldl"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return target
+    options = ["-O2", "-Xcompiler=-fPIC,-ffp-contract=off", "-I", sources / "kernels"]
+    return compiled(tmp_path_factory.mktemp("host_plugins") / "plugins.so", *renamed, *options, *files)
 
 
 def run(check: str, *arguments: Path | str, **environment: str) -> str:
     """Runs one check in a process of its own; returns what the plugins said."""
     command = [sys.executable, HERE / "plugin_checks.py", check, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=HERE, env=os.environ | environment)
+    helpers = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
+    variables = os.environ | {"PYTHONPATH": helpers} | environment
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=HERE, env=variables)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stderr
 

@@ -1,9 +1,4 @@
-"""One way to call every implementation of an operator, and the inputs they are compared on.
-
-Equality has three meanings. Similarities agree within rounding. Decisions are exact given equal similarities. End to
-end, results are exact where every sum is exact: tokens of +-1 and widths that are powers of four have integer products
-and norms that are powers of two.
-"""
+"""One way to call every implementation of an operator, and the inputs they are compared on."""
 
 from __future__ import annotations
 
@@ -14,17 +9,20 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
+from native_build import built_for_cpu
+from operator_inputs import KINDS, Array, ones
 
 import algm_deploy.ops  # noqa: F401  registers torch.ops.algm
 from algm_deploy.lowering.portable import standalone
 from algm_deploy.ops import reference
 from algm_deploy.ops.bodies import OPSET, Body
-from algm_deploy.ops.schema import SCHEMAS
+from algm_deploy.ops.native_kernels import Kernels
+from algm_deploy.ops.schema import SCHEMAS, WORDS
 
-Array = np.ndarray
 Arrays = Sequence[Array]
 
 _parts: dict[Hashable, ort.InferenceSession] = {}
@@ -42,9 +40,12 @@ def run_reference(op: str, inputs: Arrays, **attributes: Any) -> list[Array]:
 
 
 def run_torch(op: str, inputs: Arrays, **attributes: Any) -> list[Array]:
-    tensors = [None if x is None else torch.from_numpy(np.array(x)) for x in inputs]
-    found = getattr(torch.ops.algm, op)(*tensors, **attributes)
+    found = getattr(torch.ops.algm, op)(*_tensors(inputs), **attributes)
     return [x.numpy() for x in (found if isinstance(found, tuple) else (found,))]
+
+
+def _tensors(inputs: Arrays) -> list[torch.Tensor | None]:
+    return [None if x is None else torch.from_numpy(np.array(x)) for x in inputs]
 
 
 def run_onnx(op: str, inputs: Arrays, **attributes: Any) -> list[Array]:
@@ -58,8 +59,27 @@ def run_onnx(op: str, inputs: Arrays, **attributes: Any) -> list[Array]:
     return list(session.run(None, feeds))
 
 
+def run_kernels(op: str, inputs: Arrays, **attributes: Any) -> list[Array]:
+    """By the kernel library on the CPU, as the torch runtime calls it on a CUDA device."""
+    order = [a.name for a in getattr(torch.ops.algm, op).default._schema.arguments if a.name in attributes]
+    found = getattr(_kernels(), op)(*_tensors(inputs), *(attributes[name] for name in order))
+    return [x.numpy() for x in (found if isinstance(found, tuple) else (found,))]
+
+
+@cache
+def _kernels() -> Kernels:
+    return Kernels(built_for_cpu("kernels"), "cpu")
+
+
 IMPLEMENTATIONS: dict[str, Callable[..., list[Array]]] = {"torch": run_torch, "onnx": run_onnx}
-ALL: dict[str, Callable[..., list[Array]]] = {"reference": run_reference, **IMPLEMENTATIONS}
+NATIVE = ("clap", "gbm", "label_map")
+
+
+def implementations(op: str) -> tuple[pytest.MarkDecorator, pytest.MarkDecorator]:
+    """Marks of tests that take `run`: every way to call the operator, and every way but the reference."""
+    runs = IMPLEMENTATIONS | ({"kernels": run_kernels} if op in NATIVE else {})
+    every = {"reference": run_reference, **runs}
+    return tuple(pytest.mark.parametrize("run", some.values(), ids=some) for some in (every, runs))
 
 
 def operator_model(op: str, attributes: Mapping[str, Any], kinds: Sequence[Any], wide_labels: bool = False) -> ir.Model:
@@ -119,32 +139,10 @@ def assert_same(found: Arrays, expected: Arrays, tolerance: float) -> None:
 # ------------------------------------------------------------------------------------------------------------ inputs
 
 
-def similar_tokens(rng: np.random.Generator, images: int, rows: int, width: int = 8) -> Array:
-    """Tokens that resemble each other to varying degrees, as those of a photo do."""
-    kinds = rng.standard_normal((images, 4, width))[:, rng.integers(4, size=rows)]
-    return (kinds + rng.uniform(0.1, 1) * rng.standard_normal((images, rows, width))).astype(np.float32)
-
-
-def exact_tokens(rng: np.random.Generator, kind: str, images: int, rows: int, width: int) -> Array:
-    """Tokens of +-1: independent, few different ones, all equal, or in equal pairs."""
-    tokens = rng.choice([-1.0, 1.0], size=(images, rows, width))
-    if kind == "few":
-        tokens = tokens[:, rng.integers(min(3, rows), size=rows)]
-    elif kind == "constant":
-        tokens[:] = 1
-    elif kind == "pairs":
-        tokens[:, 1::2] = tokens[:, : rows - rows % 2 : 2]
-    return tokens.astype(np.float32)
-
-
-def ones(tokens: Array) -> Array:
-    return np.ones(tokens.shape[:2], np.float32)
-
-
 seeds = st.integers(0, 2**32 - 1)
-kinds = st.sampled_from(["independent", "few", "constant", "pairs"])
-semantics = st.sampled_from(["code", "paper"])
-batches = st.sampled_from(["per_image", "batch_min"])
+kinds = st.sampled_from(KINDS)
+prefixes = st.sampled_from([0, 1, 2, 5])
+semantics, batches, orders, modes = (st.sampled_from(WORDS[name]) for name in ("semantics", "batch", "order", "mode"))
 # Square, not square, one row, windows that do not divide, a single window, a single patch beside no window.
 GRIDS = ((4, 4), (3, 5), (1, 7), (6, 4), (2, 2))
 
@@ -156,18 +154,18 @@ def clap_attributes(draw: st.DrawFn) -> dict[str, Any]:
     return {
         "grid": list(grid),
         "window": list(draw(st.sampled_from(windows))),
-        "prefix": draw(st.sampled_from([0, 1, 2, 5])),
+        "prefix": draw(prefixes),
         "semantics": draw(semantics),
         "batch": draw(batches),
-        "order": draw(st.sampled_from(["published", "raster"])),
+        "order": draw(orders),
     }
 
 
 @st.composite
 def gbm_attributes(draw: st.DrawFn) -> dict[str, Any]:
     return {
-        "prefix": draw(st.sampled_from([0, 1, 2, 5])),
-        "mode": draw(st.sampled_from(["adaptive", "fixed"])),
+        "prefix": draw(prefixes),
+        "mode": draw(modes),
         "divisor": draw(st.sampled_from([1.0, 5.0])),
         "semantics": draw(semantics),
         "batch": draw(batches),

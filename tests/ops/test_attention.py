@@ -10,11 +10,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from op_cases import ALL, IMPLEMENTATIONS, PROPERTY, Array, assert_same, run_reference, seeds
+from op_cases import IMPLEMENTATIONS, PROPERTY, assert_same, implementations, run_reference, seeds
+from operator_inputs import Array
 
 PLAIN: dict[str, Any] = {"heads": 2, "scale": 0.35}
-every = pytest.mark.parametrize("run", ALL.values(), ids=ALL)
-compared = pytest.mark.parametrize("run", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
+every, compared = implementations("attention")
 
 
 def packed(seed: int, images: int, rows: int, width: int = 8) -> Array:

@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from op_cases import sequence, similar_tokens
+from op_cases import sequence
+from operator_inputs import CLAP, GBM, similar_tokens
 from torch import Tensor
 
-GRID = {"grid": [4, 5], "window": [2, 2], "prefix": 1}
-CLAP = GRID | {"semantics": "code", "batch": "per_image", "order": "published"}
-GBM: dict[str, Any] = {"prefix": 1, "mode": "adaptive", "divisor": 5.0, "semantics": "code", "batch": "per_image"}
+WINDOWS: dict[str, Any] = {"grid": [4, 5], "window": [2, 2], **CLAP}
 HEADS = {"heads": 2, "scale": 0.5}
 
 
@@ -41,7 +40,7 @@ def tome_inputs() -> tuple[Tensor, ...]:
 
 
 CASES: dict[str, tuple[Callable[[], tuple[Any, ...]], dict[str, Any]]] = {
-    "clap": (clap_inputs, CLAP),
+    "clap": (clap_inputs, WINDOWS),
     "gbm": (gbm_inputs, GBM),
     "attention": (lambda: (doubles(2, 5, 12), torch.tensor([5, 3])), HEADS),
     "proportional_attention": (lambda: (doubles(2, 5, 12), torch.tensor([[1.0, 2, 1, 4, 1]] * 2)), HEADS),
@@ -130,7 +129,7 @@ def test_counts_are_symbols_for_the_exporter() -> None:
 
     class Merge(torch.nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return first(torch.ops.algm.clap(x, torch.ones(2, 21), torch.tensor(0.0), **CLAP))
+            return first(torch.ops.algm.clap(x, torch.ones(2, 21), torch.tensor(0.0), **WINDOWS))
 
     program = torch.export.export(Merge(), (torch.from_numpy(np.ones((2, 21, 4), np.float32)),))
     output = next(node for node in program.graph.nodes if node.op == "output")

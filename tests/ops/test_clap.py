@@ -6,44 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import op_cases as cases
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from op_cases import (
-    ALL,
-    GRIDS,
-    IMPLEMENTATIONS,
-    PROPERTY,
-    Array,
-    assert_partition,
-    assert_same,
-    batches,
-    clap_attributes,
-    clap_rows_in,
-    exact_tokens,
-    kinds,
-    ones,
-    run_reference,
-    run_steps,
-    run_torch,
-    seeds,
-    semantics,
-    similar_tokens,
-)
+from operator_inputs import CLAP, Array, exact_tokens, ones, similar_tokens
 
 from algm_deploy.ops import reference
 from algm_deploy.ops.clap import _onnx_places, _onnx_similarity, clap_decisions, window_members, window_similarity
 
-PLAIN: dict[str, Any] = {
-    "grid": [4, 4],
-    "window": [2, 2],
-    "prefix": 1,
-    "semantics": "code",
-    "batch": "per_image",
-    "order": "published",
-}
-every = pytest.mark.parametrize("run", ALL.values(), ids=ALL)
+PLAIN: dict[str, Any] = {"grid": [4, 4], "window": [2, 2], **CLAP}
+every, compared = cases.implementations("clap")
 
 
 @pytest.mark.parametrize("name", [f"op_{i:02}" for i in range(8)])
@@ -62,7 +36,7 @@ def test_golden_vectors(vectors_dir: Path, run: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 4e-7), ("float16", 4e-7)])
-@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("grid", cases.GRIDS)
 def test_similarities_agree(grid: tuple[int, int], dtype: str, tolerance: float) -> None:
     rng = np.random.default_rng(0)
     window = (1, 2) if grid[0] == 1 else (2, 2)
@@ -70,9 +44,11 @@ def test_similarities_agree(grid: tuple[int, int], dtype: str, tolerance: float)
     expected = reference.window_similarity(tokens, grid, window, 1)
     found = window_similarity(torch.from_numpy(tokens), list(grid), list(window), 1).numpy()
     members = window_members(grid, window)
-    (body,) = run_steps(("window", grid, dtype), lambda body, x: [_onnx_similarity(body, x, members, 1)[1]], tokens)
+    (body,) = cases.run_steps(
+        ("window", grid, dtype), lambda body, x: [_onnx_similarity(body, x, members, 1)[1]], tokens
+    )
     assert expected.shape == (3, len(members))
-    assert_same([found, body], [expected, expected], tolerance)
+    cases.assert_same([found, body], [expected, expected], tolerance)
 
 
 def test_zero_tokens_have_similarity_zero() -> None:
@@ -105,16 +81,16 @@ def places(merged: list[list[int]], windows: int) -> Array:
     return place
 
 
-@PROPERTY
+@cases.PROPERTY
 @given(
-    seed=seeds,
+    seed=cases.seeds,
     images=st.integers(1, 4),
     windows=st.integers(1, 12),
     distinct=st.integers(1, 6),
     threshold=st.sampled_from(levels),
-    semantics=semantics,
-    batch=batches,
-    order=st.sampled_from(["published", "raster"]),
+    semantics=cases.semantics,
+    batch=cases.batches,
+    order=cases.orders,
 )
 def test_decisions_are_a_function_of_the_similarities(
     seed: int, images: int, windows: int, distinct: int, threshold: float, semantics: str, batch: str, order: str
@@ -126,7 +102,7 @@ def test_decisions_are_a_function_of_the_similarities(
     expected = places(reference.clap_decisions(similarity, tau, semantics, batch, order), windows)
     found = clap_decisions(torch.from_numpy(similarity), torch.tensor(tau), semantics, batch, order)
     attributes = {"semantics": semantics, "batch": batch, "order": order}
-    (body,) = run_steps(
+    (body,) = cases.run_steps(
         ("places", semantics, batch, order),
         lambda body, s, t: [body("Identity", _onnx_places(body, s, t, attributes))],
         similarity,
@@ -152,7 +128,7 @@ def test_many_ties(windows: int) -> None:
     attributes = {"semantics": "code", "batch": "batch_min", "order": "published"}
     expected = places(reference.clap_decisions(similarity, 0.5, *attributes.values()), windows)
     found = clap_decisions(torch.from_numpy(similarity), torch.tensor(0.5), *attributes.values())
-    (body,) = run_steps(
+    (body,) = cases.run_steps(
         ("places", *attributes.values()),
         lambda body, s, t: [body("Identity", _onnx_places(body, s, t, attributes))],
         similarity,
@@ -165,38 +141,44 @@ def test_many_ties(windows: int) -> None:
 # -------------------------------------------------------------------------------------------------------- end to end
 
 
-@pytest.mark.parametrize("run", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
-@PROPERTY
-@given(attributes=clap_attributes(), seed=seeds, kind=kinds, images=st.integers(1, 3), tau=st.sampled_from(levels))
+@compared
+@cases.PROPERTY
+@given(
+    attributes=cases.clap_attributes(),
+    seed=cases.seeds,
+    kind=cases.kinds,
+    images=st.integers(1, 3),
+    tau=st.sampled_from(levels),
+)
 def test_equals_the_reference_where_sums_are_exact(
     run: Any, attributes: dict[str, Any], seed: int, kind: str, images: int, tau: float
 ) -> None:
     rng = np.random.default_rng(seed)
-    tokens = exact_tokens(rng, kind, images, clap_rows_in(attributes), 4 ** int(rng.integers(1, 4)))
+    tokens = exact_tokens(rng, kind, (images, cases.clap_rows_in(attributes), 4 ** int(rng.integers(1, 4))))
     inputs = [tokens, ones(tokens), np.float32(tau)]
-    expected = run_reference("clap", inputs, **attributes)
-    assert_same(run("clap", inputs, **attributes), expected, 0)
-    assert_partition(*expected[1:], attributes["prefix"])
+    expected = cases.run_reference("clap", inputs, **attributes)
+    cases.assert_same(run("clap", inputs, **attributes), expected, 0)
+    cases.assert_partition(*expected[1:], attributes["prefix"])
 
 
-@PROPERTY
-@given(attributes=clap_attributes(), seed=seeds, kind=kinds, tau=st.sampled_from([-0.25, 0.0, 0.5]))
+@cases.PROPERTY
+@given(attributes=cases.clap_attributes(), seed=cases.seeds, kind=cases.kinds, tau=st.sampled_from([-0.25, 0.0, 0.5]))
 def test_every_image_decides_alone(attributes: dict[str, Any], seed: int, kind: str, tau: float) -> None:
     """`per_image`: a permuted batch permutes the results, and each member equals a batch of its own."""
     attributes["batch"] = "per_image"
     rng = np.random.default_rng(seed)
-    tokens = exact_tokens(rng, kind, 3, clap_rows_in(attributes), 16)
+    tokens = exact_tokens(rng, kind, (3, cases.clap_rows_in(attributes), 16))
     tokens[1] = 1  # one image merges everything, so the others are padded differently in every batch
     inputs = [tokens, ones(tokens), np.float32(tau)]
-    together = run_torch("clap", inputs, **attributes)
+    together = cases.run_torch("clap", inputs, **attributes)
     order = rng.permutation(3)
-    permuted = run_torch("clap", [tokens[order], ones(tokens), np.float32(tau)], **attributes)
-    assert_same(permuted, [x[order] for x in together], 0)
+    permuted = cases.run_torch("clap", [tokens[order], ones(tokens), np.float32(tau)], **attributes)
+    cases.assert_same(permuted, [x[order] for x in together], 0)
     for image in range(3):
-        alone = run_torch("clap", [tokens[image : image + 1], ones(tokens[:1]), np.float32(tau)], **attributes)
+        alone = cases.run_torch("clap", [tokens[image : image + 1], ones(tokens[:1]), np.float32(tau)], **attributes)
         rows = alone[0].shape[1]
         cut = [together[0][[image], :rows], together[1][[image], :rows], together[2][[image]], together[3][[image]]]
-        assert_same(alone, cut, 0)
+        cases.assert_same(alone, cut, 0)
         assert not together[0][image, rows:].any()
 
 
@@ -215,7 +197,7 @@ def test_extreme_thresholds(run: Any, tau: float, length: int) -> None:
     tokens = similar_tokens(np.random.default_rng(0), 2, 17)
     found = run("clap", [tokens, ones(tokens), np.float32(tau)], **PLAIN)
     assert found[3].tolist() == [length] * 2
-    assert_partition(*found[1:], 1)
+    cases.assert_partition(*found[1:], 1)
 
 
 @every
@@ -261,9 +243,9 @@ def test_16_bit_tokens_in_torch(dtype: torch.dtype) -> None:
 
 
 def test_16_bit_tokens_in_onnx() -> None:
-    tokens = exact_tokens(np.random.default_rng(0), "few", 2, 17, 16).astype(np.float16)
+    tokens = exact_tokens(np.random.default_rng(0), "few", (2, 17, 16), np.float16)
     inputs = [tokens, ones(tokens), np.float32(0.28)]
-    expected = run_reference("clap", inputs, **PLAIN)
+    expected = cases.run_reference("clap", inputs, **PLAIN)
     assert expected[3].tolist() == [8, 11]
-    for run in IMPLEMENTATIONS.values():
-        assert_same(run("clap", inputs, **PLAIN), expected, 0)
+    for run in cases.IMPLEMENTATIONS.values():
+        cases.assert_same(run("clap", inputs, **PLAIN), expected, 0)

@@ -6,29 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import op_cases as cases
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from op_cases import (
-    ALL,
-    IMPLEMENTATIONS,
-    PROPERTY,
-    Array,
-    assert_partition,
-    assert_same,
-    batches,
-    exact_tokens,
-    gbm_attributes,
-    kinds,
-    run_reference,
-    run_steps,
-    run_torch,
-    seeds,
-    semantics,
-    sequence,
-    similar_tokens,
-)
+from operator_inputs import GBM as PLAIN
+from operator_inputs import Array, exact_tokens, similar_tokens
 
 from algm_deploy.ops import reference
 from algm_deploy.ops.gbm import (
@@ -43,16 +27,7 @@ from algm_deploy.ops.gbm import (
     onnx_similarity,
 )
 
-PLAIN: dict[str, Any] = {
-    "prefix": 1,
-    "mode": "adaptive",
-    "divisor": 5.0,
-    "semantics": "code",
-    "batch": "per_image",
-}
-every = pytest.mark.parametrize("run", ALL.values(), ids=ALL)
-prefixes = st.sampled_from([0, 1, 2, 5])
-modes = st.sampled_from(["adaptive", "fixed"])
+every, compared = cases.implementations("gbm")
 thresholds = st.sampled_from([-1.0, 0.0, 0.5, 1.0, 5.0, -1000.0, np.inf, -np.inf, np.nan])
 
 
@@ -89,13 +64,13 @@ def as_lists(best: Array, match: Array, length: Array, prefix: int, semantics: s
 @pytest.mark.parametrize("semantics", ["code", "paper"])
 def test_similarities_agree(semantics: str, prefix: int, dtype: str) -> None:
     rng = np.random.default_rng(0)
-    tokens, _, _, length = sequence(similar_tokens(rng, 3, 24, 64).astype(dtype), prefix, rng, padded=True)
+    tokens, _, _, length = cases.sequence(similar_tokens(rng, 3, 24, 64).astype(dtype), prefix, rng, padded=True)
     best, match = reference.gbm_similarity(tokens, length, prefix, semantics)
     found = [x.numpy() for x in gbm_similarity(torch.from_numpy(tokens), torch.from_numpy(length), prefix, semantics)]
     rows = np.arange(tokens.shape[1])
     allowed = (rows >= prefix) & (rows < length[:, None])
     first = first_source(semantics, prefix)
-    body = run_steps(
+    body = cases.run_steps(
         ("gbm similarity", first, dtype), lambda body, *x: onnx_similarity(body, *x, first), tokens, allowed
     )
     assert {len(b) for b in best} != {len(best[0])}  # lengths differ
@@ -114,17 +89,17 @@ def ragged(best: Array) -> list[Array]:
     return [row[row > -np.inf] for row in best]
 
 
-@PROPERTY
+@cases.PROPERTY
 @given(
-    seed=seeds,
+    seed=cases.seeds,
     images=st.integers(1, 4),
     sources=st.integers(1, 12),
     distinct=st.integers(1, 6),
     threshold=thresholds,
-    mode=modes,
+    mode=cases.modes,
     divisor=st.sampled_from([1.0, 5.0]),
-    semantics=semantics,
-    batch=batches,
+    semantics=cases.semantics,
+    batch=cases.batches,
 )
 def test_decisions_are_a_function_of_the_similarities(
     seed: int,
@@ -146,7 +121,7 @@ def test_decisions_are_a_function_of_the_similarities(
     limit = gbm_threshold(torch.from_numpy(best), torch.tensor(tau), mode, divisor, batch)
     found = gbm_decisions(torch.from_numpy(best), limit, semantics, batch).numpy()
     attributes = {"mode": mode, "divisor": divisor, "semantics": semantics, "batch": batch}
-    (body,) = run_steps(
+    (body,) = cases.run_steps(
         ("gbm decisions", *attributes.values()),
         lambda body, b, t: [_onnx_decisions(body, b, _onnx_threshold(body, b, t, attributes), attributes)],
         best,
@@ -158,8 +133,8 @@ def test_decisions_are_a_function_of_the_similarities(
             assert not flags[len(merged) :].any()
 
 
-@PROPERTY
-@given(seed=seeds, rows=st.integers(7, 14), prefix=prefixes, semantics=semantics)
+@cases.PROPERTY
+@given(seed=cases.seeds, rows=st.integers(7, 14), prefix=cases.prefixes, semantics=cases.semantics)
 def test_rows_are_a_function_of_the_decisions(seed: int, rows: int, prefix: int, semantics: str) -> None:
     """Whichever rows merge, all implementations number the output rows alike."""
     rng = np.random.default_rng(seed)
@@ -182,7 +157,7 @@ def test_rows_are_a_function_of_the_decisions(seed: int, rows: int, prefix: int,
     np.testing.assert_array_equal(found.numpy(), expected)
     np.testing.assert_array_equal(lengths.numpy(), length_out)
     valid = np.arange(rows) < length[:, None]
-    body, joins = run_steps(
+    body, joins = cases.run_steps(
         ("gbm rows", prefix, first), lambda b, *x: _onnx_rows(b, *x, prefix, first), flags, partners, valid
     )
     np.testing.assert_array_equal(np.where(valid, body, -1), expected)
@@ -202,12 +177,12 @@ def reference_split(rows: int, length: int, prefix: int, semantics: str) -> tupl
 # -------------------------------------------------------------------------------------------------------- end to end
 
 
-@pytest.mark.parametrize("run", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
-@PROPERTY
+@compared
+@cases.PROPERTY
 @given(
-    attributes=gbm_attributes(),
-    seed=seeds,
-    kind=kinds,
+    attributes=cases.gbm_attributes(),
+    seed=cases.seeds,
+    kind=cases.kinds,
     images=st.integers(1, 3),
     patches=st.integers(1, 16),
     threshold=thresholds,
@@ -217,33 +192,33 @@ def test_equals_the_reference_where_sums_are_exact(
 ) -> None:
     rng = np.random.default_rng(seed)
     prefix = attributes["prefix"]
-    tokens = exact_tokens(rng, kind, images, prefix + patches, 4 ** int(rng.integers(1, 4)))
-    inputs = [*sequence(tokens, prefix, rng, padded=True), np.float32(threshold)]
-    expected = run_reference("gbm", inputs, **attributes)
-    assert_same(run("gbm", inputs, **attributes), expected, 0)
-    assert_partition(*expected[1:], prefix)
+    tokens = exact_tokens(rng, kind, (images, prefix + patches, 4 ** int(rng.integers(1, 4))))
+    inputs = [*cases.sequence(tokens, prefix, rng, padded=True), np.float32(threshold)]
+    expected = cases.run_reference("gbm", inputs, **attributes)
+    cases.assert_same(run("gbm", inputs, **attributes), expected, 0)
+    cases.assert_partition(*expected[1:], prefix)
 
 
-@PROPERTY
-@given(attributes=gbm_attributes(), seed=seeds, kind=kinds, threshold=thresholds)
+@cases.PROPERTY
+@given(attributes=cases.gbm_attributes(), seed=cases.seeds, kind=cases.kinds, threshold=thresholds)
 def test_every_image_decides_alone(attributes: dict[str, Any], seed: int, kind: str, threshold: float) -> None:
     """`per_image`: a permuted batch permutes the results, and each member equals itself unpadded and alone."""
     attributes["batch"] = "per_image"
     rng = np.random.default_rng(seed)
-    tokens = exact_tokens(rng, kind, 3, attributes["prefix"] + 12, 16)
-    inputs = sequence(tokens, attributes["prefix"], rng, padded=True)
+    tokens = exact_tokens(rng, kind, (3, attributes["prefix"] + 12, 16))
+    inputs = cases.sequence(tokens, attributes["prefix"], rng, padded=True)
     tau = np.float32(threshold)
-    together = run_torch("gbm", [*inputs, tau], **attributes)
+    together = cases.run_torch("gbm", [*inputs, tau], **attributes)
     order = rng.permutation(3)
-    permuted = run_torch("gbm", [*(x[order] for x in inputs), tau], **attributes)
-    assert_same(permuted, [x[order] for x in together], 0)
+    permuted = cases.run_torch("gbm", [*(x[order] for x in inputs), tau], **attributes)
+    cases.assert_same(permuted, [x[order] for x in together], 0)
     for image in range(3):
         rows = int(inputs[3][image])
         cut = [inputs[0][[image], :rows], inputs[1][[image], :rows], inputs[2][[image]], inputs[3][[image]]]
-        alone = run_torch("gbm", [*cut, tau], **attributes)
+        alone = cases.run_torch("gbm", [*cut, tau], **attributes)
         rows = alone[0].shape[1]
         member = [together[0][[image], :rows], together[1][[image], :rows], together[2][[image]], together[3][[image]]]
-        assert_same(alone, member, 0)
+        cases.assert_same(alone, member, 0)
         assert not together[0][image, rows:].any()
 
 
@@ -253,7 +228,7 @@ def test_split_of_the_code_counts_the_prefix(run: Any) -> None:
     tokens = np.zeros((1, 6, 4), np.float32)
     tokens[0, [0, 1, 2], 0] = 1  # cls equals rows 1 and 2, and never takes part
     tokens[0, [3, 4, 5], [1, 2, 3]] = 1
-    inputs = [*sequence(tokens, 1), np.float32(0.5)]
+    inputs = [*cases.sequence(tokens, 1), np.float32(0.5)]
     code = run("gbm", inputs, **PLAIN | {"mode": "fixed"})
     paper = run("gbm", inputs, **PLAIN | {"mode": "fixed", "semantics": "paper"})
     # Code: row 2 joins row 1; order 4 | 1 3 5. Paper: row 1 joins row 2; order 3 5 | 2 4.
@@ -277,27 +252,27 @@ def test_code_weighs_by_size_and_paper_does_not(run: Any) -> None:
 @every
 def test_argmax_ties_go_to_the_lower_row(run: Any) -> None:
     tokens = np.ones((1, 7, 4), np.float32)
-    found = run("gbm", [*sequence(tokens, 1), np.float32(0.5)], **PLAIN | {"mode": "fixed"})
+    found = run("gbm", [*cases.sequence(tokens, 1), np.float32(0.5)], **PLAIN | {"mode": "fixed"})
     assert found[2].tolist() == [[1, 1, 2, 1, 3, 1]]
 
 
-@pytest.mark.parametrize("run", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
+@compared
 @pytest.mark.parametrize("batch", ["per_image", "batch_min"])
 def test_many_ties(run: Any, batch: str) -> None:
     """A thousand tokens of three kinds: nearly every argmax and every rank is a tie."""
-    tokens = exact_tokens(np.random.default_rng(0), "few", 2, 1025, 16)
-    inputs = [*sequence(tokens, 1), np.float32(0.5)]
+    tokens = exact_tokens(np.random.default_rng(0), "few", (2, 1025, 16))
+    inputs = [*cases.sequence(tokens, 1), np.float32(0.5)]
     attributes = PLAIN | {"mode": "fixed", "batch": batch}
-    expected = run_reference("gbm", inputs, **attributes)
+    expected = cases.run_reference("gbm", inputs, **attributes)
     assert expected[3].max() < 600
-    assert_same(run("gbm", inputs, **attributes), expected, 0)
+    cases.assert_same(run("gbm", inputs, **attributes), expected, 0)
 
 
 @every
 @pytest.mark.parametrize(("semantics", "merges"), [("code", True), ("paper", False)])
 def test_a_constant_image_reaches_its_mean(run: Any, semantics: str, merges: bool) -> None:
     tokens = np.ones((2, 9, 16), np.float32)
-    found = run("gbm", [*sequence(tokens, 1), np.float32(1)], **PLAIN | {"semantics": semantics})
+    found = run("gbm", [*cases.sequence(tokens, 1), np.float32(1)], **PLAIN | {"semantics": semantics})
     assert found[3].tolist() == [9 - 4 * merges] * 2
 
 
@@ -305,8 +280,8 @@ def test_a_constant_image_reaches_its_mean(run: Any, semantics: str, merges: boo
 def test_the_deviation_of_one_row_is_undefined(run: Any) -> None:
     """Prefix 1 and three rows: one A row. Adaptive merges nothing, fixed may."""
     tokens = np.ones((1, 3, 4), np.float32)
-    assert run("gbm", [*sequence(tokens, 1), np.float32(-9)], **PLAIN)[3].tolist() == [3]
-    assert run("gbm", [*sequence(tokens, 1), np.float32(-9)], **PLAIN | {"mode": "fixed"})[3].tolist() == [2]
+    assert run("gbm", [*cases.sequence(tokens, 1), np.float32(-9)], **PLAIN)[3].tolist() == [3]
+    assert run("gbm", [*cases.sequence(tokens, 1), np.float32(-9)], **PLAIN | {"mode": "fixed"})[3].tolist() == [2]
 
 
 @every
@@ -316,9 +291,9 @@ def test_too_few_rows_to_merge(run: Any, rows: int, semantics: str) -> None:
     """Cls alone with no partner on one side: nothing merges and nothing fails."""
     tokens = np.ones((2, rows, 4), np.float32)
     attributes = PLAIN | {"prefix": rows - 1, "mode": "fixed", "semantics": semantics}
-    found = run("gbm", [*sequence(tokens, rows - 1), np.float32(-2)], **attributes)
+    found = run("gbm", [*cases.sequence(tokens, rows - 1), np.float32(-2)], **attributes)
     assert found[3].tolist() == [rows] * 2
-    assert_same(found[:1], [tokens], 0)
+    cases.assert_same(found[:1], [tokens], 0)
 
 
 @every
@@ -327,8 +302,8 @@ def test_batch_min_shares_threshold_and_count(run: Any) -> None:
     unit = np.eye(8, dtype=np.float32)
     tokens = np.stack([unit[[0, 0, 1, 2, 3, 4, 5, 6]], unit[[0, 0, 1, 1, 2, 2, 3, 4]]])
     attributes = PLAIN | {"prefix": 0, "mode": "fixed"}
-    alone = run("gbm", [*sequence(tokens, 0), np.float32(0.5)], **attributes)
-    together = run("gbm", [*sequence(tokens, 0), np.float32(0.5)], **attributes | {"batch": "batch_min"})
+    alone = run("gbm", [*cases.sequence(tokens, 0), np.float32(0.5)], **attributes)
+    together = run("gbm", [*cases.sequence(tokens, 0), np.float32(0.5)], **attributes | {"batch": "batch_min"})
     assert alone[3].tolist() == [7, 5]
     assert together[3].tolist() == [7, 7]
     assert together[2][1, :4].tolist() == [3, 3, 0, 4]  # of three equal similarities the lower row merges
@@ -337,7 +312,7 @@ def test_batch_min_shares_threshold_and_count(run: Any) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_16_bit_tokens_in_torch(dtype: torch.dtype) -> None:
     """The same decisions as on the rounded values in fp32; means rounded once."""
-    arrays = sequence(similar_tokens(np.random.default_rng(0), 2, 33, 64), 1)
+    arrays = cases.sequence(similar_tokens(np.random.default_rng(0), 2, 33, 64), 1)
     tokens, *rest = (torch.from_numpy(x) for x in arrays)
     low = torch.ops.algm.gbm(tokens.to(dtype), *rest, torch.tensor(1.0), **PLAIN)
     high = torch.ops.algm.gbm(tokens.to(dtype).float(), *rest, torch.tensor(1.0), **PLAIN)
@@ -348,9 +323,9 @@ def test_16_bit_tokens_in_torch(dtype: torch.dtype) -> None:
 
 
 def test_16_bit_tokens_in_onnx() -> None:
-    tokens = exact_tokens(np.random.default_rng(0), "few", 2, 17, 16).astype(np.float16)
-    inputs = [*sequence(tokens, 1), np.float32(0.5)]
-    expected = run_reference("gbm", inputs, **PLAIN | {"mode": "fixed"})
+    tokens = exact_tokens(np.random.default_rng(0), "few", (2, 17, 16), np.float16)
+    inputs = [*cases.sequence(tokens, 1), np.float32(0.5)]
+    expected = cases.run_reference("gbm", inputs, **PLAIN | {"mode": "fixed"})
     assert expected[3].max() < 17
-    for run in IMPLEMENTATIONS.values():
-        assert_same(run("gbm", inputs, **PLAIN | {"mode": "fixed"}), expected, 0)
+    for run in cases.IMPLEMENTATIONS.values():
+        cases.assert_same(run("gbm", inputs, **PLAIN | {"mode": "fixed"}), expected, 0)

@@ -11,11 +11,12 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from op_cases import ALL, PROPERTY, Array, run_torch, seeds
+from op_cases import PROPERTY, implementations, prefixes, run_torch, seeds
+from operator_inputs import Array
 
 MODULE = sys.modules["algm_deploy.ops.label_map"]
 CLOSE = 1e-5  # scores closer than this may change places with the order of additions
-every = pytest.mark.parametrize("run", ALL.values(), ids=ALL)
+every, _ = implementations("label_map")
 
 
 def case(rng: np.random.Generator, images: int, grid: tuple[int, int], classes: int, prefix: int) -> list[Array]:
@@ -49,7 +50,7 @@ def assert_labels_of(labels: Array, scores: Array) -> None:
     images=st.integers(1, 3),
     grid=st.sampled_from([(1, 1), (2, 3), (4, 4), (1, 6)]),
     factor=st.sampled_from([(4, 4), (16, 8), (1, 1), (3, 5)]),
-    prefix=st.sampled_from([0, 1, 2, 5]),
+    prefix=prefixes,
 )
 def test_equals_interpolate_and_argmax(
     run: Any, seed: int, images: int, grid: tuple[int, int], factor: tuple[int, int], prefix: int

@@ -5,16 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from op_cases import ALL, IMPLEMENTATIONS, PROPERTY, Array, assert_same, run_reference, seeds
+from op_cases import PROPERTY, assert_same, implementations, run_reference, seeds
+from operator_inputs import Array
 
 PLAIN: dict[str, Any] = {"heads": 2, "scale": 0.35}
 OP = "proportional_attention"
-every = pytest.mark.parametrize("run", ALL.values(), ids=ALL)
-compared = pytest.mark.parametrize("run", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
+every, compared = implementations(OP)
 
 
 def packed(seed: int, images: int, rows: int, width: int = 8) -> tuple[Array, Array]:

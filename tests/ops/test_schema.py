@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +11,12 @@ import onnx_ir as ir
 import pytest
 import torch
 from op_cases import operator_model
+from operator_inputs import CLAP, GBM
 
 from algm_deploy.ops import reference
 from algm_deploy.ops.bodies import BODIES
-from algm_deploy.ops.schema import DOMAIN, SCHEMAS
+from algm_deploy.ops.schema import DOMAIN, SCHEMAS, WORDS
 
-CLAP: dict[str, Any] = {"grid": [4, 4], "window": [2, 2], "prefix": 1}
-GBM: dict[str, Any] = {"prefix": 1, "divisor": 5.0}
-CHOICES = {
-    "semantics": ("code", "paper"),
-    "batch": ("per_image", "batch_min"),
-    "order": ("published", "raster"),
-    "mode": ("adaptive", "fixed"),
-}
 OTHERS = {
     "tome": {"r": 3, "prefix": 1},
     "attention": {"heads": 2, "scale": 0.5},
@@ -32,16 +26,15 @@ OTHERS = {
 }
 
 
-def combinations(fixed: dict[str, Any], *choices: str) -> list[dict[str, Any]]:
-    found = [fixed]
-    for key in choices:
-        found = [attributes | {key: value} for attributes in found for value in CHOICES[key]]
-    return found
+def combinations(attributes: dict[str, Any]) -> list[dict[str, Any]]:
+    """The attributes with every word in place of theirs."""
+    names = [name for name in attributes if name in WORDS]
+    return [attributes | dict(zip(names, words, strict=True)) for words in product(*(WORDS[n] for n in names))]
 
 
 VARIANTS = [
-    *(("clap", a) for a in combinations(CLAP, "semantics", "batch", "order")),
-    *(("gbm", a) for a in combinations(GBM, "mode", "semantics", "batch")),
+    *(("clap", a) for a in combinations({"grid": [4, 4], "window": [2, 2], **CLAP})),
+    *(("gbm", a) for a in combinations(GBM)),
     *OTHERS.items(),
 ]
 INPUT_RANKS = {

@@ -5,64 +5,49 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
+import op_cases as cases
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from op_cases import (
-    ALL,
-    IMPLEMENTATIONS,
-    PROPERTY,
-    Array,
-    assert_partition,
-    assert_same,
-    exact_tokens,
-    kinds,
-    run_reference,
-    seeds,
-    sequence,
-    similar_tokens,
-)
+from operator_inputs import Array, exact_tokens, similar_tokens
 
 from algm_deploy.ops.tome import most_merges, tome_rows, tome_similarity
 
-every = pytest.mark.parametrize("run", ALL.values(), ids=ALL)
-compared = pytest.mark.parametrize("run", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
-prefixes = st.sampled_from([0, 1, 2, 5])
+every, compared = cases.implementations("tome")
 
 
 def inputs_of(tokens: Array, keys: Array, prefix: int, rng: np.random.Generator) -> list[Array]:
     """Sizes as merges before this one leave them."""
-    _, size, patch_row, _ = sequence(tokens, prefix)
+    _, size, patch_row, _ = cases.sequence(tokens, prefix)
     size[:, prefix:] = rng.integers(1, 5, size[:, prefix:].shape)
     return [tokens, size, patch_row, keys]
 
 
 @compared
-@PROPERTY
-@given(seed=seeds, kind=kinds, rows=st.integers(1, 12), prefix=prefixes, share=st.floats(0, 1))
+@cases.PROPERTY
+@given(seed=cases.seeds, kind=cases.kinds, rows=st.integers(1, 12), prefix=cases.prefixes, share=st.floats(0, 1))
 def test_equals_the_reference_where_sums_are_exact(
     run: Any, seed: int, kind: str, rows: int, prefix: int, share: float
 ) -> None:
     """Equal keys, so ties everywhere, and none or all of the possible merges among the cases."""
     rng = np.random.default_rng(seed)
-    tokens, keys = (exact_tokens(rng, kind, 2, prefix + rows, width) for width in (16, 4))
+    tokens, keys = (exact_tokens(rng, kind, (2, prefix + rows, width)) for width in (16, 4))
     attributes = {"r": round(share * most_merges(prefix + rows, prefix)), "prefix": prefix}
     inputs = inputs_of(tokens, keys, prefix, rng)
-    assert_same(run("tome", inputs, **attributes), run_reference("tome", inputs, **attributes), 1e-6)
+    cases.assert_same(run("tome", inputs, **attributes), cases.run_reference("tome", inputs, **attributes), 1e-6)
 
 
 @every
-@PROPERTY
-@given(seed=seeds, rows=st.integers(2, 12), prefix=prefixes)
+@cases.PROPERTY
+@given(seed=cases.seeds, rows=st.integers(2, 12), prefix=cases.prefixes)
 def test_every_image_loses_r_rows(run: Any, seed: int, rows: int, prefix: int) -> None:
     rng = np.random.default_rng(seed)
     tokens, keys = (similar_tokens(rng, 2, prefix + rows, width) for width in (8, 4))
     r = most_merges(prefix + rows, prefix)
-    inputs = [tokens, *sequence(tokens, prefix)[1:3], keys]
+    inputs = [tokens, *cases.sequence(tokens, prefix)[1:3], keys]
     values, size, patch_row = run("tome", inputs, r=r, prefix=prefix)
     assert values.shape == (2, prefix + rows - r, 8)
-    assert_partition(size, patch_row, np.full(2, prefix + rows - r), prefix)
+    cases.assert_partition(size, patch_row, np.full(2, prefix + rows - r), prefix)
 
 
 @every
@@ -80,7 +65,7 @@ def test_keys_decide_and_sizes_weigh(run: Any) -> None:
 @every
 def test_ties_go_to_the_lower_row(run: Any) -> None:
     tokens = np.ones((1, 7, 4), np.float32)
-    inputs = [tokens, *sequence(tokens, 1)[1:3], tokens]
+    inputs = [tokens, *cases.sequence(tokens, 1)[1:3], tokens]
     assert run("tome", inputs, r=2, prefix=1)[2][0].tolist() == [2, 2, 3, 2, 4, 1]
 
 
@@ -90,7 +75,7 @@ def test_without_prefix_rows_that_stay_are_ordered_by_similarity(run: Any) -> No
     tokens = np.arange(6, dtype=np.float32)[None, :, None]
     angle = np.array([0.0, 0.3, 2.0, 2.1, 4.0, 4.2])  # A rows 0, 2, 4 at 0.3, 0.1 and 0.2 from their best
     keys = np.stack([np.cos(angle), np.sin(angle)], -1)[None].astype(np.float32)
-    values, _, patch_row = run("tome", [tokens, *sequence(tokens, 0)[1:3], keys], r=1, prefix=0)
+    values, _, patch_row = run("tome", [tokens, *cases.sequence(tokens, 0)[1:3], keys], r=1, prefix=0)
     assert values[0, :, 0].tolist() == [4, 0, 1, 2.5, 5]
     assert patch_row[0].tolist() == [1, 2, 3, 3, 0, 4]
 
@@ -102,7 +87,7 @@ def test_similarity_in_16_bits_keeps_fp32_sums(run: Any) -> None:
     keys[0, :, :32] = 1
     keys[0, 0, 32:] = 0.02
     tokens = np.zeros((1, 4, 8), np.float16)
-    inputs = [tokens, *sequence(tokens, 0)[1:3], keys]
+    inputs = [tokens, *cases.sequence(tokens, 0)[1:3], keys]
     assert run("tome", inputs, r=1, prefix=0)[2][0].tolist() == [0, 1, 1, 2]
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from op_cases import ALL, PROPERTY, assert_same, seeds
+from op_cases import PROPERTY, assert_same, implementations, prefixes, seeds
 
-every = pytest.mark.parametrize("run", ALL.values(), ids=ALL)
+every, _ = implementations("unmerge")
 
 
 @every
@@ -19,7 +18,7 @@ every = pytest.mark.parametrize("run", ALL.values(), ids=ALL)
     seed=seeds,
     images=st.integers(1, 3),
     patches=st.integers(1, 9),
-    prefix=st.sampled_from([0, 1, 2, 5]),
+    prefix=prefixes,
     dtype=st.sampled_from(["float32", "float16"]),
 )
 def test_every_patch_gets_its_row(run: Any, seed: int, images: int, patches: int, prefix: int, dtype: str) -> None:

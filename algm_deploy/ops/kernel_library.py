@@ -1,0 +1,100 @@
+"""The kernel library in Python: what runtimes/kernels/algm_kernels.h declares, called with addresses and numbers."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from algm_deploy.ops.schema import WORDS
+
+DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2}
+ROWS_ON_DEVICE = -1
+"""For `out_rows`: exactly the rows that the decision counted."""
+
+
+def _struct(name: str, longs: str, ints: str, doubles: str = "") -> type[ctypes.Structure]:
+    fields: list[tuple[str, Any]] = [(field, ctypes.c_int64) for field in longs.split()]
+    fields += [(field, ctypes.c_double) for field in doubles.split()]
+    fields += [(field, ctypes.c_int32) for field in ints.split()]
+    return type(name, (ctypes.Structure,), {"_fields_": fields})
+
+
+# Field by field as in the header.
+ClapParams = _struct(
+    "ClapParams", "batch rows width grid_h grid_w window_h window_w prefix", "dtype semantics batch_mode order"
+)
+GbmParams = _struct("GbmParams", "batch rows width patches prefix", "dtype semantics batch_mode mode", "divisor")
+UnmergeParams = _struct("UnmergeParams", "batch rows width patches prefix", "dtype")
+LabelMapParams = _struct("LabelMapParams", "batch rows classes grid_h grid_w height width prefix", "dtype label_type")
+
+
+def clap_params(
+    shape: Sequence[int],
+    dtype: str,
+    grid: Sequence[int],
+    window: Sequence[int],
+    prefix: int,
+    semantics: str,
+    batch: str,
+    order: str,
+) -> ctypes.Structure:
+    """Of CLAP on tokens of a shape (B, S, D) and a type; attributes as of the operator."""
+    places = _places(semantics=semantics, batch=batch, order=order)
+    return ClapParams(*shape, *grid, *window, prefix, DTYPES[dtype], *places)
+
+
+def gbm_params(
+    shape: Sequence[int], dtype: str, patches: int, prefix: int, mode: str, divisor: float, semantics: str, batch: str
+) -> ctypes.Structure:
+    """Of GBM on tokens of a shape (B, S, D) and a type, whose maps hold `patches` entries."""
+    places = _places(semantics=semantics, batch=batch, mode=mode)
+    return GbmParams(*shape, patches, prefix, divisor, DTYPES[dtype], *places)
+
+
+def unmerge_params(shape: Sequence[int], dtype: str, patches: int, prefix: int) -> ctypes.Structure:
+    """Of unmerging values of a shape (B, S, C) and a type."""
+    return UnmergeParams(*shape, patches, prefix, DTYPES[dtype])
+
+
+def label_map_params(
+    shape: Sequence[int], dtype: str, prefix: int, grid: Sequence[int], size: Sequence[int], wide: bool
+) -> ctypes.Structure:
+    """Of labelling scores of a shape (B, S, K) and a type; labels are int32 if `wide`, else uint8."""
+    return LabelMapParams(*shape, *grid, *size, prefix, DTYPES[dtype], int(wide))
+
+
+def _places(**words: str) -> list[int]:
+    return [WORDS[name].index(word) for name, word in words.items()]
+
+
+class KernelLibrary:
+    """The functions of a library for one kind of memory: `device` cpu or cuda."""
+
+    def __init__(self, path: Path, device: str) -> None:
+        self.device = device
+        self._library = ctypes.CDLL(str(path))
+        for name in ("clap_workspace", "gbm_workspace"):
+            self._function(name).restype = ctypes.c_size_t
+        self._function("gbm_candidates").restype = ctypes.c_int64
+        self._function("status_text").restype = ctypes.c_char_p
+
+    def _function(self, name: str) -> Any:
+        return getattr(self._library, f"algm_{self.device}_{name}")
+
+    def status_text(self, status: int) -> str:
+        """What a status that is not 0 means."""
+        text: bytes = self._function("status_text")(status)
+        return text.decode()
+
+    def query(self, name: str, params: ctypes.Structure) -> int:
+        """A number that follows from the parameters, such as the bytes of a workspace."""
+        return int(self._function(name)(ctypes.byref(params)))
+
+    def call(
+        self, name: str, params: ctypes.Structure, *arguments: ctypes.c_void_p | int | None, stream: int = 0
+    ) -> int:
+        """Status of a kernel, 0 for success. None goes in as the null pointer, numbers as int64."""
+        converted = [ctypes.c_int64(a) if isinstance(a, int) else a or ctypes.c_void_p() for a in arguments]
+        return int(self._function(name)(ctypes.byref(params), *converted, ctypes.c_void_p(stream)))

@@ -1,0 +1,282 @@
+// What the shells around the kernels share: the operators' attributes, inputs, outputs and calls, without any runtime.
+#pragma once
+
+#include <algm_kernels.h>
+
+#include <array>
+#include <cstdint>
+#include <sstream>
+#include <stdexcept>
+
+namespace algm {
+
+// Throws std::invalid_argument with the streamed parts as its reason.
+template <class... Parts>
+[[noreturn]] void fail(Parts const &...parts) {
+    std::ostringstream text;
+    (text << ... << parts);
+    throw std::invalid_argument(text.str());
+}
+
+// Throws unless both numbers agree; -1 stands for one that is not known yet.
+inline void expectEqual(int64_t got, int64_t expected, char const *what) {
+    if (got != expected && got >= 0 && expected >= 0) {
+        fail(what, " should be ", expected, ", got ", got);
+    }
+}
+
+// The value, unless it lies outside low to high; `what` names the attribute.
+inline int32_t within(int64_t value, int32_t low, int32_t high, char const *what) {
+    if (value < low || value > high) {
+        fail("attribute ", what, " should lie in ", low, " to ", high, ", got ", value);
+    }
+    return static_cast<int32_t>(value);
+}
+
+// The kernels for one kind of memory.
+struct Kernels {
+    decltype(&algm_cpu_status_text) statusText;
+    decltype(&algm_cpu_clap_workspace) clapWorkspace;
+    decltype(&algm_cpu_clap_decide) clapDecide;
+    decltype(&algm_cpu_clap_apply) clapApply;
+    decltype(&algm_cpu_gbm_workspace) gbmWorkspace;
+    decltype(&algm_cpu_gbm_decide) gbmDecide;
+    decltype(&algm_cpu_gbm_apply) gbmApply;
+    decltype(&algm_cpu_unmerge) unmerge;
+    decltype(&algm_cpu_label_map) labelMap;
+};
+
+#define ALGM_KERNELS_OF(device)                                                                    \
+    algm::Kernels {                                                                                \
+        algm_##device##_status_text, algm_##device##_clap_workspace, algm_##device##_clap_decide,  \
+            algm_##device##_clap_apply, algm_##device##_gbm_workspace, algm_##device##_gbm_decide, \
+            algm_##device##_gbm_apply, algm_##device##_unmerge, algm_##device##_label_map          \
+    }
+
+// Types of inputs and outputs. Tokens have one of three, the same for all of a node.
+enum class Type { kTokens, kFloat, kIndex, kLabels };
+
+struct Port {
+    char const *name;
+    Type type;
+    int32_t rank;
+};
+
+// The dimensions of every input.
+using Shapes = int64_t const *const *;
+
+// One call of an operator.
+struct Launch {
+    Kernels const &kernels;
+    Shapes shapes;
+    int32_t dtype;  // of the tokens
+    void const *const *inputs;
+    void *const *outputs;
+    void *stream;
+
+    template <class T>
+    T const *in(int32_t index) const {
+        return static_cast<T const *>(inputs[index]);
+    }
+    template <class T>
+    T *out(int32_t index) const {
+        return static_cast<T *>(outputs[index]);
+    }
+    // Throws unless a kernel succeeded; `what` says what was being done.
+    void done(int status, char const *what) const {
+        if (status != ALGM_OK) {
+            fail(what, ": ", kernels.statusText(status));
+        }
+    }
+};
+
+// What `attributes` tells of one beside name and member: the least number, or the words, whose places are the values.
+inline constexpr int32_t kMaxAttribute = 1 << 24;
+using Words = std::array<char const *, 2>;
+inline constexpr Words kSemantics{"code", "paper"};
+inline constexpr Words kBatch{"per_image", "batch_min"};
+inline constexpr Words kOrder{"published", "raster"};
+inline constexpr Words kMode{"adaptive", "fixed"};
+
+// The outputs of both merges; the last one counts the rows, S' or S''.
+inline constexpr std::array<Port, 5> kMerged{{{"tokens", Type::kTokens, 3},
+                                              {"size", Type::kFloat, 2},
+                                              {"map", Type::kIndex, 2},
+                                              {"length", Type::kIndex, 1},
+                                              {"rows", Type::kIndex, 0}}};
+
+// tokens (B,S,D), size (B,S), threshold () -> tokens (B,S',D), size (B,S'), map (B,N), length (B), rows ().
+struct Clap {
+    static constexpr char const *kName = "clap";
+    static constexpr bool kMerges = true;
+    static constexpr std::array<Port, 3> kInputs{
+        {{"tokens", Type::kTokens, 3}, {"size", Type::kFloat, 2}, {"threshold", Type::kFloat, 0}}};
+    static constexpr auto kOutputs = kMerged;
+
+    int32_t grid[2]{}, window[2]{}, prefix{}, semantics{}, batch{}, order{};
+
+    template <class Visit>
+    void attributes(Visit &&visit) {
+        visit("grid", grid, 1);
+        visit("window", window, 1);
+        visit("prefix", prefix, 0);
+        visit("semantics", semantics, kSemantics);
+        visit("batch", batch, kBatch);
+        visit("order", order, kOrder);
+    }
+
+    int64_t patches(Shapes) const { return int64_t{grid[0]} * grid[1]; }
+
+    void checkShapes(Shapes in) const {
+        expectEqual(in[0][1], prefix + patches(in), "rows of tokens (prefix + grid)");
+        expectEqual(in[1][0], in[0][0], "images of size");
+        expectEqual(in[1][1], in[0][1], "rows of size");
+    }
+
+    size_t workspace(Kernels const &kernels, Shapes in, int32_t dtype) const {
+        auto const p = params(in, dtype);
+        return kernels.clapWorkspace(&p);
+    }
+
+    void decide(Launch const &call, void *plan) const {
+        auto const p = params(call.shapes, call.dtype);
+        call.done(call.kernels.clapDecide(&p, call.inputs[0], call.in<float>(2), call.out<int64_t>(2),
+                                          call.out<int64_t>(3), call.out<int64_t>(4), nullptr, plan, call.stream),
+                  "deciding which windows merge");
+    }
+
+    void apply(Launch const &call, void const *plan, int64_t rows) const {
+        auto const p = params(call.shapes, call.dtype);
+        call.done(call.kernels.clapApply(&p, call.inputs[0], call.in<float>(1), plan, rows, call.outputs[0],
+                                         call.out<float>(1), call.stream),
+                  "merging windows");
+    }
+
+private:
+    algm_clap_params params(Shapes in, int32_t dtype) const {
+        auto const *d = in[0];
+        return {d[0], d[1], d[2], grid[0], grid[1], window[0], window[1], prefix, dtype, semantics, batch, order};
+    }
+};
+
+// tokens (B,S,D), size (B,S), map (B,N), length (B), threshold ()
+//   -> tokens (B,S'',D), size (B,S''), map (B,N), length (B), rows ().
+struct Gbm {
+    static constexpr char const *kName = "gbm";
+    static constexpr bool kMerges = true;
+    static constexpr std::array<Port, 5> kInputs{{{"tokens", Type::kTokens, 3},
+                                                  {"size", Type::kFloat, 2},
+                                                  {"map", Type::kIndex, 2},
+                                                  {"length", Type::kIndex, 1},
+                                                  {"threshold", Type::kFloat, 0}}};
+    static constexpr auto kOutputs = kMerged;
+
+    int32_t prefix{}, mode{};
+    float divisor{};
+    int32_t semantics{}, batch{};
+
+    template <class Visit>
+    void attributes(Visit &&visit) {
+        visit("prefix", prefix, 0);
+        visit("mode", mode, kMode);
+        visit("divisor", divisor);
+        visit("semantics", semantics, kSemantics);
+        visit("batch", batch, kBatch);
+    }
+
+    int64_t patches(Shapes in) const { return in[2][1]; }
+
+    void checkShapes(Shapes in) const {
+        expectEqual(in[1][0], in[0][0], "images of size");
+        expectEqual(in[1][1], in[0][1], "rows of size");
+        expectEqual(in[2][0], in[0][0], "images of map");
+        expectEqual(in[3][0], in[0][0], "images of length");
+    }
+
+    size_t workspace(Kernels const &kernels, Shapes in, int32_t dtype) const {
+        auto const p = params(in, dtype);
+        return kernels.gbmWorkspace(&p);
+    }
+
+    void decide(Launch const &call, void *plan) const {
+        auto const p = params(call.shapes, call.dtype);
+        call.done(call.kernels.gbmDecide(&p, call.inputs[0], call.in<int64_t>(2), call.in<int64_t>(3),
+                                         call.in<float>(4), call.out<int64_t>(2), call.out<int64_t>(3),
+                                         call.out<int64_t>(4), nullptr, plan, call.stream),
+                  "deciding which tokens merge");
+    }
+
+    void apply(Launch const &call, void const *plan, int64_t rows) const {
+        auto const p = params(call.shapes, call.dtype);
+        call.done(call.kernels.gbmApply(&p, call.inputs[0], call.in<float>(1), plan, rows, call.outputs[0],
+                                        call.out<float>(1), call.stream),
+                  "merging tokens");
+    }
+
+private:
+    algm_gbm_params params(Shapes in, int32_t dtype) const {
+        auto const *d = in[0];
+        return {d[0], d[1], d[2], patches(in), prefix, divisor, dtype, semantics, batch, mode};
+    }
+};
+
+// values (B,S,C), map (B,N) -> (B,N,C).
+struct Unmerge {
+    static constexpr char const *kName = "unmerge";
+    static constexpr bool kMerges = false;
+    static constexpr std::array<Port, 2> kInputs{{{"values", Type::kTokens, 3}, {"map", Type::kIndex, 2}}};
+    static constexpr std::array<Port, 1> kOutputs{{{"values", Type::kTokens, 3}}};
+
+    int32_t prefix{};
+
+    template <class Visit>
+    void attributes(Visit &&visit) {
+        visit("prefix", prefix, 0);
+    }
+
+    void checkShapes(Shapes in) const { expectEqual(in[1][0], in[0][0], "images of map"); }
+
+    std::array<int64_t, 3> shape(Shapes in) const { return {in[0][0], in[1][1], in[0][2]}; }
+
+    void run(Launch const &call) const {
+        auto const *d = call.shapes[0];
+        algm_unmerge_params const p{d[0], d[1], d[2], call.shapes[1][1], prefix, call.dtype};
+        call.done(call.kernels.unmerge(&p, call.inputs[0], call.in<int64_t>(1), call.outputs[0], call.stream),
+                  "giving every patch its token");
+    }
+};
+
+// scores (B,S,K), map (B,N) -> labels (B,H,W), of the kernels' label type LABELS.
+template <int32_t LABELS>
+struct LabelMap {
+    static constexpr char const *kName = "label_map";
+    static constexpr bool kMerges = false;
+    static constexpr std::array<Port, 2> kInputs{{{"scores", Type::kTokens, 3}, {"map", Type::kIndex, 2}}};
+    static constexpr std::array<Port, 1> kOutputs{{{"labels", Type::kLabels, 3}}};
+
+    int32_t prefix{}, grid[2]{}, size[2]{};
+
+    template <class Visit>
+    void attributes(Visit &&visit) {
+        visit("prefix", prefix, 0);
+        visit("grid", grid, 1);
+        visit("size", size, 1);
+    }
+
+    void checkShapes(Shapes in) const {
+        expectEqual(in[1][0], in[0][0], "images of map");
+        expectEqual(in[1][1], int64_t{grid[0]} * grid[1], "patches of map (grid)");
+    }
+
+    std::array<int64_t, 3> shape(Shapes in) const { return {in[0][0], size[0], size[1]}; }
+
+    void run(Launch const &call) const {
+        auto const *d = call.shapes[0];
+        algm_label_map_params const p{d[0],    d[1],    d[2],   grid[0],    grid[1],
+                                      size[0], size[1], prefix, call.dtype, LABELS};
+        call.done(call.kernels.labelMap(&p, call.inputs[0], call.in<int64_t>(1), call.outputs[0], call.stream),
+                  "labelling pixels");
+    }
+};
+
+}  // namespace algm

@@ -1,0 +1,152 @@
+"""The kernel library with NumPy arrays going in and coming out, on host or device memory."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from kernel_memory import HostMemory
+
+from algm_deploy.ops.kernel_library import (
+    ROWS_ON_DEVICE,
+    KernelLibrary,
+    clap_params,
+    gbm_params,
+    label_map_params,
+    unmerge_params,
+)
+
+INVALID_ARGUMENT, UNSUPPORTED, INVALID_MAP = 1, 2, 3
+Outputs = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+
+
+class KernelError(Exception):
+    """A kernel returned a status other than 0, kept as `status`."""
+
+    def __init__(self, status: int, text: str):
+        super().__init__(f"status {status}: {text}")
+        self.status = status
+
+
+class Kernels:
+    """The library's functions with memory taken care of; arguments as of the operators."""
+
+    def __init__(self, path: Path, memory: HostMemory):
+        self.memory, self.library = memory, KernelLibrary(path, memory.device)
+
+    def call(self, name: str, params: ctypes.Structure, *arguments: Any) -> None:
+        """Calls a kernel on the default stream; buffers become pointers, None stays null, integers int64."""
+        converted = [
+            a if a is None or isinstance(a, int) else ctypes.c_void_p(self.memory.pointer(a)) for a in arguments
+        ]
+        if status := self.library.call(name, params, *converted):
+            raise KernelError(status, self.library.status_text(status))
+
+    def put(self, array: Any, dtype: Any = None) -> Any:
+        return self.memory.put(np.asarray(array, dtype=dtype))
+
+    def workspace(self, kind: str, params: ctypes.Structure) -> Any:
+        return self.memory.empty((self.library.query(f"{kind}_workspace", params),), np.uint8)
+
+    # --- clap ---
+
+    def clap_similarity(self, tokens: np.ndarray, **attributes: Any) -> np.ndarray:
+        params = clap_params(tokens.shape, tokens.dtype.name, **attributes)
+        shape = (len(tokens), (params.grid_h // params.window_h) * (params.grid_w // params.window_w))
+        similarity = self.memory.empty(shape, np.float32)
+        self.call("clap_similarity", params, self.put(tokens), similarity)
+        return self.memory.fetch(similarity, shape, np.float32)
+
+    def clap(
+        self,
+        tokens: np.ndarray,
+        size: np.ndarray,
+        threshold: float,
+        *,
+        given: np.ndarray | None = None,
+        out_rows: int | None = None,
+        **attributes: Any,
+    ) -> Outputs:
+        """tokens, size, map, length as the operator; `given` replaces the similarities, out_rows None means S'."""
+        params = clap_params(tokens.shape, tokens.dtype.name, **attributes)
+        source = None if given is None else [self.put(given, np.float32)]
+        patches = params.grid_h * params.grid_w
+        return self._merge("clap", params, tokens, size, source, [self.put(threshold, np.float32)], patches, out_rows)
+
+    # --- gbm ---
+
+    def gbm_similarity(
+        self, tokens: np.ndarray, length: np.ndarray, **attributes: Any
+    ) -> tuple[np.ndarray, np.ndarray]:
+        params = gbm_params(tokens.shape, tokens.dtype.name, 1, **attributes)
+        shape = (len(tokens), self.library.query("gbm_candidates", params))
+        best, best_row = self.memory.empty(shape, np.float32), self.memory.empty(shape, np.int32)
+        workspace = self.workspace("gbm", params)
+        self.call("gbm_similarity", params, self.put(tokens), self.put(length), best, best_row, workspace)
+        return self.memory.fetch(best, shape, np.float32), self.memory.fetch(best_row, shape, np.int32)
+
+    def gbm(
+        self,
+        tokens: np.ndarray,
+        size: np.ndarray,
+        map: np.ndarray,
+        length: np.ndarray,
+        threshold: float,
+        *,
+        given: tuple[np.ndarray, np.ndarray] | None = None,
+        out_rows: int | None = None,
+        **attributes: Any,
+    ) -> Outputs:
+        """As `clap`; `given` is (best, best_row)."""
+        params = gbm_params(tokens.shape, tokens.dtype.name, map.shape[1], **attributes)
+        source = None if given is None else [self.put(given[0]), self.put(given[1], np.int32)]
+        inputs = [self.put(map), self.put(length), self.put(threshold, np.float32)]
+        return self._merge("gbm", params, tokens, size, source, inputs, map.shape[1], out_rows)
+
+    def _merge(
+        self,
+        kind: str,
+        params: ctypes.Structure,
+        tokens: np.ndarray,
+        size: np.ndarray,
+        given: list[Any] | None,
+        inputs: list[Any],
+        patches: int,
+        out_rows: int | None,
+    ) -> Outputs:
+        memory, (images, _, width) = self.memory, tokens.shape
+        kinds = [((images, patches), np.int64), ((images,), np.int64), ((), np.int64), ((), np.int32)]
+        decided, workspace = [memory.empty(*kind) for kind in kinds], self.workspace(kind, params)
+        name, source = (f"{kind}_decide", [self.put(tokens)]) if given is None else (f"{kind}_decide_given", given)
+        self.call(name, params, *source, *inputs, *decided, workspace)
+        map, length, count, count_int32 = (memory.fetch(b, *kind) for b, kind in zip(decided, kinds, strict=True))
+        assert count == count_int32
+        rows = int(count) if out_rows in (None, ROWS_ON_DEVICE) else out_rows
+        kinds = [((images, rows, width), tokens.dtype), ((images, rows), np.float32)]
+        merged = [memory.empty(*kind) for kind in kinds]
+        requested = int(count) if out_rows is None else out_rows
+        self.call(f"{kind}_apply", params, self.put(tokens), self.put(size), workspace, requested, *merged)
+        self.memory.fetch(workspace, (self.library.query(f"{kind}_workspace", params),), np.uint8)  # its guard
+        values, sizes = (memory.fetch(buffer, *kind) for buffer, kind in zip(merged, kinds, strict=True))
+        return values, sizes, map, length
+
+    # --- unmerge, label_map ---
+
+    def unmerge(self, values: np.ndarray, map: np.ndarray, *, prefix: int) -> np.ndarray:
+        params = unmerge_params(values.shape, values.dtype.name, map.shape[1], prefix)
+        kind = (values.shape[0], map.shape[1], values.shape[2]), values.dtype
+        return self._tail("unmerge", params, values, map, *kind)
+
+    def label_map(
+        self, scores: np.ndarray, map: np.ndarray, *, prefix: int, grid: tuple[int, int], size: tuple[int, int]
+    ) -> np.ndarray:
+        wide = scores.shape[2] > 255
+        params = label_map_params(scores.shape, scores.dtype.name, prefix, grid, size, wide)
+        return self._tail("label_map", params, scores, map, (len(scores), *size), np.int32 if wide else np.uint8)
+
+    def _tail(self, name: str, params: Any, values: np.ndarray, map: np.ndarray, shape: Any, dtype: Any) -> np.ndarray:
+        out = self.memory.empty(shape, dtype)
+        self.call(name, params, self.put(values), self.put(map), out)
+        return self.memory.fetch(out, shape, dtype)

@@ -1,0 +1,187 @@
+"""What the kernels promise on every device: padding, refusals, labels. Random cases are in the files of a device."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import kernel_cases as cases
+import numpy as np
+import pytest
+from kernel_arrays import INVALID_ARGUMENT, UNSUPPORTED, KernelError, Kernels
+from kernel_memory import DTYPES, MEMORIES
+from operator_inputs import CLAP, GBM, exact_tokens, ones
+
+from algm_deploy.ops import kernel_library
+from algm_deploy.ops.kernel_library import LabelMapParams, clap_params
+from algm_deploy.ops.schema import WORDS
+
+SMALL: dict[str, Any] = {"grid": (4, 4), "window": (2, 2), **CLAP}
+PHOTO: dict[str, Any] = {"grid": (32, 32), "window": (2, 2), **CLAP}
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    return Kernels(request.getfixturevalue(f"{request.param}_library"), MEMORIES[request.param]())
+
+
+@pytest.mark.parametrize("batch_mode", WORDS["batch"])
+def test_a_crowd_of_images(kernels: Kernels, batch_mode: str) -> None:
+    for case in cases.crowd(np.float16, batch_mode):
+        cases.check_exact(kernels, case)
+
+
+def small_tokens(seed: int, images: int = 1) -> np.ndarray:
+    return cases.random_tokens(np.random.default_rng(seed), (images, 17, 16), np.float32)
+
+
+def test_an_image_of_a_batch_decides_as_it_does_alone(kernels: Kernels) -> None:
+    tokens = small_tokens(3, images=4)
+    merged, _, patch_map, length = kernels.clap(tokens, ones(tokens), 0.6, **SMALL)
+    for b in range(4):
+        alone = kernels.clap(tokens[b : b + 1], ones(tokens[:1]), 0.6, **SMALL)
+        np.testing.assert_array_equal(patch_map[b], alone[2][0])
+        np.testing.assert_array_equal(merged[b, : length[b]], alone[0][0])
+    assert len(set(length.tolist())) > 1, "the images of this test must differ in their row counts"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_image_gives_the_same_bits_alone_and_in_a_batch(kernels: Kernels, dtype: Any) -> None:
+    """Alone and together they take different tiles and different shares of a block."""
+    images = 40 if kernels.memory.device == "cuda" else 4
+    tokens = cases.random_tokens(np.random.default_rng(2), (images, 1025, 192), dtype)
+
+    def similarities(chosen: slice) -> tuple[np.ndarray, ...]:
+        some = tokens[chosen]
+        length = np.full(len(some), 641)
+        return kernels.clap_similarity(some, **PHOTO), *kernels.gbm_similarity(some[:, :641], length, **GBM)
+
+    together = similarities(slice(None))
+    for b in (0, images // 2 - 1, images - 1):
+        for one, many_images in zip(similarities(slice(b, b + 1)), together, strict=True):
+            np.testing.assert_array_equal(one[0].view(np.int32), many_images[b].view(np.int32))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_padding_that_the_caller_asks_for_is_zero(kernels: Kernels, dtype: Any) -> None:
+    tokens = exact_tokens(np.random.default_rng(4), "constant", (3, 1 + 5 * 7, 64), dtype)
+    attributes = SMALL | {"grid": (5, 7)}
+    merged = kernels.clap(tokens, ones(tokens), 0.5, **attributes)
+    again = kernels.gbm(*merged, 0.5, **GBM)
+    for few, more in (
+        (merged, kernels.clap(tokens, ones(tokens), 0.5, out_rows=50, **attributes)),
+        (again, kernels.gbm(*merged, 0.5, out_rows=50, **GBM)),
+    ):
+        rows = few[0].shape[1]
+        assert rows < 36
+        for shorter, longer in zip(few[:2], more[:2], strict=True):
+            np.testing.assert_array_equal(longer[:, :rows], shorter)
+            assert not longer[:, rows:].astype(np.float32).any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 7, 8, 150, 1032])
+def test_unmerge_copies_bits(kernels: Kernels, width: int, dtype: Any) -> None:
+    rng = np.random.default_rng(width)
+    values = rng.standard_normal((3, 9, width)).astype(dtype)
+    patch_map = rng.integers(5, 14, size=(3, 40))
+    expected = np.take_along_axis(values, patch_map[:, :, None] - 5, axis=1)
+    np.testing.assert_array_equal(kernels.unmerge(values, patch_map, prefix=5).view(np.uint8), expected.view(np.uint8))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("grid", "size", "classes"), cases.LABEL_SHAPES)
+def test_label_map(kernels: Kernels, grid: tuple[int, int], size: tuple[int, int], classes: int, dtype: Any) -> None:
+    rng = np.random.default_rng(classes)
+    for prefix in (0, 1):
+        attributes = {"prefix": prefix, "grid": grid, "size": size}
+        cases.check_label_map(kernels, *cases.label_inputs(rng, grid, classes, prefix, dtype, False), **attributes)
+        scores, patch_map = cases.label_inputs(rng, grid, classes, prefix, dtype, True)
+        differing = cases.check_label_map(kernels, scores, patch_map, **attributes)
+        whole = all(s % g == 0 and (s // g) & (s // g - 1) == 0 for g, s in zip(grid, size, strict=True))
+        assert differing == 0 or not whole, "integer scores at power-of-two ratios have exact interpolations"
+
+
+def test_label_ties_and_nan(kernels: Kernels) -> None:
+    scores = np.zeros((1, 4, 6), dtype=np.float32)
+    patch_map = np.arange(4)[None]
+    attributes: dict[str, Any] = {"prefix": 0, "grid": (2, 2), "size": (32, 32)}
+    assert not kernels.label_map(scores, patch_map, **attributes).any()
+    scores[..., 0] = np.nan
+    scores[..., 4] = 1
+    assert (kernels.label_map(scores, patch_map, **attributes) == 4).all()
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "status"),
+    [
+        ("batch", 0, INVALID_ARGUMENT),
+        ("rows", 16, INVALID_ARGUMENT),
+        ("window_h", 0, INVALID_ARGUMENT),
+        ("dtype", 3, INVALID_ARGUMENT),
+        ("semantics", 2, INVALID_ARGUMENT),
+        ("order", -1, INVALID_ARGUMENT),
+        ("prefix", -1, INVALID_ARGUMENT),
+        ("batch", 1 << 40, UNSUPPORTED),
+    ],
+)
+def test_contradictions_are_refused(kernels: Kernels, field: str, value: int, status: int) -> None:
+    params = clap_params((1, 17, 16), "float32", **SMALL)
+    setattr(params, field, value)
+    buffer = kernels.memory.empty((4096,), np.uint8)
+    assert kernels.library.query("clap_workspace", params) == 0
+    with pytest.raises(KernelError) as caught:
+        kernels.call("clap_similarity", params, buffer, buffer)
+    assert caught.value.status == status
+    assert "check the shapes" in str(caught.value) or "smaller batch" in str(caught.value)
+
+
+def test_windows_of_one_patch_null_pointers_and_more_classes_than_fit_are_refused(kernels: Kernels) -> None:
+    buffer = kernels.memory.empty((4096,), np.uint8)
+    one_patch = clap_params((1, 17, 16), "float32", **SMALL | {"window": (1, 1)})
+    windows = clap_params((1, 17, 16), "float32", **SMALL)
+    labels = LabelMapParams(1, 1, 257, 1, 1, 2, 2, 0, 0, 0)  # uint8 labels hold 256 classes and no more
+    for name, params, *arguments in (
+        ("clap_similarity", one_patch, buffer, buffer),
+        ("clap_similarity", windows, None, buffer),
+        ("label_map", labels, buffer, buffer, buffer),
+    ):
+        with pytest.raises(KernelError, match="status 1"):
+            kernels.call(name, params, *arguments)
+
+
+def test_status_texts_say_what_to_do(kernels: Kernels) -> None:
+    assert [kernels.library.status_text(s).split()[0] for s in (0, 1, 2, 3, 99)] == ["The", "A", "The", "The", "An"]
+
+
+# --- the C interface -------------------------------------------------------------------------------------------------
+
+
+def declared_fields(header: str, struct: str) -> Iterator[tuple[str, str]]:
+    """Name and C type of every field of a struct."""
+    body = re.search(rf"typedef struct {{([^}}]*)}} {struct};", header)
+    assert body
+    for kind, names in re.findall(r"(int64_t|int32_t|double) ([^;]+);", body[1]):
+        yield from ((name.strip(), kind) for name in names.split(","))
+
+
+@pytest.mark.parametrize("name", ["ClapParams", "GbmParams", "UnmergeParams", "LabelMapParams"])
+def test_python_has_the_structs_of_the_header(header: str, name: str) -> None:
+    struct = "algm_" + re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
+    kinds = {"c_long": "int64_t", "c_int": "int32_t", "c_double": "double"}
+    fields = [(field, kinds[kind.__name__]) for field, kind in getattr(kernel_library, name)._fields_]
+    assert fields == list(declared_fields(header, struct))
+
+
+def test_python_has_the_numbers_of_the_header(header: str) -> None:
+    numbers = {name: int(value) for name, value in re.findall(r"ALGM_(\w+)\s*=\s*(\d+)", header)}
+    prefixes = {"batch": {"per_image": "BATCH_PER_IMAGE", "batch_min": "BATCH_MIN"}}
+    for attribute, words in WORDS.items():
+        named = prefixes.get(attribute, {word: f"{attribute}_{word}".upper() for word in words})
+        assert [numbers[named[word]] for word in words] == list(range(len(words))), attribute
+    assert {name: numbers[name.upper()] for name in kernel_library.DTYPES} == kernel_library.DTYPES
+    assert f"ALGM_ROWS_ON_DEVICE ({kernel_library.ROWS_ON_DEVICE})" in header

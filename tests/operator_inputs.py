@@ -1,0 +1,43 @@
+"""Inputs that the tests of operators and of native kernels share.
+
+Equality has three meanings. Similarities agree within the rounding of their sums. Decisions are exact given equal
+similarities. End to end, results are exact where every sum is exact: tokens of +-1 and widths that are powers of four
+have integer products and norms that are powers of two.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray
+KINDS = ("signs", "few", "constant", "pairs", "zeros")
+# Attributes as the published program has them, for one class token before the patches.
+CLAP: dict[str, Any] = {"prefix": 1, "semantics": "code", "batch": "per_image", "order": "published"}
+GBM: dict[str, Any] = {"prefix": 1, "mode": "adaptive", "divisor": 5.0, "semantics": "code", "batch": "per_image"}
+
+
+def exact_tokens(rng: np.random.Generator, kind: str, shape: tuple[int, int, int], dtype: Any = np.float32) -> Array:
+    """Tokens whose sums are exact: +-1, the same few rows again, all ones, pairs of equal rows, some rows of zeros."""
+    tokens = rng.choice([-1.0, 1.0], size=shape)
+    if kind == "few":
+        tokens = tokens[:, rng.integers(min(3, shape[1]), size=shape[1])]
+    elif kind == "constant":
+        tokens[:] = 1
+    elif kind == "pairs":
+        tokens[:, 1::2] = tokens[:, : shape[1] - 1 : 2]
+    elif kind == "zeros":
+        tokens[:, rng.random(shape[1]) < 0.5] = 0
+    return tokens.astype(dtype)
+
+
+def similar_tokens(rng: np.random.Generator, images: int, rows: int, width: int = 8) -> Array:
+    """Tokens that resemble each other to varying degrees, as those of a photo do."""
+    kinds = rng.standard_normal((images, 4, width))[:, rng.integers(4, size=rows)]
+    return (kinds + rng.uniform(0.1, 1) * rng.standard_normal((images, rows, width))).astype(np.float32)
+
+
+def ones(tokens: Array) -> Array:
+    """Sizes of tokens that stand for one patch each."""
+    return np.ones(tokens.shape[:2], np.float32)
