@@ -51,7 +51,7 @@ def tune(options: argparse.Namespace) -> int:
 
 
 def _rule(bundle: Bundle, options: argparse.Namespace) -> Finding:
-    from algm_deploy.deployment import find_images
+    from algm_deploy.pictures.sources import find_images
     from algm_deploy.tuning.findings import find_by_rule
     from algm_deploy.tuning.similarity import Picture, pictures_of
 
@@ -113,7 +113,7 @@ class _Evaluator:
 
     def _measured(self, dataset: Dataset, thresholds: Mapping[str, float] | None) -> dict[str, Any]:
         from algm_deploy.bundle.signature import CLAP_THRESHOLD, GBM_THRESHOLD
-        from algm_deploy.deployment import evaluate_bundle
+        from algm_deploy.deployment import evaluate
         from algm_deploy.recipe.schema import DENSE
         from algm_deploy.tuning.objective import with_thresholds
         from algm_deploy.tuning.positions import PlanEvaluator
@@ -123,9 +123,9 @@ class _Evaluator:
             plan = DENSE if thresholds is None else with_thresholds(self._plan, thresholds)
             return dict(PlanEvaluator(self._bundle, _variant(options, self._plan))(plan, dataset))
         given = thresholds or {}
-        tau, gbm = given.get(CLAP_THRESHOLD, options.tau), given.get(GBM_THRESHOLD)
-        merge = thresholds is not None
-        record = evaluate_bundle(self._bundle, options.runtime, dataset, tau, gbm, merge=merge).record()
+        tau = None if thresholds is None else given.get(CLAP_THRESHOLD, options.tau)
+        gbm = given.get(GBM_THRESHOLD)
+        record = evaluate(self._bundle, dataset, options.runtime, tau=tau, gbm=gbm, dense=thresholds is None).record()
         if thresholds and dataset is self._tuning and _timed(options):
             record |= _throughput(self._bundle, options, dataset, tau, gbm)
         return record
@@ -145,7 +145,7 @@ def _throughput(
 ) -> dict[str, Any]:
     """Pictures a second of the merging network, in batches of different pictures of a data set, in turns with dense."""
     from algm_deploy.bundle.signature import CLAP_THRESHOLD, GBM_THRESHOLD
-    from algm_deploy.deployment import bench_bundle
+    from algm_deploy.deployment import bench
     from algm_deploy.timing.protocols import usual_request
     from algm_deploy.tuning.objective import SPEEDUP, STABLE, THROUGHPUT
 
@@ -154,8 +154,8 @@ def _throughput(
     paths = [sample.image_path for sample in dataset.samples]
     batch = min(bundle.recipe.max_batch, len(paths))
     request = usual_request(bundle.recipe, "mixed", None, batch, thresholds=thresholds)
-    rows = bench_bundle(bundle, options.runtime, paths, replace(request, variants=("dense", "merged")))
-    (merged,) = (row.record for row in rows if row.record["variant"] == "merged")
+    rows = bench(bundle, options.runtime, images=paths, protocol=replace(request, variants=("dense", "merged")))
+    (merged,) = (row for row in rows if row.variant == "merged")
     return {name: merged[name] for name in (THROUGHPUT, SPEEDUP, STABLE)}
 
 
@@ -223,7 +223,7 @@ def _goal(
     And that reference, where it is an evaluation that nothing else shows.
     """
     from algm_deploy.bundle.store import Bundle
-    from algm_deploy.deployment import evaluate_bundle
+    from algm_deploy.deployment import evaluate
     from algm_deploy.tuning.objective import Goal
     from algm_deploy.tuning.search import miou_of
 
@@ -241,7 +241,7 @@ def _goal(
         name, other = f"dense {folder.name}", Bundle.open(folder)
 
         def measure(dataset: Dataset) -> Record:
-            return evaluate_bundle(other, options.runtime, dataset, merge=False).record()
+            return evaluate(other, dataset, options.runtime, dense=True).record()
     else:
         return Goal(aim, percent(name) - options.drop), None
     goal = Goal(aim, miou_of(measure(tuning)) - options.drop)

@@ -13,17 +13,10 @@ from algm_deploy.bundle.records import Parity
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.demo import ASSETS
 from algm_deploy.demo.scenes import scene, slice_name
-from algm_deploy.deployment import (
-    bench_bundle,
-    build_bundle,
-    evaluate_bundle,
-    export,
-    find_images,
-    require_runtime,
-    verify_bundle,
-)
+from algm_deploy.deployment import bench, build, evaluate, export, require_runtime, verify
 from algm_deploy.errors import GateError
 from algm_deploy.evaluation.datasets import Dataset, open_dataset
+from algm_deploy.pictures.sources import find_images
 from algm_deploy.predictor import Predictor
 from algm_deploy.report.gallery import draw_gallery, labelled_photos
 from algm_deploy.report.page import write_report
@@ -50,7 +43,7 @@ def demonstrate(folder: Path, runtime: str, generated: int, say: Say, progress: 
     require_runtime(runtime)
     say(f"1. export: checkpoint and recipe of the package to a bundle, built for {runtime}")
     bundle = export(ASSETS, folder / "bundle", "demo", {}).bundle
-    build_bundle(bundle, runtime)
+    build(bundle, runtime)
     say(f"2. verify: {runtime} against PyTorch")
     _verify(bundle, runtime, 4, say, progress)
     say("3. evaluate: what merging costs")
@@ -99,7 +92,7 @@ def draw_pictures(bundle: Bundle, runtime: str, folder: Path) -> list[Path]:
 
 
 def _verify(bundle: Bundle, runtime: str, count: int, say: Say, progress: bool) -> None:
-    report = verify_bundle(bundle, runtime, [], count, progress)
+    report = verify(bundle, runtime, count=count, progress=progress)
     for link in report.links:
         say(f"   {link.number} {link.name:10} {'ok' if link.passed else 'FAILED':6} {link.measured}")
     if not report.passed:
@@ -110,8 +103,7 @@ def _time(bundle: Bundle, runtime: str, say: Say, progress: bool) -> None:
     """Dense against merged on a few scenes, for a few seconds."""
     if bundle.found(Parity, runtime) is None:  # nothing is timed before
         _verify(bundle, runtime, 1, lambda _: None, progress)
-    rows = bench_bundle(bundle, runtime, [], SHORT, progress)
-    dense, merged = (row.record for row in rows)
+    dense, merged = bench(bundle, runtime, protocol=SHORT, progress=progress)
     if merged.stable:
         # What the speed-up is made of.
         times = f"{dense.batch_ms_mean_of_medians:.1f} ms dense, {merged.batch_ms_mean_of_medians:.1f} ms merged"
@@ -121,9 +113,7 @@ def _time(bundle: Bundle, runtime: str, say: Say, progress: bool) -> None:
 
 
 def _compare(bundle: Bundle, runtime: str, dataset: Dataset, kind: tuple[str, str], say: Say, progress: bool) -> None:
-    dense, merged = (
-        evaluate_bundle(bundle, runtime, dataset, merge=merge, progress=progress) for merge in (False, True)
-    )
+    dense, merged = (evaluate(bundle, dataset, runtime, dense=dense, progress=progress) for dense in (True, False))
     things, origin = kind
     gmacs = (merged.gmacs_per_window_mean or 0) / (dense.gmacs_per_window_mean or 1)
     say(
