@@ -1,38 +1,38 @@
 """Deploys plain-ViT segmenters with adaptive token merging (ALGM, CVPR 2024).
 
-    with algm_deploy.load("bundle", runtime="onnxruntime-cpu") as network:
+    algm_deploy.export("checkpoint", "bundle")
+    with algm_deploy.load("bundle") as network:
         labels = network.predict("photo.jpg")
 
-Importing this package loads no tensor library and no runtime.
+`load` opens a bundle (`algm_deploy.predictor.Predictor`); `export`, `build`, `verify`, `evaluate` and `bench` are the
+steps of a deployment (`algm_deploy.deployment`). They are imported on first use: importing this package loads no tensor
+library and no runtime.
 """
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from algm_deploy.deployment import bench, build, evaluate, export, verify
+    from algm_deploy.predictor import load
 
 # From 1.32 on ONNX Runtime keeps an identity of the machine and a telemetry store in the home folder as soon as it is
 # imported. Nothing of this package reports anything, so that is off unless somebody has chosen.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from algm_deploy.predictor import Predictor
-
 __version__ = "0.1.0"
 
-__all__ = ["load"]
+__all__ = ["bench", "build", "evaluate", "export", "load", "verify"]
 
 
-def load(
-    bundle: str | Path,
-    runtime: str = "torch",
-    tau: float | None = None,
-    gbm_threshold: float | None = None,
-    merge: bool = True,
-) -> Predictor:
-    """Opens a bundle on a runtime; see `algm_deploy.predictor.Predictor`."""
-    from algm_deploy.predictor import Predictor
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"algm_deploy.{'predictor' if name == 'load' else 'deployment'}"), name)
 
-    return Predictor(bundle, runtime, tau, gbm_threshold, merge)
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -1,7 +1,19 @@
-"""The steps of a deployment, one function each: what the command line calls and what a script may call."""
+"""The steps of a deployment, one function each: what the command line calls and what a script may call.
+
+    import algm_deploy
+
+    algm_deploy.export("checkpoint", "bundle", "segmenter_vit_s16_ade20k")
+    algm_deploy.build("bundle")
+    algm_deploy.verify("bundle", images="photos")
+    algm_deploy.evaluate("bundle", "datasets/ade20k").miou_percent
+
+A bundle is its folder, or the opened `Bundle`. Without a `runtime` it is the best that can execute the bundle here.
+What a step finds goes into the bundle's manifest, and is returned.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,31 +24,39 @@ import numpy as np
 from msgspec import structs
 from numpy.typing import NDArray
 
-from algm_deploy.bundle.records import Evaluation, Parity, Rebuilds, Step
+from algm_deploy.bundle.records import Evaluation, Parity, ProtocolName, Rebuilds, Speed, Step
 from algm_deploy.bundle.signature import signature_of
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BundleError, DatasetError, GateError, NotExecutedError
-from algm_deploy.evaluation.datasets import SPECS, Dataset
-from algm_deploy.evaluation.evaluate import evaluate
+from algm_deploy.evaluation.datasets import SPECS, Dataset, open_dataset
+from algm_deploy.evaluation.evaluate import evaluate as evaluate_network
 from algm_deploy.lowering.writing import write_bundle
 from algm_deploy.models.checkpoints.reading import VARIANT_FILE, read_checkpoint
 from algm_deploy.models.checkpoints.variant import settings_from_variant
-from algm_deploy.parity.chain import verify
+from algm_deploy.parity.chain import verify as verify_chain
 from algm_deploy.pictures.preprocessing import preprocessing_fingerprint, read_photo
 from algm_deploy.pictures.shipped import scene
-from algm_deploy.predictor import Predictor, network_anchors, network_canvas, takes_whole_frames
-from algm_deploy.recipe.reading import recipe_settings, resolve
+from algm_deploy.pictures.sources import AnyPath, find_images, named
+from algm_deploy.predictor import (
+    AnyBundle,
+    Predictor,
+    chosen,
+    given_thresholds,
+    network_anchors,
+    network_canvas,
+    takes_whole_frames,
+)
+from algm_deploy.recipe.reading import checked, recipe_settings, resolve
 from algm_deploy.recipe.schema import Recipe
-from algm_deploy.report.pictures import LABELS, OVERLAY, TOKENS
-from algm_deploy.report.records import Measured, artifact_of
 from algm_deploy.runners.contract import Runner, runner, runner_type
 from algm_deploy.runners.registry import row_of
-from algm_deploy.timing.protocols import Request, benchmark, check_verified, natural, reading_ms
+from algm_deploy.timing.protocols import Request, benchmark, check_verified, natural, reading_ms, usual_request
 from algm_deploy.timing.timers import host_ms
 from algm_deploy.timing.variant_bundles import executables
 
 REBUILD_PICTURES = 4
-IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff"}
+Images = AnyPath | Sequence[AnyPath]
+"""Pictures and folders of pictures; an empty list stands for the drawn scenes that ship."""
 
 
 @dataclass(frozen=True)
@@ -49,25 +69,43 @@ class Exported:
     notes: tuple[str, ...] = ()
 
 
-def export(checkpoint: Path, target: Path, recipe: str | None, settings: Mapping[str, Any]) -> Exported:
+def export(
+    checkpoint: AnyPath,
+    bundle: AnyPath,
+    recipe: AnyPath | None = None,
+    settings: Mapping[str, Any] = {},
+    *,
+    tau: float | None = None,
+    gbm: float | None = None,
+    source: str = "the call",
+) -> Exported:
     """Exports a checkpoint to a bundle.
 
     Args:
         checkpoint: `checkpoint.pth` or its folder, in the official format.
-        target: folder of the new bundle; an existing bundle there is replaced once the new one is complete.
+        bundle: folder of the new bundle; an existing bundle there is replaced once the new one is complete.
         recipe: name or TOML file; without it `variant.yml` beside the checkpoint decides.
-        settings: dotted recipe settings that win over both, such as {"merging.clap_threshold": 0.9}.
+        settings: dotted recipe settings that win over both sources, such as {"merging.clap_threshold": 0.9}.
+        tau: CLAP's threshold, as the setting `merging.clap_threshold`.
+        gbm: GBM's multiplier or threshold, as the setting `merging.gbm_threshold`.
+        source: what lines about conflicts call the origin of `settings`.
+
+    Raises:
+        CheckpointError, RecipeError: one of them is malformed, or they do not fit together.
+        BundleError: nothing can be written there.
     """
-    source = read_checkpoint(checkpoint)
+    content = read_checkpoint(named(checkpoint))
     layers: list[tuple[str, Mapping[str, Any]]] = []
-    if source.variant is not None or recipe is None:
-        layers.append((VARIANT_FILE, settings_from_variant(source)))
+    if content.variant is not None or recipe is None:
+        layers.append((VARIANT_FILE, settings_from_variant(content)))
     if recipe is not None:
-        layers.append((f"recipe {recipe}", recipe_settings(recipe)))
-    layers.append(("command line", settings))
+        layers.append((f"recipe {recipe}", recipe_settings(str(recipe))))
+    thresholds = {"merging.clap_threshold": tau, "merging.gbm_threshold": gbm}
+    asked = {**settings, **{key: value for key, value in thresholds.items() if value is not None}}
+    layers.append((source, {key: checked(key, value) for key, value in asked.items()}))
     decided, conflicts = resolve(layers)
-    bundle = write_bundle(source, _with_classes(decided), target, preprocessing_fingerprint(decided.protocol))
-    return Exported(bundle, conflicts, _threshold_note(decided, layers))
+    written = write_bundle(content, _with_classes(decided), Path(bundle), preprocessing_fingerprint(decided.protocol))
+    return Exported(written, conflicts, _threshold_note(decided, layers))
 
 
 def _with_classes(recipe: Recipe) -> Recipe:
@@ -94,8 +132,14 @@ def require_runtime(runtime: str) -> None:
     runner_type(runtime).require_builder()
 
 
-def build_bundle(bundle: Bundle, runtime: str, **options: Any) -> list[str]:
-    """Makes a runtime's executable and adds it to the bundle; returns what was done, one printable line each."""
+def build(bundle: AnyBundle, runtime: str | None = None, **options: Any) -> list[str]:
+    """Makes a runtime's executable and adds it to the bundle; returns what was done, one printable line each.
+
+    Raises:
+        BuildError: options that the runtime does not have, or the build failed.
+        RuntimeUnavailableError: the runtime is not installed.
+    """
+    bundle, runtime = chosen(bundle, runtime)
     return runner_type(runtime).build(bundle, **options)
 
 
@@ -112,7 +156,7 @@ def repeat_build(bundle: Bundle, runtime: str, builds: int, **options: Any) -> R
     windows = parity_windows(bundle.recipe, [], REBUILD_PICTURES)
     files, labels, times = set(), [], []
     for _ in range(builds):
-        build_bundle(bundle, runtime, **options)
+        build(bundle, runtime, **options)
         files.add(bundle.files[row_of(runtime).own].sha256)
         try:
             with runner(bundle, runtime) as run:
@@ -141,28 +185,6 @@ def _labels(run: Runner, window: NDArray[Any]) -> NDArray[Any]:
     return outputs["labels"] if "labels" in outputs else outputs["scores"].argmax(1)
 
 
-def find_images(paths: Sequence[Path]) -> list[Path]:
-    """Pictures among files and, in name order, below folders.
-
-    Raises:
-        DatasetError: a path does not exist, or no picture was found.
-    """
-    found: list[Path] = []
-    for path in paths:
-        if not path.exists():
-            raise DatasetError(f"{path}: expected a picture or a folder of pictures, found nothing")
-        found += sorted(p for p in path.rglob("*") if _is_photo(p)) if path.is_dir() else [path]
-    if not found:
-        listed = ", ".join(map(str, paths))
-        raise DatasetError(f"{listed}: expected pictures ({', '.join(sorted(IMAGE_SUFFIXES))}), found none")
-    return found
-
-
-def _is_photo(path: Path) -> bool:
-    """Whether a file in a folder is a picture that `predict` did not write itself."""
-    return path.suffix.lower() in IMAGE_SUFFIXES and not path.name.endswith((LABELS, OVERLAY, TOKENS))
-
-
 def parity_windows(recipe: Recipe, paths: Sequence[Path], count: int) -> NDArray[Any]:
     """One window (n, 3, H, W) each of up to `count` pictures spread evenly over `paths`, in the graph's pixel dtype.
 
@@ -187,10 +209,22 @@ def spread(paths: Sequence[Path], count: int) -> list[Path]:
     return [paths[i] for i in np.unique(np.linspace(0, len(paths) - 1, min(count, len(paths))).round().astype(int))]
 
 
-def verify_bundle(bundle: Bundle, runtime: str, paths: Sequence[Path], count: int, progress: bool = True) -> Parity:
-    """Runs the parity chain and keeps its record in the manifest."""
+def verify(
+    bundle: AnyBundle, runtime: str | None = None, *, images: Images = (), count: int = 4, progress: bool = True
+) -> Parity:
+    """Runs the parity chain, which compares a runtime with PyTorch; the record's `passed` is the verdict.
+
+    Args:
+        bundle: see above.
+        runtime: see above.
+        images: pictures to compare on, `count` of them spread evenly.
+        count: how many.
+        progress: show a bar.
+    """
+    bundle, runtime = chosen(bundle, runtime)
+    paths = _pictures(images)
     bundle.require_writable()
-    found = verify(bundle, runtime, parity_windows(bundle.recipe, paths, count), progress)
+    found = verify_chain(bundle, runtime, parity_windows(bundle.recipe, paths, count), progress)
     record = structs.replace(
         found,
         pictures="photos" if paths else "synthetic scenes",
@@ -201,23 +235,41 @@ def verify_bundle(bundle: Bundle, runtime: str, paths: Sequence[Path], count: in
     return record
 
 
-def evaluate_bundle(
-    bundle: Bundle,
-    runtime: str,
-    dataset: Dataset,
+def evaluate(
+    bundle: AnyBundle,
+    data: Dataset | AnyPath,
+    runtime: str | None = None,
+    *,
+    dataset: str | None = None,
+    split: str | None = None,
+    slice_by: str | None = None,
+    limit: int | None = None,
     tau: float | None = None,
-    gbm_threshold: float | None = None,
-    merge: bool = True,
+    gbm: float | None = None,
+    dense: bool = False,
     progress: bool = True,
 ) -> Evaluation:
-    """Evaluates a bundle on a data set, resuming where an interrupted run stopped; keeps the record in the manifest.
+    """Evaluates a bundle on a data set, resuming where an interrupted run stopped.
 
-    Without `merge` it is the dense network that is evaluated, on the same executable.
+    Args:
+        bundle: see above.
+        data: root folder of a data set in its official layout, or an opened one.
+        runtime: see above.
+        dataset: its name, or `folder` for labelled pictures of your own; by default the one the recipe names.
+        split: by default the one that published figures use.
+        slice_by: how to group pictures for figures by slice; `open_dataset` says how.
+        limit: that many pictures, spread evenly.
+        tau: CLAP's threshold instead of the bundle's.
+        gbm: GBM's multiplier or threshold instead of the bundle's.
+        dense: evaluates the network without merging, on the same executable.
+        progress: show a bar.
 
     Raises:
-        BundleError: the network takes whole frames, for which there is no published protocol.
+        DatasetError: the data set is not there, or not the network's.
+        BundleError: the network takes whole frames, for which there is no published protocol; or as `Predictor`.
         GateError: no image could be evaluated.
     """
+    bundle, runtime = chosen(bundle, runtime)
     if takes_whole_frames(bundle.recipe):
         height, width = bundle.recipe.network.image_size
         window = bundle.recipe.protocol.window
@@ -225,14 +277,19 @@ def evaluate_bundle(
             f"expected a network for the protocol's windows of {window}x{window} pixels, got one for {height}x{width}: "
             f"export it with --image-size {window}x{window}"
         )
+    if not isinstance(data, Dataset):
+        data = open_dataset(dataset or bundle.recipe.protocol.dataset, named(data), split, slice_by)
+    elif dataset or split or slice_by:
+        raise DatasetError("expected a folder for dataset, split or slice_by, got an opened data set: leave them out")
+    pictures = data.subset(limit) if limit else data
     bundle.require_writable()
-    with Predictor(bundle, runtime, tau, gbm_threshold, merge) as predictor:
+    with Predictor(bundle, runtime, tau=tau, gbm=gbm, dense=dense) as predictor:
         thresholds = predictor.thresholds_in_force
         # A graph or an engine that was built anew, perhaps in another precision, starts a run of its own.
         files, plan = executables(bundle, runtime), bundle.recipe.merging
         artifact = f"{files} {bundle.recipe.precision} {runtime} {plan} {sorted(thresholds.items())}"
-        result = evaluate(
-            dataset,
+        result = evaluate_network(
+            pictures,
             predictor.scores_of,
             bundle.recipe,
             artifact=artifact,
@@ -240,27 +297,53 @@ def evaluate_bundle(
             runtime=runtime,
             device=row_of(runtime).device_here(),
             thresholds=thresholds,
-            window_batch=predictor.window_batch,
+            window_batch=predictor.batch,
             progress=progress,
         )
     if not result.images:
-        raise GateError(f"{dataset.name}: none of {len(dataset.samples)} images could be evaluated")
+        raise GateError(f"{pictures.name}: none of {len(pictures.samples)} images could be evaluated")
     bundle.record(result)
     return result
 
 
-def bench_bundle(
-    bundle: Bundle, runtime: str, paths: Sequence[Path], request: Request, progress: bool = True
-) -> list[Measured]:
-    """Times a bundle beside its dense and truncated variants; keeps the records in the manifest and returns them.
+def bench(
+    bundle: AnyBundle,
+    runtime: str | None = None,
+    *,
+    images: Images = (),
+    protocol: ProtocolName | Request = "latency",
+    count: int | None = None,
+    batch: int | None = None,
+    tau: float | None = None,
+    gbm: float | None = None,
+    progress: bool = True,
+) -> list[Speed]:
+    """Times a bundle beside its dense and truncated variants; returns a record for each.
 
-    The pictures are one window each of photos, or of synthetic scenes where there are no `paths`.
+    Args:
+        bundle: see above; verified on this runtime.
+        runtime: see above.
+        images: pictures to time, one window of each.
+        protocol: `latency` (one picture until its label map is there), `mixed` (batches of different pictures) or
+            `duplicate` (batches of one picture), with the usual effort; or all of a request, numbers included.
+        count: how many pictures; by default eight, or as many as fill a batch.
+        batch: pictures in a batch; by default as many as the bundle takes.
+        tau: CLAP's threshold of the merging network instead of the bundle's.
+        gbm: GBM's multiplier or threshold instead of the bundle's.
+        progress: show a bar.
 
     Raises:
         BundleError: the bundle was never verified on this runtime, or the pictures do not make batches.
         GateError: its parity failed, so nothing is timed.
     """
+    bundle, runtime = chosen(bundle, runtime)
+    if isinstance(protocol, Request):
+        request = protocol
+    else:
+        thresholds = given_thresholds(bundle, tau, gbm)
+        request = usual_request(bundle.recipe, protocol, count, batch, thresholds=thresholds)
     check_verified(bundle, runtime)
+    paths = _pictures(images)
     bundle.require_writable()
     windows = parity_windows(bundle.recipe, paths, request.count)
     records = benchmark(bundle, runtime, windows, request, progress)
@@ -268,12 +351,15 @@ def bench_bundle(
     reading: dict[str, float] = {}
     if paths and request.protocol == "latency":
         reading = reading_ms(spread(paths, request.count), bundle.recipe)
-    rows = []
-    for figures in records.values():
-        record = structs.replace(figures, **facts, stages={**reading, **figures.stages})
+    speeds = [structs.replace(one, **facts, stages={**reading, **one.stages}) for one in records.values()]
+    for record in speeds:
         bundle.record(record)
-        rows.append(Measured(bundle.path.name, artifact_of(bundle, record), record))
-    return rows
+    return speeds
+
+
+def _pictures(images: Images) -> list[Path]:
+    """Pictures of a step, none where the drawn scenes stand in."""
+    return find_images(images) if isinstance(images, str | os.PathLike) or images else []
 
 
 def _kind_of_pictures(windows: NDArray[Any], paths: Sequence[Path]) -> dict[str, Any]:

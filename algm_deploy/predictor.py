@@ -1,75 +1,94 @@
-"""One object for every runtime: photo in, label map out."""
+"""One object for every runtime: pictures in, label maps out."""
 
 from __future__ import annotations
 
+import logging
+import os
+from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, NoReturn, Self, overload
 
 import cv2
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
 from algm_deploy.bundle.signature import CLAP_THRESHOLD, GBM_THRESHOLD
 from algm_deploy.bundle.store import Bundle
-from algm_deploy.errors import BundleError, ImageError
-from algm_deploy.pictures.preprocessing import (
-    Pixels,
-    canvas_of,
-    preprocessing_fingerprint,
-    read_photo,
-    window_anchors,
-)
-from algm_deploy.pictures.sliding import Labels, Prediction, best_labels, check_finite, predict_labels
-from algm_deploy.recipe.schema import MergePlan, Recipe
+from algm_deploy.errors import BundleError, ImageError, RuntimeUnavailableError
+from algm_deploy.pictures.preprocessing import Pixels, canvas_of, preprocessing_fingerprint, window_anchors
+from algm_deploy.pictures.sliding import MAP_PREFIX, Labels, Pending, Prediction, predict_all
+from algm_deploy.pictures.sources import AnyPath, Failure, Picture, Source, Sources, is_single, pictures_of
+from algm_deploy.recipe.schema import Recipe, Size
 from algm_deploy.runners.contract import runner
+from algm_deploy.runners.registry import default_runtime
+
+AnyBundle = Bundle | AnyPath
+Errors = Literal["raise", "yield"]
+
+_LOG = logging.getLogger("algm_deploy")
 
 
 class Predictor:
     """A bundle opened on one runtime; use it in a `with` block, or call `close`.
 
-    Windows of the protocol slide over a photo and their scores are averaged. A network of another size than the
-    protocol's window takes the photo at once (`network_canvas`).
+        with Predictor("bundle") as network:
+            labels = network.predict("photo.jpg")
+            for labels in network.predict("folder", batch=8): ...
+
+    Windows of the protocol slide over a picture and their scores are averaged. A network of another size than the
+    protocol's window takes the picture at once (`network_canvas`). It may be used from several threads, and in no
+    process but the one that opened it.
 
     Args:
         bundle: folder of the bundle, or the opened bundle.
-        runtime: `torch`, `onnxruntime-cpu`, ...
+        runtime: `torch`, `onnxruntime-cpu`, ...; by default the best that can execute the bundle here, which
+            `Predictor.runtime` and the log tell.
+        device: what executes it, such as `cpu` or `cuda:1`; by default the runtime's choice.
         tau: CLAP's similarity threshold instead of the bundle's; higher merges less, infinity nothing.
-        gbm_threshold: GBM's multiplier or threshold instead of the bundle's.
-        merge: False runs the dense network, on the same executable: infinite thresholds merge nothing.
+        gbm: GBM's multiplier or threshold instead of the bundle's.
+        dense: runs the network without merging, on the same executable: infinite thresholds merge nothing.
+        batch: windows that go through the network at once, of one picture or of several; by default as many as the
+            bundle takes. Under batch semantics `batch_min` it is 1: windows of a batch would change each other.
 
     Raises:
-        BundleError: the bundle is incomplete, or a threshold is given that its plan does not read.
-        RuntimeUnavailableError: the runtime is not installed or cannot run here.
+        BundleError: the bundle is incomplete, or does not fit a threshold or the batch.
+        RuntimeUnavailableError: the runtime or the device is not there, or cannot run here.
     """
 
     def __init__(
         self,
-        bundle: Bundle | str | Path,
-        runtime: str = "torch",
+        bundle: AnyBundle,
+        runtime: str | None = None,
+        *,
+        device: str | None = None,
         tau: float | None = None,
-        gbm_threshold: float | None = None,
-        merge: bool = True,
+        gbm: float | None = None,
+        dense: bool = False,
+        batch: int | None = None,
     ) -> None:
-        self.bundle = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
+        self.bundle, self.runtime = chosen(bundle, runtime)
         _check_preprocessing(self.bundle)
-        self._runner = runner(self.bundle, runtime)
-        self.signature = self._runner.signature
-        given = {CLAP_THRESHOLD: tau, GBM_THRESHOLD: gbm_threshold}
-        self.thresholds = {name: np.asarray(value, np.float32) for name, value in given.items() if value is not None}
-        if unread := sorted(set(self.thresholds) - set(self.signature.defaults)):
-            raise BundleError(f"this bundle's merge plan reads no {unread[0]}: leave it out or export with merging")
-        if not merge:
-            _check_thresholds(self.bundle.recipe.merging)
-            self.thresholds = dict.fromkeys(self.signature.defaults, np.asarray(np.inf, np.float32))
-        # Coupled windows would change each other's result: the bundle's batch semantics decide how many go at once.
-        self.window_batch = self.signature.max_batch if self.bundle.recipe.merging.batch == "per_image" else 1
+        self.signature = self.bundle.signature
+        given = given_thresholds(self.bundle, tau, gbm, dense)
+        self.thresholds = {name: np.asarray(value, np.float32) for name, value in given.items()}
+        together = self.bundle.recipe.merging.batch == "per_image"
+        self._most = self.signature.max_batch if together else 1
+        self.batch = self._most if batch is None else self._checked_batch(batch)
+        self._runner = runner(self.bundle, self.runtime)
+        self._process = os.getpid()
         self._runner.__enter__()
+        _LOG.info("%s runs on %s", self.bundle.path, self.runtime)
 
     @property
     def thresholds_in_force(self) -> dict[str, float]:
         """Every threshold the network reads, by input name: the bundle's, or the one given instead."""
         return {**self.signature.defaults, **{name: float(value) for name, value in self.thresholds.items()}}
+
+    def __repr__(self) -> str:
+        return f"Predictor({str(self.bundle.path)!r}, runtime={self.runtime!r})"
 
     def __enter__(self) -> Self:
         return self
@@ -79,38 +98,164 @@ class Predictor:
     ) -> None:
         self.close()
 
+    def __reduce__(self) -> NoReturn:
+        raise RuntimeUnavailableError(
+            "expected a bundle to send to another process, got an opened predictor, which holds its runtime: send the "
+            "bundle's path and load it there"
+        )
+
     def close(self) -> None:
-        """Frees the runtime."""
-        self._runner.__exit__(None, None, None)
+        """Frees the runtime. In a forked process nothing happens: it belongs to the process that opened it."""
+        if os.getpid() == self._process:
+            self._runner.__exit__(None, None, None)
 
-    def predict(self, photo: str | Path | NDArray[np.uint8]) -> Labels:
-        """Label map (H, W) of a photo, uint8 up to 255 classes, else int32.
+    @overload
+    def predict(self, source: Image.Image, *, batch: int | None = None) -> Labels: ...
 
-        `photo` is a file, or RGB uint8 (H, W, 3).
+    @overload
+    def predict(
+        self, source: AnyPath | NDArray[np.uint8], *, batch: int | None = None, errors: Errors = ...
+    ) -> Any: ...
+
+    @overload
+    def predict(
+        self, source: Iterable[Source], *, batch: int | None = None, errors: Literal["raise"] = ...
+    ) -> Iterator[Labels]: ...
+
+    @overload
+    def predict(
+        self, source: Iterable[Source], *, batch: int | None = None, errors: Literal["yield"]
+    ) -> Iterator[Labels | Failure]: ...
+
+    def predict(self, source: Sources, *, batch: int | None = None, errors: Errors = "raise") -> Any:
+        """Label maps (H, W), uint8 up to 255 classes, else int32.
+
+        Args:
+            source: one picture (a file, a PIL image, or an RGB array uint8 (H, W, 3)), which gives one label map; or
+                several (a folder, a video, a list, an array (N, H, W, 3), an iterator of frames), which give an
+                iterator of label maps in the same order. Pictures are read when a batch needs them.
+            batch: windows at once, instead of the predictor's.
+            errors: what a picture that cannot be predicted does among several: `raise`, or `yield` a `Failure` in its
+                place and go on.
 
         Raises:
-            ImageError: the photo cannot be read, or needs several windows of a bundle that gives labels only.
+            ImageError: a picture cannot be read, or needs several windows of a bundle that gives labels only.
+            DatasetError: a folder has no picture.
+            BundleError: a batch that the bundle does not take.
         """
-        return self.prediction(photo).labels
+        if is_single(source):
+            return self.prediction(source, batch=batch).labels
+        found = self.predictions(source, batch=batch, errors=errors)
+        return (one if isinstance(one, Failure) else one.labels for one in found)
 
-    def prediction(self, photo: str | Path | NDArray[np.uint8]) -> Prediction:
-        """Label map, token counts behind each merge for every window, and the windows' places; see `predict`."""
-        pixels = read_photo(Path(photo)) if isinstance(photo, str | Path) else _checked(photo)
-        recipe = self.bundle.recipe
-        if recipe.output == "labels" or takes_whole_frames(recipe):
-            return self._single_window(pixels)
-        return predict_labels(pixels, self.scores_of, recipe.protocol, self.window_batch)
+    def prediction(
+        self, source: Source, *, batch: int | None = None, scores: bool = False, token_maps: bool = False
+    ) -> Prediction:
+        """Label map of one picture, token counts of every window after each merge, and what else is asked for.
+
+        Raises:
+            ImageError: as `predict`; or several pictures were given.
+            BundleError: scores of a bundle that gives labels.
+        """
+        if not is_single(source):
+            raise ImageError(f"expected one picture, got several ({type(source).__name__}): use `predictions`")
+        (result,) = self.predictions(source, batch=batch, scores=scores, token_maps=token_maps)
+        return result
+
+    @overload
+    def predictions(
+        self,
+        source: Sources,
+        *,
+        batch: int | None = None,
+        scores: bool = False,
+        token_maps: bool = False,
+        errors: Literal["raise"] = ...,
+    ) -> Iterator[Prediction]: ...
+
+    @overload
+    def predictions(
+        self,
+        source: Sources,
+        *,
+        batch: int | None = None,
+        scores: bool = False,
+        token_maps: bool = False,
+        errors: Errors,
+    ) -> Iterator[Prediction | Failure]: ...
+
+    def predictions(
+        self,
+        source: Sources,
+        *,
+        batch: int | None = None,
+        scores: bool = False,
+        token_maps: bool = False,
+        errors: Errors = "raise",
+    ) -> Iterator[Any]:
+        """The same as `prediction`, one after the other, for one or several pictures; see `predict`."""
+        network = partial(self.infer, outputs=self._outputs(scores, token_maps))
+        pending = (self._pending(picture, scores) for picture in pictures_of(source))
+        results = predict_all(pending, network, self._checked_batch(batch))
+        return results if errors == "yield" else map(_raised, results)
 
     def scores_of(self, windows: Pixels) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """Scores (b, K, s, s) and token counts (b, M) of windows (b, 3, s, s), RGB 0..255, uint8 or float32."""
-        outputs = self.infer(windows)
-        if "scores" not in outputs:
-            raise BundleError("this bundle gives labels: for averaged windows and mIoU export it with --scores")
+        self._require_scores()
+        outputs = self.infer(windows, ("scores", "token_counts"))
         return outputs["scores"], outputs["token_counts"]
 
     def infer(self, windows: NDArray[Any], outputs: tuple[str, ...] | None = None) -> dict[str, NDArray[Any]]:
-        """The network's outputs for windows, with this predictor's thresholds."""
+        """The network's outputs for windows, with this predictor's thresholds.
+
+        Raises:
+            RuntimeUnavailableError: in a process that was forked after the predictor had been opened.
+        """
+        if os.getpid() != self._process:
+            raise RuntimeUnavailableError(
+                "expected a predictor of this process, got one that was opened before the process forked, whose "
+                "runtime would hang: load it in the child process"
+            )
         return self._runner.infer({"image": self._fitting(windows), **self.thresholds}, outputs)
+
+    def _pending(self, picture: Picture | Failure, scores: bool) -> Pending | Failure:
+        """A picture with its windows, or why it does not fit the bundle."""
+        if isinstance(picture, Failure):
+            return picture
+        size = picture.pixels.shape[:2]
+        window = self.signature.image.shape[2], self.signature.image.shape[3]
+        try:
+            canvas = network_canvas(picture.pixels, self.bundle.recipe)
+            if self.bundle.recipe.output == "labels":
+                _check_one_window(canvas, window)
+        except ImageError as error:
+            where = f"{picture.path}: " if picture.frame is None else f"{picture.path}, frame {picture.frame}: "
+            named = error if picture.path is None else ImageError(f"{where}{error}")
+            return Failure(named, picture.path, picture.frame)
+        anchors = network_anchors(canvas, self.bundle.recipe)
+        return Pending(size, canvas, anchors, window, scores, (picture.path, picture.frame))
+
+    def _outputs(self, scores: bool, token_maps: bool) -> tuple[str, ...]:
+        if scores:
+            self._require_scores()
+        maps = [f"{MAP_PREFIX}{merge}" for merge in self.signature.merges] if token_maps else []
+        return (self.bundle.recipe.output, "token_counts", *maps)
+
+    def _require_scores(self) -> None:
+        if self.bundle.recipe.output != "scores":
+            raise BundleError("this bundle gives labels: for averaged windows and mIoU export it with --scores")
+
+    def _checked_batch(self, batch: int | None) -> int:
+        if batch is None:
+            return self.batch
+        if not 1 <= batch <= self._most:
+            reason = (
+                "export with a larger --max-batch"
+                if self._most == self.signature.max_batch
+                else "under its batch semantics batch_min, windows that go together change each other's result"
+            )
+            raise BundleError(f"expected a batch of 1 to {self._most} windows for this bundle, got {batch}: {reason}")
+        return batch
 
     def _fitting(self, windows: NDArray[Any]) -> NDArray[Any]:
         """Pixels in the network's dtype; a photo longer than the protocol allows is interpolated, then rounded."""
@@ -120,21 +265,37 @@ class Predictor:
         fitting: NDArray[Any] = windows.astype(wanted, copy=False)
         return fitting
 
-    def _single_window(self, pixels: NDArray[np.uint8]) -> Prediction:
-        canvas = network_canvas(pixels, self.bundle.recipe)
-        expected = self.signature.image.shape[2:]
-        if canvas.shape[:2] != expected:
-            raise ImageError(
-                f"a bundle with labels takes one window of {expected[0]}x{expected[1]} pixels, this photo becomes "
-                f"{canvas.shape[0]}x{canvas.shape[1]}: crop it, or export the bundle with --scores"
-            )
-        outputs = self.infer(np.ascontiguousarray(canvas.transpose(2, 0, 1)[None]))
-        if "scores" in outputs:
-            check_finite(outputs["scores"])
-            labels = best_labels(outputs["scores"][0], pixels.shape[:2])
-        else:
-            labels = cv2.resize(outputs["labels"][0], pixels.shape[1::-1], interpolation=cv2.INTER_NEAREST)
-        return Prediction(labels, outputs["token_counts"], [(0, 0)])
+
+load = Predictor
+
+
+def chosen(bundle: AnyBundle, runtime: str | None) -> tuple[Bundle, str]:
+    """The opened bundle, and the runtime that was named or is the best that can execute it here."""
+    opened = bundle if isinstance(bundle, Bundle) else Bundle.open(Path(bundle))
+    return opened, runtime or default_runtime(opened.files)
+
+
+def given_thresholds(bundle: Bundle, tau: float | None, gbm: float | None, dense: bool = False) -> dict[str, float]:
+    """Thresholds to use instead of a bundle's, by input name; `tau`, `gbm` and `dense` as `Predictor` has them.
+
+    Raises:
+        BundleError: the bundle's plan does not read one of them, merges without any, or they contradict each other.
+    """
+    defaults = bundle.signature.defaults
+    given = {name: float(value) for name, value in ((CLAP_THRESHOLD, tau), (GBM_THRESHOLD, gbm)) if value is not None}
+    if unread := sorted(set(given) - set(defaults)):
+        raise BundleError(f"this bundle's merge plan reads no {unread[0]}: leave it out or export with merging")
+    if not dense:
+        return given
+    if given:
+        raise BundleError("expected dense, which merges nothing, or a threshold (tau, gbm), got both: leave one out")
+    plan = bundle.recipe.merging
+    if plan.method == "tome" and plan.layers:
+        raise BundleError(
+            "expected merges that wait for a similarity, ToMe merges a constant number of tokens: export with --set "
+            "merging.tome_r=[] for the dense network"
+        )
+    return dict.fromkeys(defaults, np.inf)
 
 
 def takes_whole_frames(recipe: Recipe) -> bool:
@@ -159,6 +320,21 @@ def network_anchors(canvas: Pixels, recipe: Recipe) -> list[tuple[int, int]]:
     return [(0, 0)] if takes_whole_frames(recipe) else window_anchors(canvas.shape[:2], recipe.protocol)
 
 
+def _raised(result: Prediction | Failure) -> Prediction:
+    if isinstance(result, Failure):
+        raise result.error
+    return result
+
+
+def _check_one_window(canvas: Pixels, window: Size) -> None:
+    """Label maps of windows that overlap cannot be averaged."""
+    if canvas.shape[:2] != window:
+        raise ImageError(
+            f"a bundle with labels takes one window of {window[0]}x{window[1]} pixels, this photo becomes "
+            f"{canvas.shape[0]}x{canvas.shape[1]}: crop it, or export the bundle with --scores"
+        )
+
+
 def _check_preprocessing(bundle: Bundle) -> None:
     """Refuses a bundle whose pixels were prepared by other rules: nothing else would tell, only accuracy would fall."""
     ours = preprocessing_fingerprint(bundle.recipe.protocol)
@@ -166,20 +342,4 @@ def _check_preprocessing(bundle: Bundle) -> None:
         raise BundleError(
             f"{bundle.path}: made with other preprocessing rules ({theirs!s:.12} instead of {ours:.12}): export it "
             "again with this release"
-        )
-
-
-def _checked(photo: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    if not isinstance(photo, np.ndarray) or photo.dtype != np.uint8 or photo.ndim != 3 or photo.shape[2] != 3:
-        came = f"{photo.dtype} {photo.shape}" if isinstance(photo, np.ndarray) else type(photo).__name__
-        raise ImageError(f"a photo is a file or an RGB array uint8 (H, W, 3), got {came}")
-    return photo
-
-
-def _check_thresholds(plan: MergePlan) -> None:
-    """Refuses to make a network dense by thresholds where it merges without any."""
-    if plan.method == "tome" and plan.layers:
-        raise BundleError(
-            "expected merges that wait for a similarity, ToMe merges a constant number of tokens: export with --set "
-            "merging.tome_r=[] for the dense network"
         )

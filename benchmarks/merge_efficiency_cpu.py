@@ -27,12 +27,13 @@ from tqdm import tqdm
 
 from algm_deploy.bundle.files import write_atomically
 from algm_deploy.bundle.store import Bundle
-from algm_deploy.deployment import build_bundle, find_images, parity_windows
+from algm_deploy.deployment import build, parity_windows
 from algm_deploy.environment import environment
 from algm_deploy.errors import GateError
 from algm_deploy.models.loading import load_network
 from algm_deploy.native_libraries import find_library
 from algm_deploy.parity.chain import verify
+from algm_deploy.pictures.sources import find_images
 from algm_deploy.timing.variants import VARIANTS, variant_graph
 
 RUNTIME = "onnxruntime-cpu"
@@ -50,7 +51,7 @@ def main() -> None:
     options = parser.parse_args()
 
     bundle = Bundle.open(options.bundle)
-    build_bundle(bundle, RUNTIME)
+    build(bundle, RUNTIME)
     windows = parity_windows(bundle.recipe, find_images(options.images) if options.images else [], options.count)
     parity = verify(bundle, RUNTIME, windows)
     if not parity.passed:

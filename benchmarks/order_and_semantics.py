@@ -25,7 +25,7 @@ from tqdm import tqdm
 from algm_deploy.bundle.manifest import MANIFEST
 from algm_deploy.bundle.records import tokens_by_merge
 from algm_deploy.bundle.store import Bundle
-from algm_deploy.deployment import evaluate_bundle, export, spread
+from algm_deploy.deployment import evaluate, export, spread
 from algm_deploy.environment import environment
 from algm_deploy.evaluation.datasets import open_dataset
 from algm_deploy.report.tables import markdown_table
@@ -102,7 +102,7 @@ def measure(data: Path, work: Path, checkpoint: str, semantics: str, order: str)
     """One row."""
     bundle = exported(data, work, checkpoint, semantics, order)
     dataset = open_dataset("camvid", data / "data" / "camvid")
-    record = evaluate_bundle(bundle, "onnxruntime-cpu", dataset)
+    record = evaluate(bundle, dataset, "onnxruntime-cpu")
     clap, gbm = tokens_by_merge(record.tokens).values()
     return Row(
         checkpoint,

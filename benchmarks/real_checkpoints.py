@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from algm_deploy.bundle.store import Bundle
-from algm_deploy.deployment import export, verify_bundle
+from algm_deploy.deployment import export, verify
 from algm_deploy.environment import environment
 from algm_deploy.parity.replay import Replays, clap_facts, gbm_facts
 from algm_deploy.pictures.preprocessing import read_photo
@@ -158,7 +158,7 @@ def chain(data: Path, checkpoint: str) -> dict[str, Any]:
     photos = sorted((data / "data" / "camvid" / "images" / "test").glob("*.jpg"))
     with tempfile.TemporaryDirectory() as temporary:
         bundle = export(data / "models" / checkpoint, Path(temporary) / checkpoint, RECIPE, {}).bundle
-        report = verify_bundle(bundle, "onnxruntime-cpu", photos, CHAIN_PHOTOS)
+        report = verify(bundle, "onnxruntime-cpu", images=photos, count=CHAIN_PHOTOS)
     print(text_table(*parity_table(report)))
     return {"checkpoint": checkpoint, "passed": report.passed, **to_builtins(report)}
 

@@ -21,9 +21,11 @@ from msgspec import to_builtins
 
 from algm_deploy.bundle.files import write_atomically
 from algm_deploy.bundle.store import Bundle
-from algm_deploy.deployment import bench_bundle, build_bundle, export, find_images, verify_bundle
+from algm_deploy.deployment import bench, build, export, verify
 from algm_deploy.environment import environment
 from algm_deploy.errors import GateError
+from algm_deploy.pictures.sources import find_images
+from algm_deploy.report.records import rows_of
 from algm_deploy.timing.protocols import Request, usual_request
 
 KEPT = (
@@ -71,9 +73,9 @@ def exported(options: argparse.Namespace, output: str, precision: str, folder: P
 
 def run(bundle: Bundle, runtime: str, options: argparse.Namespace) -> dict[str, Any]:
     """Parity links and, if they passed, times by protocol and variant."""
-    photos = find_images([options.photos])
-    build_bundle(bundle, runtime)
-    report = verify_bundle(bundle, runtime, photos, options.chain_photos)
+    photos = find_images(options.photos)
+    build(bundle, runtime)
+    report = verify(bundle, runtime, images=photos, count=options.chain_photos)
     links = {link.name: {"passed": link.passed, "measured": link.measured} for link in report.links}
     result: dict[str, Any] = {"parity": {"photos": options.chain_photos, "passed": report.passed, "links": links}}
     if not report.passed:
@@ -83,7 +85,7 @@ def run(bundle: Bundle, runtime: str, options: argparse.Namespace) -> dict[str, 
     for request in requests(bundle, options, len(photos)):
         name = f"{request.protocol} batch {request.batch}"
         try:
-            rows = bench_bundle(bundle, runtime, photos, request)
+            rows = rows_of(bundle, bench(bundle, runtime, images=photos, protocol=request))
         except GateError as error:
             return result | {"not_timed": f"{name}: {error}"}
         result["speed"][name] = {

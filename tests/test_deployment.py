@@ -15,15 +15,15 @@ from PIL import Image
 
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.deployment import (
-    bench_bundle,
-    build_bundle,
+    bench,
+    build,
     device_of,
-    evaluate_bundle,
+    evaluate,
     export,
     find_images,
     parity_windows,
     repeat_build,
-    verify_bundle,
+    verify,
 )
 from algm_deploy.errors import BundleError, CheckpointError, DatasetError, NotExecutedError, RecipeError
 from algm_deploy.evaluation.datasets import SPECS, open_dataset
@@ -147,7 +147,7 @@ def test_builds_that_differ_are_told(tiny_bundle: Bundle, tmp_path: Path, monkey
         found[..., : len(builds) - 1] = 1
         return found
 
-    monkeypatch.setattr("algm_deploy.deployment.build_bundle", build)
+    monkeypatch.setattr("algm_deploy.deployment.build", build)
     monkeypatch.setattr("algm_deploy.deployment._labels", labels)
     record = repeat_build(bundle, "onnxruntime-cpu", 3)
     assert record["distinct_files"] == 3
@@ -234,16 +234,16 @@ def test_a_bundle_that_takes_no_record_is_told_before_the_work(
     monkeypatch.setattr("algm_deploy.deployment.verify", pytest.fail)
     monkeypatch.setattr("algm_deploy.deployment.Predictor", pytest.fail)
     with pytest.raises(BundleError, match="Permission denied"):
-        verify_bundle(bundle, "torch", [photos], 1)
+        verify(bundle, "torch", images=[photos], count=1)
     with pytest.raises(BundleError, match="Permission denied"):
-        evaluate_bundle(bundle, "torch", open_dataset("folder", labelled))
-    monkeypatch.setattr("algm_deploy.deployment.build_bundle", pytest.fail)
+        evaluate(bundle, open_dataset("folder", labelled), "torch")
+    monkeypatch.setattr("algm_deploy.deployment.build", pytest.fail)
     with pytest.raises(BundleError, match="Permission denied"):
         repeat_build(bundle, "torch", 2)
     monkeypatch.setattr("algm_deploy.deployment.check_verified", lambda *_: None)
     monkeypatch.setattr("algm_deploy.deployment.benchmark", pytest.fail)
     with pytest.raises(BundleError, match="Permission denied"):
-        bench_bundle(bundle, "torch", [photos], usual_request(bundle.recipe, "latency"))
+        bench(bundle, "torch", images=[photos], protocol=usual_request(bundle.recipe, "latency"))
 
 
 def test_the_device_of_a_record_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,26 +255,26 @@ def test_the_device_of_a_record_is_the_current_one(monkeypatch: pytest.MonkeyPat
 
 def test_verification_is_kept(tiny_bundle: Bundle, tmp_path: Path, photos: Path) -> None:
     bundle = Bundle.open(shutil.copytree(tiny_bundle.path, tmp_path / "bundle"))
-    report = verify_bundle(bundle, "onnxruntime-cpu", find_images([photos]), 2, progress=False)
+    report = verify(bundle, "onnxruntime-cpu", images=find_images([photos]), count=2, progress=False)
     assert report.passed
     kept = Bundle.open(bundle.path).fact("parity")["onnxruntime-cpu"]
     assert kept["passed"] is True
     assert kept["pictures"] == "photos"
     assert kept["images"] == 2
     assert kept["device"] == device_of("onnxruntime-cpu")
-    verify_bundle(bundle, "torch", [], 1, progress=False)
+    verify(bundle, "torch", count=1, progress=False)
     assert set(Bundle.open(bundle.path).fact("parity")) == {"onnxruntime-cpu", "torch"}
 
 
 def test_whole_frames_pass_the_chain(wide_bundle: Bundle, tmp_path: Path, photos: Path) -> None:
     bundle = Bundle.open(shutil.copytree(wide_bundle.path, tmp_path / "bundle"))
-    report = verify_bundle(bundle, "onnxruntime-cpu", find_images([photos]), 2, progress=False)
+    report = verify(bundle, "onnxruntime-cpu", images=find_images([photos]), count=2, progress=False)
     assert report.passed, report.links
 
 
 def test_whole_frames_have_no_protocol_for_miou(wide_bundle: Bundle, labelled: Path) -> None:
     with pytest.raises(BundleError, match="got one for 96x160: export it with --image-size 128x128"):
-        evaluate_bundle(wide_bundle, "torch", open_dataset("folder", labelled), progress=False)
+        evaluate(wide_bundle, open_dataset("folder", labelled), "torch", progress=False)
 
 
 @pytest.fixture
@@ -295,8 +295,8 @@ def labelled(tmp_path: Path) -> Path:
 def test_evaluation_is_kept_by_threshold(tiny_bundle: Bundle, tmp_path: Path, labelled: Path) -> None:
     bundle = Bundle.open(shutil.copytree(tiny_bundle.path, tmp_path / "bundle"))
     dataset = open_dataset("folder", labelled)
-    own = evaluate_bundle(bundle, "torch", dataset, progress=False).record()
-    dense = evaluate_bundle(bundle, "torch", dataset, merge=False, progress=False).record()
+    own = evaluate(bundle, dataset, "torch", progress=False).record()
+    dense = evaluate(bundle, dataset, "torch", dense=True, progress=False).record()
     assert own["images"] == dense["images"] == 2
     assert own["tokens_after_clap_mean"] < dense["tokens_after_clap_mean"] == 64
     assert len(Bundle.open(bundle.path).fact("evaluation")) == 2
@@ -305,7 +305,7 @@ def test_evaluation_is_kept_by_threshold(tiny_bundle: Bundle, tmp_path: Path, la
 def test_a_graph_built_anew_starts_its_own_evaluation(tiny_bundle: Bundle, tmp_path: Path, labelled: Path) -> None:
     bundle = Bundle.open(shutil.copytree(tiny_bundle.path, tmp_path / "bundle"))
     dataset = open_dataset("folder", labelled)
-    first = evaluate_bundle(bundle, "onnxruntime-cpu", dataset, progress=False)
-    assert evaluate_bundle(bundle, "onnxruntime-cpu", dataset, progress=False).fingerprint == first.fingerprint
-    build_bundle(bundle, "onnxruntime-cpu")
-    assert evaluate_bundle(bundle, "onnxruntime-cpu", dataset, progress=False).fingerprint != first.fingerprint
+    first = evaluate(bundle, dataset, "onnxruntime-cpu", progress=False)
+    assert evaluate(bundle, dataset, "onnxruntime-cpu", progress=False).fingerprint == first.fingerprint
+    build(bundle, "onnxruntime-cpu")
+    assert evaluate(bundle, dataset, "onnxruntime-cpu", progress=False).fingerprint != first.fingerprint

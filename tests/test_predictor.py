@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import cv2
 import numpy as np
 import pytest
+from msgspec import structs
 from PIL import Image
 
 import algm_deploy
@@ -55,7 +57,7 @@ def test_public_entry_takes_a_path(tiny_bundle: Bundle, photo: np.ndarray, tmp_p
 def test_tau_changes_the_tokens_of_one_executable(tiny_bundle: Bundle, photo: np.ndarray, runtime: str) -> None:
     counts = {}
     for tau in (-1.0, 0.5, None, 1.5):
-        with Predictor(tiny_bundle, runtime, tau) as predictor:
+        with Predictor(tiny_bundle, runtime, tau=tau) as predictor:
             counts[tau] = predictor.prediction(photo).token_counts
     assert (counts[-1.0][:, 0] == 16).all()
     assert (counts[1.5][:, 0] == 64).all()
@@ -65,21 +67,25 @@ def test_tau_changes_the_tokens_of_one_executable(tiny_bundle: Bundle, photo: np
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
 def test_dense_network_on_the_same_executable(tiny_bundle: Bundle, photo: np.ndarray, runtime: str) -> None:
-    with Predictor(tiny_bundle, runtime, merge=False) as predictor:
+    with Predictor(tiny_bundle, runtime, dense=True) as predictor:
         assert (predictor.prediction(photo).token_counts == 64).all()
         assert predictor.thresholds_in_force == {"clap_threshold": np.inf, "gbm_threshold": np.inf}
 
 
 @pytest.mark.parametrize("tau", [np.nan])
 def test_threshold_that_is_no_number(tiny_bundle: Bundle, photo: np.ndarray, tau: float) -> None:
-    with Predictor(tiny_bundle, "torch", tau) as predictor, pytest.raises(BundleError, match="clap_threshold is one"):
+    with (
+        Predictor(tiny_bundle, "torch", tau=tau) as predictor,
+        pytest.raises(BundleError, match="clap_threshold is one"),
+    ):
         predictor.predict(photo)
 
 
 def test_threshold_the_plan_does_not_read(tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(tiny_bundle.manifest["signature"], "defaults", {"clap_threshold": 0.9})
+    signature = replace(tiny_bundle.signature, defaults={"clap_threshold": 0.9})
+    monkeypatch.setattr(tiny_bundle, "manifest", structs.replace(tiny_bundle.manifest, signature=signature))
     with pytest.raises(BundleError, match="reads no gbm_threshold"):
-        Predictor(tiny_bundle, "torch", gbm_threshold=1.0)
+        Predictor(tiny_bundle, "torch", gbm=1.0)
 
 
 def test_unknown_runtime(tiny_bundle: Bundle) -> None:
@@ -88,7 +94,8 @@ def test_unknown_runtime(tiny_bundle: Bundle) -> None:
 
 
 def test_bundle_of_other_preprocessing_rules(tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(tiny_bundle.manifest, "preprocessing_sha256", "0" * 64)
+    changed = structs.replace(tiny_bundle.manifest, preprocessing_sha256="0" * 64)
+    monkeypatch.setattr(tiny_bundle, "manifest", changed)
     with pytest.raises(BundleError, match="made with other preprocessing rules"):
         Predictor(tiny_bundle)
 

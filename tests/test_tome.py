@@ -80,7 +80,7 @@ def test_multiply_adds_count_keys_and_a_full_decoder() -> None:
 
 def test_dense_by_thresholds_is_refused(bundle: Bundle) -> None:
     with pytest.raises(BundleError, match=r"merge.* constant number of tokens: export with --set merging.tome_r=\[\]"):
-        Predictor(bundle, "onnxruntime-cpu", merge=False)
+        Predictor(bundle, "onnxruntime-cpu", dense=True)
     with pytest.raises(BundleError, match="merge plan reads no clap_threshold"):
         Predictor(bundle, "onnxruntime-cpu", tau=0.9)
 

@@ -56,7 +56,8 @@ def export_bundle(options: argparse.Namespace) -> int:
 def _exported(options: argparse.Namespace) -> Bundle:
     from algm_deploy.deployment import export
 
-    result = export(options.checkpoint, options.output, options.recipe, settings_of(options))
+    settings = settings_of(options)
+    result = export(options.checkpoint, options.output, options.recipe, settings, source="command line")
     for line in (*result.conflicts, *result.notes):
         print(f"note: {line}")
     bundle = result.bundle
@@ -81,9 +82,9 @@ def build(options: argparse.Namespace) -> int:
 
 
 def _built(bundle: Bundle, options: argparse.Namespace) -> None:
-    from algm_deploy.deployment import build_bundle
+    from algm_deploy.deployment import build
 
-    for line in build_bundle(bundle, options.runtime, **_engine_options(bundle, options)):
+    for line in build(bundle, options.runtime, **_engine_options(bundle, options)):
         print(line)
 
 
@@ -133,20 +134,19 @@ def verify(options: argparse.Namespace) -> int:
 
 
 def _verified(bundle: Bundle, options: argparse.Namespace) -> Parity:
-    from algm_deploy.deployment import find_images, verify_bundle
+    from algm_deploy.deployment import verify
     from algm_deploy.report.tables import text_table
     from algm_deploy.wording import counted
 
-    paths = find_images(options.images) if options.images else []
-    report = verify_bundle(bundle, options.runtime, paths, options.count)
+    report = verify(bundle, options.runtime, images=options.images, count=options.count)
     rows = [
         (str(link.number), link.name, "ok" if link.passed else "FAILED", link.measured, link.gate)
         for link in report.links
     ]
     print(text_table(("", "link", "result", f"measured, {report.runtime}", "would pass at"), rows))
     batches = ", ".join(map(str, report.batches))
-    pictures = counted(report.images, "photos" if paths else "synthetic scenes")
-    hint = "" if paths else " (give --images for your own)"
+    pictures = counted(report.images, report.pictures)
+    hint = "" if options.images else " (give --images for your own)"
     print(f"{pictures}{hint}; batches of {batches}; {'passed' if report.passed else 'FAILED'}")
     return report
 
@@ -155,12 +155,12 @@ def predict(options: argparse.Namespace) -> int:
     """Label map, overlay and merged-token pictures of photos."""
     from tqdm import tqdm
 
-    from algm_deploy.deployment import find_images
+    from algm_deploy.pictures.sources import find_images
     from algm_deploy.predictor import Predictor
     from algm_deploy.report.pictures import PictureWriter
 
     photos = find_images(options.images)
-    with Predictor(options.bundle, options.runtime, options.tau) as predictor:
+    with Predictor(options.bundle, options.runtime, tau=options.tau) as predictor:
         writer = PictureWriter(predictor, options.output)
         for photo in tqdm(photos, "predict", unit="photo", disable=None if len(photos) > 1 else True):
             for path in writer.write(photo):
@@ -179,14 +179,14 @@ def evaluate(options: argparse.Namespace) -> int:
 
 def _evaluated(bundle: Bundle, options: argparse.Namespace) -> str:
     """Evaluates and prints; returns what is wrong with the figures, nothing where all images are in them."""
-    from algm_deploy.deployment import evaluate_bundle
+    from algm_deploy.deployment import evaluate
     from algm_deploy.report.tables import quality_table, text_table
 
     dataset = _dataset(bundle, options)
     if options.limit:
         dataset = dataset.subset(options.limit)
-    merge = not options.dense
-    record = evaluate_bundle(bundle, options.runtime, dataset, options.tau if merge else None, merge=merge)
+    tau = None if options.dense else options.tau
+    record = evaluate(bundle, dataset, options.runtime, tau=tau, dense=options.dense)
     print(text_table(*quality_table(record)))
     failures = record.failures
     for name, reason in failures.items():
@@ -219,11 +219,11 @@ def bench(options: argparse.Namespace) -> int:
 
 
 def _timed(bundle: Bundle, options: argparse.Namespace, request: Request) -> None:
-    from algm_deploy.deployment import bench_bundle, find_images
+    from algm_deploy.deployment import bench
+    from algm_deploy.report.records import rows_of
     from algm_deploy.report.tables import condensed, speed_notes, speed_table, text_table
 
-    paths = find_images(options.images) if options.images else []
-    rows = bench_bundle(bundle, options.runtime, paths, request)
+    rows = rows_of(bundle, bench(bundle, options.runtime, images=options.images, protocol=request))
     table, conditions = condensed(speed_table(rows))
     print(f"{conditions}\n\n{text_table(*table)}")
     for line in speed_notes(rows):
@@ -233,7 +233,7 @@ def _timed(bundle: Bundle, options: argparse.Namespace, request: Request) -> Non
 def report(options: argparse.Namespace) -> int:
     """One HTML page about a bundle."""
     from algm_deploy.bundle.store import Bundle
-    from algm_deploy.deployment import find_images
+    from algm_deploy.pictures.sources import find_images
     from algm_deploy.report.gallery import Photo, draw_gallery, labelled_photos
     from algm_deploy.report.page import write_report
 
@@ -248,7 +248,8 @@ def report(options: argparse.Namespace) -> int:
 
 def deploy(options: argparse.Namespace) -> int:
     """Checkpoint to a verified bundle: export, build, verify, evaluate, time."""
-    from algm_deploy.deployment import find_images, require_runtime
+    from algm_deploy.deployment import require_runtime
+    from algm_deploy.pictures.sources import find_images
 
     # What is wrong is told before the work, not behind it.
     require_runtime(options.runtime)

@@ -107,7 +107,7 @@ def tune(options: argparse.Namespace) -> int:
 
 def tune_rule(options: argparse.Namespace) -> int:
     """The threshold of CLAP by the paper's rule: mean + standard deviation of the similarities of a data set."""
-    from algm_deploy.deployment import find_images
+    from algm_deploy.pictures.sources import find_images
     from algm_deploy.tuning.similarity import Picture, pictures_of, tune_by_rule
 
     bundle = _opened(options, ".toml")
@@ -248,14 +248,14 @@ def _values(options: argparse.Namespace) -> list[float]:
 
 def _on_runtime(bundle: Bundle, runtime: str) -> Evaluate:
     """Evaluates the bundle, whose thresholds are inputs."""
-    from algm_deploy.deployment import evaluate_bundle
+    from algm_deploy.deployment import evaluate
     from algm_deploy.recipe.schema import DENSE
 
     def evaluate(plan: MergePlan, dataset: Dataset) -> Evaluation:
         if plan == DENSE:
-            return evaluate_bundle(bundle, runtime, dataset, merge=False)
+            return evaluate(bundle, dataset, runtime, dense=True)
         given = _given(plan, bundle)
-        return evaluate_bundle(bundle, runtime, dataset, given.get("clap_threshold"), given.get("gbm_threshold"))
+        return evaluate(bundle, dataset, runtime, tau=given.get("clap_threshold"), gbm=given.get("gbm_threshold"))
 
     return evaluate
 
@@ -287,13 +287,13 @@ def _told(evaluate: Evaluate, base: MergePlan) -> Evaluate:
 
 def _speed(bundle: Bundle, runtime: str, dataset: Dataset, plan: MergePlan) -> Speed:
     """The merging network in batches of different pictures of a data set, timed in turns with the dense one."""
-    from algm_deploy.deployment import bench_bundle
+    from algm_deploy.deployment import bench
     from algm_deploy.timing.protocols import usual_request
 
     paths = [sample.image_path for sample in dataset.samples]
     batch = min(bundle.recipe.max_batch, len(paths))
     request = usual_request(bundle.recipe, "mixed", None, batch, thresholds=_given(plan, bundle))
-    rows = bench_bundle(bundle, runtime, paths, replace(request, variants=("dense", "merged")))
+    rows = bench(bundle, runtime, images=paths, protocol=replace(request, variants=("dense", "merged")))
     record: Speed = next(row.record for row in rows if row.record.variant == "merged")
     return record
 

@@ -10,12 +10,12 @@ from pathlib import Path
 from algm_deploy.bundle.records import Parity
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.deployment import (
-    bench_bundle,
-    build_bundle,
-    evaluate_bundle,
+    bench,
+    build,
+    evaluate,
     export,
     require_runtime,
-    verify_bundle,
+    verify,
 )
 from algm_deploy.errors import GateError
 from algm_deploy.evaluation.datasets import Dataset, open_dataset
@@ -46,7 +46,7 @@ def demonstrate(folder: Path, runtime: str, say: Say, progress: bool = True) -> 
     require_runtime(runtime)
     say(f"1. export: the network becomes a bundle, {folder / 'bundle'}, and is built for {runtime}")
     bundle = export(DEMO_ASSETS, folder / "bundle", "demo", {}).bundle
-    build_bundle(bundle, runtime)
+    build(bundle, runtime)
     say(f"2. verify: does {runtime} compute what PyTorch computes?")
     _verify(bundle, runtime, 4, say, progress)
     say("3. evaluate: what does merging cost in accuracy? The higher the mIoU, the better")
@@ -89,7 +89,7 @@ def measured_before() -> tuple[int, float, float]:
 
 
 def _verify(bundle: Bundle, runtime: str, count: int, say: Say, progress: bool) -> None:
-    report = verify_bundle(bundle, runtime, [], count, progress)
+    report = verify(bundle, runtime, count=count, progress=progress)
     for link in report.links:
         say(f"   {link.number} {link.name:10} {'ok' if link.passed else 'FAILED':6} {link.measured}")
     if not report.passed:
@@ -98,9 +98,7 @@ def _verify(bundle: Bundle, runtime: str, count: int, say: Say, progress: bool) 
 
 def _compare(bundle: Bundle, runtime: str, dataset: Dataset, say: Say, progress: bool) -> None:
     """What merging costs on a data set, whole and by slice, beside what it cost on many more scenes."""
-    dense, merged = (
-        evaluate_bundle(bundle, runtime, dataset, merge=merge, progress=progress) for merge in (False, True)
-    )
+    dense, merged = (evaluate(bundle, dataset, runtime, dense=not merge, progress=progress) for merge in (False, True))
     gmacs = (merged.gmacs_per_window_mean or 0) / (dense.gmacs_per_window_mean or 1)
     say(
         f"   {counted(merged.images, 'drawn scenes')} that training never saw: mIoU {dense.miou_percent:.2f} % without "
@@ -120,8 +118,7 @@ def _time(bundle: Bundle, runtime: str, say: Say, progress: bool) -> None:
     """Dense against merged on a few scenes, for a few seconds."""
     if bundle.found(Parity, runtime) is None:  # nothing is timed before
         _verify(bundle, runtime, 1, lambda _: None, progress)
-    rows = bench_bundle(bundle, runtime, [], SHORT, progress)
-    dense, merged = (row.record for row in rows)
+    dense, merged = bench(bundle, runtime, protocol=SHORT, progress=progress)
     if merged.stable:
         # What the speed-up is made of.
         before, after = (f"{record.batch_ms_mean_of_medians:.1f} ms" for record in (dense, merged))

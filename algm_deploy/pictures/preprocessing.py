@@ -57,11 +57,15 @@ def read_photo(path: Path) -> NDArray[np.uint8]:
     Raises:
         ImageError: no readable picture, an animation, visible transparency, or a colour space without a rule here.
     """
-    with _reading(path):
-        with Image.open(path) as opened:
-            _refuse_animation(opened, path)
-            upright = ImageOps.exif_transpose(opened)
-        return np.asarray(_rgb(upright, path))
+    with _reading(path), Image.open(path) as opened:
+        return _pixels(opened, path)
+
+
+def photo_of(picture: Image.Image) -> NDArray[np.uint8]:
+    """The pixels of an opened picture, as `read_photo` reads them."""
+    name = str(getattr(picture, "filename", "") or "a PIL image")
+    with _reading(name):
+        return _pixels(picture, name)
 
 
 def read_indices(path: Path) -> NDArray[np.integer[Any]]:
@@ -133,7 +137,7 @@ def _anchors(side: int, window: int, stride: int) -> list[int]:
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def _reading(path: Path | str) -> Iterator[None]:
     """Turns whatever Pillow and the file system raise into an ImageError that names the file."""
     try:
         yield
@@ -151,14 +155,15 @@ def _reading(path: Path) -> Iterator[None]:
         raise ImageError(f"{path}: the picture cannot be decoded, it may be truncated ({error})") from error
 
 
-def _refuse_animation(picture: Image.Image, path: Path) -> None:
+def _pixels(picture: Image.Image, path: Path | str) -> NDArray[np.uint8]:
     frames = getattr(picture, "n_frames", 1)
     # Phones write MPO: one photo followed by previews and depth maps. Its first frame is the photo.
     if frames > 1 and picture.format != "MPO":
         raise ImageError(f"{path}: expected a single picture, got {frames} frames: save the one that is meant")
+    return np.asarray(_rgb(ImageOps.exif_transpose(picture), path))
 
 
-def _rgb(picture: Image.Image, path: Path) -> Image.Image:
+def _rgb(picture: Image.Image, path: Path | str) -> Image.Image:
     if picture.has_transparency_data:
         picture = picture.convert("RGBA")
         lowest, _ = picture.getchannel("A").getextrema()

@@ -76,7 +76,7 @@ def draw_gallery(bundle: Bundle, runtime: str, photos: Sequence[Photo], progress
     with ExitStack() as opened:
         predictors = [opened.enter_context(Predictor(bundle, runtime))]
         if bundle.signature.defaults:  # ToMe merges whatever the thresholds
-            predictors.append(opened.enter_context(Predictor(bundle, runtime, merge=False)))
+            predictors.append(opened.enter_context(Predictor(bundle, runtime, dense=True)))
         for photo in tqdm(photos, "gallery", unit="photo", disable=None if progress else True):
             pixels = read_photo(photo.path)
             predictions = [one.prediction(pixels) for one in predictors]
@@ -107,7 +107,7 @@ def draw_thresholds(
     }
     for value in tqdm(values, "thresholds", disable=None if progress else True):
         tau, gbm = (value, None) if name == CLAP_THRESHOLD else (None, value)
-        with Predictor(bundle, runtime, tau, gbm) as predictor:
+        with Predictor(bundle, runtime, tau=tau, gbm=gbm) as predictor:
             for photo in photos:
                 panels[photo.name].append(final_tokens(predictor, pixels[photo.name], f"{name} {value:g}"))
     return [Example(name, tuple(row)) for name, row in panels.items()]

@@ -19,13 +19,14 @@ from algm_deploy.errors import GateError, ImageError
 from algm_deploy.evaluation.datasets import Classes
 from algm_deploy.pictures.preprocessing import Pixels, read_photo
 from algm_deploy.pictures.sliding import Labels, Prediction
+from algm_deploy.pictures.sources import WRITTEN
 from algm_deploy.predictor import Predictor, network_canvas
 from algm_deploy.recipe.schema import MergePlan, Size, patch_margins
 from algm_deploy.report.colors import classes_of, colored, value_colors
 from algm_deploy.report.sheets import INK, Panel, Rgb, columns_for, legend, scale, sheet
 from algm_deploy.wording import merge_titles
 
-LABELS, OVERLAY, TOKENS = ".labels.png", ".overlay.png", ".tokens.png"
+LABELS, OVERLAY, TOKENS = (f"{ending}.png" for ending in WRITTEN)
 
 TOKENS_CAPTION = (
     "Each token has the mean colour of its patches. White lines surround neighbours that share a token, which may have "
@@ -203,7 +204,7 @@ def _mosaic(predictor: Predictor, canvas: Pixels, prediction: Prediction, column
 
 
 def _batches(predictor: Predictor, mosaic: Mosaic) -> list[Pixels]:
-    windows, step = mosaic.windows(), predictor.window_batch
+    windows, step = mosaic.windows(), predictor.batch
     return [windows[start : start + step] for start in range(0, len(windows), step)]
 
 

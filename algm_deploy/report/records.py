@@ -54,6 +54,11 @@ def may_share_row(accuracy: Artifact, speed: Artifact) -> bool:
 def measured(bundle: Bundle, kind: type[Kind]) -> list[Measured[Kind]]:
     """The records of a kind in a bundle's manifest."""
     records: tuple[Kind, ...] = getattr(bundle.manifest, kind.section)
+    return rows_of(bundle, records)
+
+
+def rows_of(bundle: Bundle, records: Sequence[Kind]) -> list[Measured[Kind]]:
+    """Records of a bundle as rows."""
     return [Measured(bundle.path.name, artifact_of(bundle, one), one) for one in records]
 
 

@@ -55,7 +55,7 @@ def test_the_comparison_quotes_the_model_card(monkeypatch: pytest.MonkeyPatch) -
         SimpleNamespace(images=24, slices={}, miou_percent=miou, gmacs_per_window_mean=gmacs)
         for miou, gmacs in ((75.0, 4.0), (74.0, 3.0))
     )
-    monkeypatch.setattr(demonstration, "evaluate_bundle", lambda *_, **__: next(found))
+    monkeypatch.setattr(demonstration, "evaluate", lambda *_, **__: next(found))
     monkeypatch.setattr(demonstration, "measured_before", lambda: (321, 45.678, 43.21))
     lines: list[str] = []
     demonstration._compare(None, "torch", None, lines.append, False)
@@ -84,7 +84,7 @@ def test_pictures_are_of_every_hour(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 def test_an_unsteady_machine_gives_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     records = [SimpleNamespace(stable=False, batch_ms_mean_of_medians=ms, speedup=2.0) for ms in (10.0, 5.0)]
     rows = [SimpleNamespace(record=record) for record in records]
-    monkeypatch.setattr(demonstration, "bench_bundle", lambda *_: rows)
+    monkeypatch.setattr(demonstration, "bench", lambda *_: rows)
     bundle = SimpleNamespace(found=lambda kind, runtime: {(Parity, "torch"): "passed"}[kind, runtime])
     lines: list[str] = []
     demonstration._time(bundle, "torch", lines.append, False)
@@ -98,6 +98,6 @@ def test_an_unsteady_machine_gives_no_figure(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_demo_that_fails_parity_stops(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = type("Report", (), {"passed": False, "links": ()})
-    monkeypatch.setattr(demonstration, "verify_bundle", lambda *_: failed)
+    monkeypatch.setattr(demonstration, "verify", lambda *_: failed)
     with pytest.raises(GateError, match="please report this"):
         demonstration._verify(None, "torch", 1, lambda _: None, False)

@@ -21,7 +21,7 @@ from algm_deploy.bundle.manifest import MANIFEST, manifest_of
 from algm_deploy.bundle.records import Parity
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.cli.settings import parsed
-from algm_deploy.deployment import bench_bundle, evaluate_bundle, verify_bundle
+from algm_deploy.deployment import bench, evaluate, verify
 from algm_deploy.errors import AlgmDeployError, BundleError, CheckpointError, GateError, RecipeError
 from algm_deploy.evaluation.datasets import Dataset, open_dataset
 from algm_deploy.models.checkpoints.reading import Checkpoint, read_variant
@@ -196,11 +196,11 @@ def recorded(tiny_bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> d
     """Manifests by schema with a record of every kind, as the steps write them."""
     bundle = Bundle.open(shutil.copytree(tiny_bundle.path, tmp_path_factory.mktemp("recorded") / "bundle"))
     pictures = labelled_noise(bundle.path.parent / "pictures", bundle.recipe.class_names)
-    verify_bundle(bundle, "torch", [], 1, progress=False)
+    verify(bundle, "torch", count=1, progress=False)
     for merge in (True, False):
-        evaluate_bundle(bundle, "torch", pictures, merge=merge, progress=False)
+        evaluate(bundle, pictures, "torch", dense=not merge, progress=False)
     request = Request("latency", count=1, effort=Effort(0, 2, 2), variants=("dense", "merged"))
-    bench_bundle(bundle, "torch", [], request, progress=False)
+    bench(bundle, "torch", protocol=request, progress=False)
     for record in manifest_of(OLD, Path(MANIFEST)).engines:
         bundle.record(record)
     bundle.note_not_run(["parity"], "tensorrt-rtx", "no GPU here")

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from algm_deploy.bundle.store import Bundle
-from algm_deploy.deployment import bench_bundle, build_bundle, parity_windows, verify_bundle
+from algm_deploy.deployment import bench, build, parity_windows, verify
 from algm_deploy.errors import BundleError, GateError, RuntimeUnavailableError
 from algm_deploy.evaluation.flops import multiply_adds
 from algm_deploy.lowering.onnxruntime import write_onnxruntime_onnx
@@ -43,9 +43,9 @@ CPU = "onnxruntime-cpu"
 def verified(tiny_bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     """The tiny bundle, built and verified on ONNX Runtime and PyTorch; variants are added by the tests that time."""
     bundle = Bundle.open(shutil.copytree(tiny_bundle.path, tmp_path_factory.mktemp("verified") / "tiny"))
-    build_bundle(bundle, CPU)
+    build(bundle, CPU)
     for runtime in (CPU, "torch"):
-        assert verify_bundle(bundle, runtime, [], 1, progress=False).passed
+        assert verify(bundle, runtime, count=1, progress=False).passed
     return bundle
 
 
@@ -136,8 +136,8 @@ def test_nothing_that_failed_is_timed(verified: Bundle, windows: np.ndarray, tmp
 
 def test_what_was_built_since_is_not_timed(tiny_bundle: Bundle, windows: np.ndarray, tmp_path: Path) -> None:
     bundle = Bundle.open(shutil.copytree(tiny_bundle.path, tmp_path / "bundle"))
-    verify_bundle(bundle, CPU, [], 1, progress=False)
-    build_bundle(bundle, CPU)
+    verify(bundle, CPU, count=1, progress=False)
+    build(bundle, CPU)
     with pytest.raises(BundleError, match=r"some were built since: run `algm-deploy verify"):
         benchmark(bundle, CPU, windows, Request("latency"), progress=False)
 
@@ -234,7 +234,7 @@ def test_latency_from_pictures_to_records(verified: Bundle, tmp_path: Path) -> N
         Image.fromarray(scene(index)[0]).save(tmp_path / f"{index}.png")
     photos = sorted(tmp_path.glob("*.png"))
     request = Request("latency", count=2, effort=QUICK)
-    rows = bench_bundle(verified, CPU, photos, request, progress=False)
+    rows = bench(verified, CPU, images=photos, protocol=request, progress=False)
     assert [row.record["variant"] for row in rows] == ["dense", "merged", "truncated"]
     dense, merged, truncated = (row.record for row in rows)
     assert (merged["pictures"], merged["representative"], merged["pictures_timed"]) == ("photos", True, 2)
@@ -297,7 +297,7 @@ def test_speed_up_efficiency_and_throughput(
 
 def test_stages_are_told_where_times_are(verified: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     timed_as(monkeypatch, dense=8.0, merged=5.0, truncated=4.0)
-    rows = bench_bundle(verified, CPU, [], Request("latency", count=2, effort=QUICK), progress=False)
+    rows = bench(verified, CPU, protocol=Request("latency", count=2, effort=QUICK), progress=False)
     notes = speed_notes(rows)
     assert "p50 of merged: network 1.0 ms, label map 0.2 ms, copies and calls 0.5 ms" in notes
     (ran,) = [note for note in notes if note.startswith("merged ran ")]
@@ -317,7 +317,7 @@ def test_how_a_network_ran_is_recorded_and_told(verified: Bundle, monkeypatch: p
     monkeypatch.setattr(kind, "execution", property(lambda _: {"cuda_graph": "no, shapes vary"}))
     placed = SimpleNamespace(nodes={"CUDAExecutionProvider": 140, "CPUExecutionProvider": 3}, copies=2)
     monkeypatch.setattr(kind, "placement", lambda self, feeds: placed)
-    rows = bench_bundle(verified, CPU, [], Request("latency", count=1, effort=QUICK), progress=False)
+    rows = bench(verified, CPU, protocol=Request("latency", count=1, effort=QUICK), progress=False)
     record = rows[1].record
     assert record["execution"] == {"cuda_graph": "no, shapes vary"}
     assert (record["nodes_by_provider"], record["host_device_copies"]) == (placed.nodes, 2)
@@ -336,7 +336,7 @@ def test_the_spread_of_an_efficiency_stands_beside_it(verified: Bundle, monkeypa
 
     monkeypatch.setattr(protocols, "_times", told)
     monkeypatch.setattr(protocols, "steady", lambda _: True)
-    rows = bench_bundle(verified, CPU, [], Request("latency", count=1, effort=QUICK), progress=False)
+    rows = bench(verified, CPU, protocol=Request("latency", count=1, effort=QUICK), progress=False)
     assert rows[1].record["merge_efficiency_by_round"] == pytest.approx(
         {"rounds": 3, "min": 0.8, "p25": 0.85, "p75": 0.9375, "max": 0.975}
     )
@@ -360,7 +360,7 @@ def test_threshold_of_a_run_is_recorded(verified: Bundle, windows: np.ndarray, m
     timed_as(monkeypatch, dense=8.0, merged=8.0, truncated=8.0)
     off = {"clap_threshold": float("inf")}
     request = Request("latency", count=1, effort=QUICK, thresholds=off, variants=("dense", "merged"))
-    rows = bench_bundle(verified, CPU, [], request, progress=False)
+    rows = bench(verified, CPU, protocol=request, progress=False)
     merged = rows[1].record
     assert merged["thresholds"] == {"clap_threshold": "inf", "gbm_threshold": 1.0}
     assert merged["tokens_after_clap_mean"] == 64
@@ -376,7 +376,7 @@ def test_an_unsteady_run_prints_no_time(verified: Bundle, monkeypatch: pytest.Mo
         return times, {name: {"network_ms_p50": 1.0} for name in contestants}
 
     monkeypatch.setattr(protocols, "_times", told)
-    rows = bench_bundle(verified, CPU, [], Request("latency", count=2, effort=QUICK), progress=False)
+    rows = bench(verified, CPU, protocol=Request("latency", count=2, effort=QUICK), progress=False)
     assert [row.record["stable"] for row in rows] == [False] * 3  # a ratio of a steady and an unsteady time is neither
     table = speed_table(rows)
     merged = dict(zip(table.header, table.rows[1], strict=True))
@@ -393,7 +393,7 @@ def test_scenes_and_noise_are_stamped(verified: Bundle, tmp_path: Path, monkeypa
 
     def stamp(paths: list[Path]) -> tuple[str, bool]:
         request = Request("latency", count=1, effort=QUICK, variants=("merged",))
-        rows = bench_bundle(verified, "torch", paths, request, progress=False)
+        rows = bench(verified, "torch", images=paths, protocol=request, progress=False)
         return rows[0].record["pictures"], rows[0].record["representative"]
 
     noise = np.random.default_rng(0).integers(0, 256, (128, 128, 3), np.uint8)
@@ -406,7 +406,7 @@ def test_scenes_and_noise_are_stamped(verified: Bundle, tmp_path: Path, monkeypa
 
 def test_a_dense_bundle_is_timed_alone(verified: Bundle, windows: np.ndarray) -> None:
     dense = variant_bundle(verified, "dense", ())
-    assert verify_bundle(dense, "torch", [], 1, progress=False).passed
+    assert verify(dense, "torch", count=1, progress=False).passed
     records = benchmark(dense, "torch", windows, Request("duplicate", batch=2, effort=QUICK), progress=False)
     assert list(records) == ["dense"]
     assert "speedup" not in records["dense"]
@@ -428,7 +428,7 @@ def test_times_on_the_device_are_labelled_so(verified: Bundle) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("protocol", ["duplicate", "latency"])
 def test_on_a_cuda_device(verified: Bundle, windows: np.ndarray, protocol: protocols.ProtocolName) -> None:
-    rows: list[Measured] = bench_bundle(
+    rows: list[Measured] = bench(
         verified, "torch", [], Request(protocol, count=1, effort=Effort(2, 4, 8)), progress=False
     )
     for row in rows:

@@ -11,7 +11,7 @@ from algm_deploy.bundle.records import Evaluation
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.cli.parser import parser
 from algm_deploy.cli.settings import settings_of
-from algm_deploy.deployment import evaluate_bundle
+from algm_deploy.deployment import evaluate
 from algm_deploy.errors import BundleError, PlanError
 from algm_deploy.evaluation.datasets import Dataset
 from algm_deploy.recipe.schema import DENSE, MergePlan
@@ -27,7 +27,7 @@ def test_a_plan_in_process_is_the_bundle_with_that_plan(bundle: Bundle, dataset:
     evaluate_plan = PlanEvaluator(bundle, progress=False)
     plan = bundle.recipe.merging
     ours = evaluate_plan(plan, dataset)
-    theirs = evaluate_bundle(bundle, "torch", dataset, progress=False)
+    theirs = evaluate(bundle, dataset, "torch", progress=False)
     for name in ("miou_percent", "gmacs_per_window_mean", "tokens", "slices", "thresholds", "runtime"):
         assert getattr(ours, name) == getattr(theirs, name), name
     higher = evaluate_plan(replace(plan, clap_threshold=0.99), dataset)
