@@ -248,14 +248,14 @@ def _values(options: argparse.Namespace) -> list[float]:
 
 def _on_runtime(bundle: Bundle, runtime: str) -> Evaluate:
     """Evaluates the bundle, whose thresholds are inputs."""
-    from algm_deploy.deployment import evaluate
+    from algm_deploy import deployment
     from algm_deploy.recipe.schema import DENSE
 
     def evaluate(plan: MergePlan, dataset: Dataset) -> Evaluation:
         if plan == DENSE:
-            return evaluate(bundle, dataset, runtime, dense=True)
+            return deployment.evaluate(bundle, dataset, runtime, dense=True)
         given = _given(plan, bundle)
-        return evaluate(bundle, dataset, runtime, tau=given.get("clap_threshold"), gbm=given.get("gbm_threshold"))
+        return deployment.evaluate(bundle, dataset, runtime, tau=given.get("clap_threshold"), gbm=given.get("gbm_threshold"))
 
     return evaluate
 
@@ -294,8 +294,7 @@ def _speed(bundle: Bundle, runtime: str, dataset: Dataset, plan: MergePlan) -> S
     batch = min(bundle.recipe.max_batch, len(paths))
     request = usual_request(bundle.recipe, "mixed", None, batch, thresholds=_given(plan, bundle))
     rows = bench(bundle, runtime, images=paths, protocol=replace(request, variants=("dense", "merged")))
-    record: Speed = next(row.record for row in rows if row.record.variant == "merged")
-    return record
+    return next(record for record in rows if record.variant == "merged")
 
 
 def _dataset(
