@@ -12,12 +12,15 @@ import tomllib
 from collections.abc import Callable, Sequence
 from math import isnan
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from algm_deploy.errors import RecipeError
 from algm_deploy.recipe.reading import checked
-from algm_deploy.recipe.schema import DENSE, MergePlan
-from algm_deploy.runners.registry import RUNTIMES
+from algm_deploy.recipe.schema import DENSE
+from algm_deploy.runners.registry import RUNTIMES, default_runtime
+
+if TYPE_CHECKING:
+    from algm_deploy.bundle.store import Bundle
 
 _SLICE = (
     "how to group images for figures by slice: folder; FILE.csv:COLUMN with the images' names in the first column; or "
@@ -247,6 +250,16 @@ def given_settings(options: argparse.Namespace) -> dict[str, Any]:
 def given_thresholds(options: argparse.Namespace) -> dict[str, Any]:
     """The arguments `tau`, `gbm` and `dense` of the Python functions, from the flags of `thresholds`."""
     return {"tau": options.tau, "gbm": options.gbm, "dense": options.dense}
+
+
+def runtime_of(options: argparse.Namespace, bundle: Bundle | None = None) -> str:
+    """The runtime that --runtime names, or the best that can execute the bundle here, which is said aloud."""
+    if options.runtime:
+        return str(options.runtime)
+    name = default_runtime(bundle.files) if bundle else default_runtime()
+    if not options.quiet:
+        print(f"runtime: {name}, the best that can execute here (--runtime chooses another)", file=sys.stderr)
+    return name
 
 
 def listed(values: Sequence[object]) -> str:

@@ -40,6 +40,21 @@ class WindowDifference:
         return next((name for name, count in self.patches_grouped_otherwise.items() if count), None)
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """Two executables on the same windows; `first` and `second` say which. `gate_percent`: labels that must be equal."""
+
+    first: str
+    second: str
+    windows: tuple[WindowDifference, ...]
+    gate_percent: float
+
+    @property
+    def alike(self) -> bool:
+        """Whether all decide alike, and enough labels are equal in every window."""
+        return all(one.first_merge is None and one.labels_equal_percent >= self.gate_percent for one in self.windows)
+
+
 def check_comparable(first: Signature, second: Signature) -> None:
     """Refuses two networks that do not take the same windows.
 
