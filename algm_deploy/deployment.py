@@ -34,6 +34,8 @@ from algm_deploy.lowering.writing import write_bundle
 from algm_deploy.models.checkpoints.reading import VARIANT_FILE, read_checkpoint
 from algm_deploy.models.checkpoints.variant import settings_from_variant
 from algm_deploy.parity.chain import verify as verify_chain
+from algm_deploy.parity.exchange import load_inputs, load_outputs, save_inputs, save_outputs
+from algm_deploy.parity.pairwise import Comparison, check_comparable, difference
 from algm_deploy.pictures.preprocessing import preprocessing_fingerprint, read_photo
 from algm_deploy.pictures.shipped import scene
 from algm_deploy.pictures.sources import AnyPath, find_images, named
@@ -49,7 +51,7 @@ from algm_deploy.predictor import (
 from algm_deploy.recipe.reading import checked, recipe_settings, resolve
 from algm_deploy.recipe.schema import Recipe
 from algm_deploy.runners.contract import Runner, runner, runner_type
-from algm_deploy.runners.registry import row_of
+from algm_deploy.runners.registry import default_runtime, row_of
 from algm_deploy.timing.protocols import Request, benchmark, check_verified, natural, reading_ms, usual_request
 from algm_deploy.timing.timers import host_ms
 from algm_deploy.timing.variant_bundles import executables
@@ -314,8 +316,11 @@ def bench(
     protocol: ProtocolName | Request = "latency",
     count: int | None = None,
     batch: int | None = None,
+    warmup: int | None = None,
+    rounds: int | None = None,
     tau: float | None = None,
     gbm: float | None = None,
+    dense: bool = False,
     progress: bool = True,
 ) -> list[Speed]:
     """Times a bundle beside its dense and truncated variants; returns a record for each.
@@ -328,8 +333,11 @@ def bench(
             `duplicate` (batches of one picture), with the usual effort; or all of a request, numbers included.
         count: how many pictures; by default eight, or as many as fill a batch.
         batch: pictures in a batch; by default as many as the bundle takes.
+        warmup: calls before the clock counts.
+        rounds: rounds over the pictures at least.
         tau: CLAP's threshold of the merging network instead of the bundle's.
         gbm: GBM's multiplier or threshold instead of the bundle's.
+        dense: times the network without merging alone.
         progress: show a bar.
 
     Raises:
@@ -340,8 +348,9 @@ def bench(
     if isinstance(protocol, Request):
         request = protocol
     else:
-        thresholds = given_thresholds(bundle, tau, gbm)
-        request = usual_request(bundle.recipe, protocol, count, batch, thresholds=thresholds)
+        thresholds = given_thresholds(bundle, tau, gbm, dense)
+        request = usual_request(bundle.recipe, protocol, count, batch, warmup, rounds, {} if dense else thresholds)
+        request = replace(request, variants=("dense",)) if dense else request
     check_verified(bundle, runtime)
     paths = _pictures(images)
     bundle.require_writable()
@@ -355,6 +364,104 @@ def bench(
     for record in speeds:
         bundle.record(record)
     return speeds
+
+
+def compare(
+    first: AnyBundle,
+    second: AnyBundle | None = None,
+    *,
+    runtimes: Sequence[str] | None = None,
+    images: Images = (),
+    count: int = 4,
+    tau: float | None = None,
+    gbm: float | None = None,
+    dense: bool = False,
+    output: AnyPath | None = None,
+    inputs: AnyPath | None = None,
+    outputs: AnyPath | None = None,
+) -> Comparison:
+    """Runs two bundles, or two runtimes of one, on the same windows, and tells where they part.
+
+    Args:
+        first: see above.
+        second: by default the first again.
+        runtimes: of the first and of the second, or one for both; by default, for one bundle PyTorch and the best
+            runtime that can execute it here, for two bundles the best for each.
+        images: pictures to compare on, `count` of them spread evenly.
+        count: how many.
+        tau: CLAP's threshold instead of each bundle's.
+        gbm: GBM's multiplier or threshold instead of each bundle's.
+        dense: runs both without merging.
+        output: folder that keeps inputs and outputs, in Polygraphy's format.
+        inputs: inputs in that format instead of pictures.
+        outputs: outputs in that format, made from `inputs`, instead of a second run.
+
+    Raises:
+        BundleError: the two do not take the same windows, or a file is none of Polygraphy's.
+        RuntimeUnavailableError: a runtime cannot run here.
+    """
+    one, _ = chosen(first, None)
+    other = one if second is None else chosen(second, None)[0]
+    check_comparable(one.signature, other.signature)
+    names = _runtimes_to_compare(one, other, runtimes)
+    if outputs is not None and inputs is None:
+        raise BundleError("expected the inputs that the outputs were made from, got outputs alone: name both files")
+    feeds = load_inputs(Path(inputs)) if inputs else _feeds(parity_windows(one.recipe, _pictures(images), count))
+    runs = [_all_outputs(one, names[0], feeds, given_thresholds(one, tau, gbm, dense))]
+    titles = [f"{bundle.path.name} on {name}" for bundle, name in zip((one, other), names, strict=True)]
+    if outputs is None:
+        runs.append(_all_outputs(other, names[1], feeds, given_thresholds(other, tau, gbm, dense)))
+    else:
+        titles[1], kept = load_outputs(Path(outputs))
+        runs.append(kept)
+    if output is not None:
+        thresholds = {**one.signature.defaults, **given_thresholds(one, tau, gbm, dense)}
+        _keep(Path(output), [{**thresholds, **feed} for feed in feeds], titles, runs)
+    if len(runs[0]) != len(runs[1]):
+        raise BundleError(f"expected outputs of {len(runs[0])} runs, got {len(runs[1])}: they come from other inputs")
+    merges = (one.signature.merges, other.signature.merges)
+    windows = tuple(difference(merges, pair) for pair in zip(*runs, strict=True))
+    return Comparison(titles[0], titles[1], windows, 100 * one.recipe.gates.label_agreement)
+
+
+def _feeds(windows: NDArray[Any]) -> list[dict[str, NDArray[Any]]]:
+    return [{"image": window[None]} for window in windows]
+
+
+def _runtimes_to_compare(one: Bundle, other: Bundle, given: Sequence[str] | None) -> tuple[str, str]:
+    if given is not None and not 1 <= len(given) <= 2:
+        raise BundleError(f"expected one runtime or two, got {len(given)}")
+    if given is not None:
+        return given[0], given[-1]
+    best = default_runtime(one.files), default_runtime(other.files)
+    return best if one is not other else ("torch", best[1])
+
+
+def _all_outputs(
+    bundle: Bundle, runtime: str, feeds: Sequence[Mapping[str, Any]], thresholds: Mapping[str, float]
+) -> list[dict[str, NDArray[Any]]]:
+    """Every output of the network for each of the feeds."""
+    given = {name: np.float32(value) for name, value in thresholds.items()}
+    names = [tensor.name for tensor in bundle.signature.outputs]
+    read = {tensor.name for tensor in bundle.signature.inputs}
+    with runner(bundle, runtime) as run:
+        return [run.infer({n: v for n, v in {**given, **feed}.items() if n in read}, names) for feed in feeds]
+
+
+def _keep(
+    folder: Path, feeds: Sequence[Mapping[str, Any]], titles: Sequence[str], runs: Sequence[Sequence[Mapping[str, Any]]]
+) -> None:
+    """Inputs and outputs of two runs, in Polygraphy's format."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BundleError(f"expected a folder for inputs and outputs, got {folder} ({error.strerror})") from error
+    save_inputs(
+        [{n: np.asarray(v, np.float32) if n != "image" else v for n, v in one.items()} for one in feeds],
+        folder / "inputs.json",
+    )
+    for name, title, run in zip(("first", "second"), titles, runs, strict=True):
+        save_outputs(run, title, folder / f"{name}.json")
 
 
 def _pictures(images: Images) -> list[Path]:

@@ -7,11 +7,12 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from math import inf, isfinite
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from algm_deploy.cli.settings import finite, percent, positive
+from algm_deploy.cli import arguments
+from algm_deploy.cli.saying import say
 from algm_deploy.errors import GateError, PlanError, RecipeError
 
 if TYPE_CHECKING:
@@ -22,84 +23,114 @@ if TYPE_CHECKING:
     from algm_deploy.report.gallery import Example
     from algm_deploy.tuning.trial import Evaluate, Trial
 
-Add = Callable[[argparse.ArgumentParser], None]
-
 PICTURED = 3  # photos of the held-out part on a page
 AIMS = {"reference": ("reference", "drop"), "best": (), "gmacs": ("target",), "throughput": ("target",)}
 """Each aim, and the flags that are read for it alone."""
 
-_FLAGS: dict[str, dict[str, Any]] = {
-    "--data": {"type": Path, "required": True, "help": "root folder of a labelled data set"},
-    "--split": {"help": "split to use; default: the one that results are published on"},
-    "--limit": {"type": positive, "help": "use that many images of a split, spread evenly"},
-    "--held-out": {"help": "split to report on; default: the second half of each slice is kept back"},
-    "--held-out-limit": {"type": positive, "metavar": "LIMIT", "help": "of --held-out; default: as --limit"},
-    "--layers": {"choices": ("first", "all"), "default": "first", "help": "blocks to measure (default first)"},
-    "--knob": {"choices": ("tau", "gbm"), "default": "tau", "help": "threshold to search (default tau)"},
-    "--aim": {
-        "choices": [*AIMS],
-        "default": "reference",
-        "help": "merge most at the mIoU of --reference (default); reach the best mIoU; merge least within a budget of "
-        "multiply-adds, or at a throughput, which --target gives",
-    },
-    "--target": {"type": finite, "help": "multiply-adds of a window in 10^9 at most, or img/s at least"},
-    "--reference": {
-        "help": "whose mIoU to keep: dense (default), clap (the same without GBM), a number in percent, or another "
-        "bundle, without merging"
-    },
-    "--drop": {"type": finite, "help": "points of mIoU that may be lost to the reference (default 0)"},
-    "--range": {"type": float, "nargs": 3, "metavar": ("LOW", "HIGH", "STEP"), "help": "values to try, evenly spaced"},
-    "--values": {"type": float, "nargs": "+", "metavar": "VALUE", "default": (), "help": "values to try, one by one"},
-    "--curve": {"action": "store_true", "help": "measure every value, also held out; default: as many as it takes"},
-    "--time": {"action": "store_true", "help": "time each value as well, in turns with the network without merging"},
-    "--count": {"type": positive, "default": 1, "help": "how many GBM blocks to place (default 1)"},
-    "--tau": {"type": float, "help": "CLAP threshold instead of the bundle's"},
-    "--gbm": {"type": float, "help": "GBM threshold, or multiplier, instead of the bundle's"},
-    "--variant": {
-        "action": "append",
-        "default": [],
-        "metavar": "KEY=VALUE",
-        "help": "merge otherwise than ALGM does, in PyTorch only: clap_feature or gbm_feature=query, key, value; "
-        "reduction=first, random, copies; after_mlp=true; seed=N; no recipe can say so, so none is written",
-    },
-}
-_DATA = ("--data", "--dataset", "--split", "--limit")
-_PARTS = (*_DATA, "--slice", "--held-out", "--held-out-limit", "--reference", "--drop", "--tau", "--variant")
-_VALUES = ("--gbm", "--knob", "--aim", "--target", "--range", "--values", "--curve", "--time")
 
-
-def add_searches(
-    tune: argparse.ArgumentParser, add_bundle: Add, add_runtime: Add, dataset_help: str, slice_help: str
-) -> None:
-    """Adds a command for each search to `tune`; flags that other commands have as well come from there."""
-    known = {**_FLAGS, "--dataset": {"help": dataset_help}, "--slice": {"help": slice_help}}
+def add_tune(commands: Any) -> None:
+    """Adds `tune` to the commands, and to it a command for each search."""
+    about = "A threshold or a place to merge at from your data, or what merging does to attention"
+    tune = commands.add_parser("tune", help=about[0].lower() + about[1:], description=about)
     searches = tune.add_subparsers(dest="search", required=True, metavar="SEARCH")
-    for run, output, adds, flags in (
-        (tune_rule, "tuned.toml", (_pictures_or_data,), (*_DATA[1:], "--layers")),
-        (tune_threshold, "tuned.toml", (add_runtime,), (*_PARTS, *_VALUES)),
-        (tune_positions, "tuned.toml", (), (*_PARTS, "--count")),
-        (tune_attention, "attention.html", (), (*_DATA, "--tau", "--gbm")),
+    for run, add_flags, output in (
+        (tune_rule, _rule_flags, "tuned.toml"),
+        (tune_threshold, _threshold_flags, "tuned.toml"),
+        (tune_positions, _position_flags, "tuned.toml"),
+        (tune_attention, _attention_flags, "attention.html"),
     ):
         text, name = str(run.__doc__).rstrip("."), run.__name__.removeprefix("tune_")
-        command = searches.add_parser(name, help=text[0].lower() + text[1:], description=text, allow_abbrev=False)
+        command = searches.add_parser(name, help=text[0].lower() + text[1:], description=text)
         command.set_defaults(run=run)
-        for add in (add_bundle, *adds):
-            add(command)
-        for flag in flags:
-            command.add_argument(flag, **known[flag])
+        arguments.bundle(command)
+        add_flags(command)
         what = "recipe to write; a page .html and pictures .png come beside it" if output.endswith("toml") else "page"
-        command.add_argument("-o", "--output", type=Path, default=Path(output), help=f"{what} (default {output})")
+        command.add_argument(
+            "-o", "--output", type=arguments.path, default=Path(output), help=f"{what} (default {output})"
+        )
+        arguments.talk(command)
 
 
-def _pictures_or_data(command: argparse.ArgumentParser) -> None:
-    pictures = command.add_mutually_exclusive_group(required=True)
-    pictures.add_argument("--images", type=Path, nargs="+", default=[], help="photos without labels, or folders")
-    pictures.add_argument("--data", type=Path, help="root folder of a data set, whose labels part pairs by class")
+def _rule_flags(command: arguments.Parser) -> None:
+    arguments.images(command, "those of --data")
+    _data_flags(command, required=False)
+    command.add_argument(
+        "--layers", choices=("first", "all"), default="first", help="blocks to measure (default first)"
+    )
 
 
-def tune(options: argparse.Namespace) -> int:
-    """A threshold or a place to merge at from your data, or what merging does to attention."""
-    raise AssertionError(f"argparse lets nobody leave the search out, got {options}")
+def _data_flags(command: arguments.Parser, required: bool = True) -> None:
+    arguments.dataset(command, required)
+    command.add_argument("--limit", type=arguments.positive, help="use that many images of a split, spread evenly")
+
+
+def _search_flags(command: arguments.Parser) -> None:
+    _data_flags(command)
+    command.add_argument("--held-out", help="split to report on; default: the second half of each slice is kept back")
+    command.add_argument(
+        "--held-out-limit", type=arguments.positive, metavar="LIMIT", help="of --held-out; default: as --limit"
+    )
+    command.add_argument(
+        "--reference",
+        help="whose mIoU to keep: dense (default), clap (the same without GBM), a number in percent, or another "
+        "bundle, without merging",
+    )
+    command.add_argument(
+        "--drop", type=arguments.finite, help="points of mIoU that may be lost to the reference (default 0)"
+    )
+    command.add_argument("--tau", type=arguments.finite, help="CLAP's threshold instead of the bundle's")
+    command.add_argument(
+        "--variant",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="merge otherwise than ALGM does, in PyTorch only: clap_feature or gbm_feature=query, key, value; "
+        "reduction=first, random, copies; after_mlp=true; seed=N; no recipe can say so, so none is written",
+    )
+
+
+def _threshold_flags(command: arguments.Parser) -> None:
+    arguments.runtime(command)
+    _search_flags(command)
+    command.add_argument("--gbm", type=arguments.finite, help="GBM's multiplier or threshold instead of the bundle's")
+    command.add_argument("--knob", choices=("tau", "gbm"), default="tau", help="threshold to search (default tau)")
+    command.add_argument(
+        "--aim",
+        choices=[*AIMS],
+        default="reference",
+        help="merge most at the mIoU of --reference (default); reach the best mIoU; merge least within a budget of "
+        "multiply-adds, or at a throughput, which --target gives",
+    )
+    command.add_argument(
+        "--target", type=arguments.finite, help="multiply-adds of a window in 10^9 at most, or img/s at least"
+    )
+    command.add_argument(
+        "--range", type=arguments.finite, nargs=3, metavar=("LOW", "HIGH", "STEP"), help="values to try, evenly spaced"
+    )
+    command.add_argument(
+        "--values",
+        type=arguments.several(arguments.finite),
+        metavar="VALUE,VALUE",
+        default=(),
+        help="values to try, one by one",
+    )
+    command.add_argument(
+        "--curve", action="store_true", help="measure every value, also held out; default: as many as it takes"
+    )
+    command.add_argument(
+        "--time", action="store_true", help="time each value as well, in turns with the network without merging"
+    )
+
+
+def _position_flags(command: arguments.Parser) -> None:
+    _search_flags(command)
+    command.add_argument("--count", type=arguments.positive, default=1, help="how many GBM blocks to place (default 1)")
+
+
+def _attention_flags(command: arguments.Parser) -> None:
+    _data_flags(command)
+    command.add_argument("--tau", type=arguments.finite, help="CLAP's threshold instead of the bundle's")
+    command.add_argument("--gbm", type=arguments.finite, help="GBM's multiplier or threshold instead of the bundle's")
 
 
 # ------------------------------------------------------------------------------------------------------------ searches
@@ -111,6 +142,8 @@ def tune_rule(options: argparse.Namespace) -> int:
     from algm_deploy.tuning.similarity import Picture, pictures_of, tune_by_rule
 
     bundle = _opened(options, ".toml")
+    if bool(options.images) == bool(options.data):
+        raise RecipeError("expected either --images with photos or --data with a data set")
     layers = (1,) if options.layers == "first" else tuple(range(1, bundle.recipe.network.encoder_depth + 1))
     dataset = _dataset(bundle, options) if options.data else None
     pictures = pictures_of(dataset) if dataset else [Picture(path) for path in find_images(options.images)]
@@ -125,11 +158,12 @@ def tune_threshold(options: argparse.Namespace) -> int:
 
     bundle = _opened(options, ".toml")
     timed = options.time or options.aim == "throughput"
-    if options.variant and (options.runtime != "torch" or timed):
+    if options.variant and (options.runtime not in (None, "torch") or timed):
         raise PlanError(
             f"expected --runtime torch and no times with --variant, got {options.runtime}: variants of merging exist "
             "in PyTorch only, to be evaluated; graphs and engines merge as ALGM does"
         )
+    options.runtime = "torch" if options.variant else arguments.runtime_of(options, bundle)
     if timed:
         check_verified(bundle, options.runtime)
     trial = _trial(bundle, options, in_process=bool(options.variant))
@@ -198,7 +232,7 @@ def _trial(bundle: Bundle, options: argparse.Namespace, in_process: bool) -> Tri
     reference, limit = None, getattr(options, "target", None)
     if aim == "reference":
         name, measure = _reference(options, evaluate, plan)
-        limit = (percent(name) if measure is None else miou_of(measure(tuning))) - (options.drop or 0.0)
+        limit = (_percent(name) if measure is None else miou_of(measure(tuning))) - (options.drop or 0.0)
         reference = (name, measure) if measure and name != "dense" else None
     return Trial(evaluate, plan, Goal(aim, limit), tuning, held_out, reference, tuple(options.variant))
 
@@ -218,6 +252,16 @@ def _reference(
         runtime = getattr(options, "runtime", "torch")
         return f"dense {folder.name}", partial(_on_runtime(Bundle.open(folder), runtime), DENSE)
     return name, None
+
+
+def _percent(text: str) -> float:
+    """A number where a reference may also have a name."""
+    try:
+        return arguments.finite(text)
+    except argparse.ArgumentTypeError as error:
+        raise RecipeError(
+            f"expected dense, clap, an mIoU in percent or a bundle as --reference, got {text!r}"
+        ) from error
 
 
 def _plan(bundle: Bundle, options: argparse.Namespace) -> MergePlan:
@@ -240,10 +284,7 @@ def _values(options: argparse.Namespace) -> list[float]:
     """The candidates that are given, ascending; none where the search chooses them."""
     from algm_deploy.tuning.search import steps
 
-    values = sorted({*options.values, *(steps(*options.range) if options.range else ())})
-    if not all(map(isfinite, values)):
-        raise RecipeError(f"expected finite --values, got {values}: above 1 CLAP merges nothing")
-    return values
+    return sorted({*options.values, *(steps(*options.range) if options.range else ())})
 
 
 def _on_runtime(bundle: Bundle, runtime: str) -> Evaluate:
@@ -255,7 +296,9 @@ def _on_runtime(bundle: Bundle, runtime: str) -> Evaluate:
         if plan == DENSE:
             return deployment.evaluate(bundle, dataset, runtime, dense=True)
         given = _given(plan, bundle)
-        return deployment.evaluate(bundle, dataset, runtime, tau=given.get("clap_threshold"), gbm=given.get("gbm_threshold"))
+        return deployment.evaluate(
+            bundle, dataset, runtime, tau=given.get("clap_threshold"), gbm=given.get("gbm_threshold")
+        )
 
     return evaluate
 
@@ -332,12 +375,12 @@ def _kept(
     from algm_deploy.recipe.writing import write_recipe
     from algm_deploy.report.tuning import tuning_page, tuning_text, write_tuning
 
-    print(f"{tuning_text(found)}\n")
+    say(f"{tuning_text(found)}\n")
     bundle.record(found)
     if examples:
-        print(options.output.with_suffix(".png"))
-    print(write_tuning(found, bundle.recipe.name, options.output.with_suffix(".html"), examples))
+        say(str(options.output.with_suffix(".png")))
+    say(str(write_tuning(found, bundle.recipe.name, options.output.with_suffix(".html"), examples)))
     if plan and reached and not getattr(options, "variant", None):
         comments = (f"By algm-deploy tune: {found.title}.", *tuning_page(found).lines)
-        print(write_recipe(replace(bundle.recipe, merging=plan), comments, options.output))
+        say(str(write_recipe(replace(bundle.recipe, merging=plan), comments, options.output)))
     return 0 if reached else GateError.exit_code

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import cv2
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
+from tqdm import tqdm
 
 from algm_deploy.bundle.files import write_atomically
 from algm_deploy.bundle.signature import CLAP_THRESHOLD
@@ -20,6 +22,7 @@ from algm_deploy.evaluation.datasets import Classes
 from algm_deploy.pictures.preprocessing import Pixels, read_photo
 from algm_deploy.pictures.sliding import Labels, Prediction
 from algm_deploy.pictures.sources import WRITTEN
+from algm_deploy.pictures.video import Video, video_writer
 from algm_deploy.predictor import Predictor, network_canvas
 from algm_deploy.recipe.schema import MergePlan, Size, patch_margins
 from algm_deploy.report.colors import classes_of, colored, value_colors
@@ -76,16 +79,59 @@ class PictureWriter:
             GateError: the runtime's token maps contradict its token counts.
             BundleError: the pictures cannot be written.
         """
-        if self._photos.setdefault(photo.stem, photo) != photo:
-            raise ImageError(
-                f"{photo} and {self._photos[photo.stem]} would share the names of their pictures: rename one"
-            )
+        self._claim(photo)
         written = []
         for ending, picture in self._pictures(photo).items():
             written.append(self.folder / (photo.stem + ending))
             with write_atomically(written[-1]) as path:
                 picture.save(path)
         return written
+
+    def write_video(self, video: Path, frames: Literal["overlay", "labels"]) -> list[Path]:
+        """Predicts a video, frame by frame in batches: NAME.overlay.mp4, or a folder NAME.labels with a PNG a frame.
+
+        Raises:
+            ImageError: the video or one of its frames cannot be read, or another one of the same name was written.
+            BundleError: the result cannot be written.
+        """
+        self._claim(video)
+        with Video(video) as opened:
+            pixels: deque[Rgb] = deque()
+            results = self.predictor.predictions(self._frames(video, opened, pixels))
+            progress = tqdm(results, video.name, opened.length, unit="frame", disable=None, leave=False)
+            pairs = ((pixels.popleft(), one.labels) for one in progress)
+            if frames == "overlay":
+                return [self._overlay_video(video, opened.rate, pairs)]
+            return self._label_maps(video, pairs)
+
+    def _frames(self, video: Path, opened: Video, kept: deque[Rgb]) -> Iterator[Rgb]:
+        for number, frame in enumerate(opened):
+            if frame is None:
+                raise ImageError(f"{video}, frame {number}: its data is damaged: repair or cut the video")
+            kept.append(frame)
+            yield frame
+
+    def _overlay_video(self, video: Path, rate: float, pairs: Iterable[tuple[Rgb, Labels]]) -> Path:
+        path = self.folder / f"{video.stem}.overlay.mp4"
+        with video_writer(path, rate) as write:
+            for frame, labels in pairs:
+                write(blended(frame, labels, self.classes, frame.shape[:2]))
+        return path
+
+    def _label_maps(self, video: Path, pairs: Iterable[tuple[Rgb, Labels]]) -> list[Path]:
+        folder = self.folder / f"{video.stem}.labels"
+        folder.mkdir(exist_ok=True)
+        for number, (_, labels) in enumerate(pairs):
+            with write_atomically(folder / f"{number:06}.png") as path:
+                labels_picture(labels, self.classes).save(path)
+        return [folder]
+
+    def _claim(self, source: Path) -> None:
+        """Refuses a second file whose pictures would have the names of the first one's."""
+        if self._photos.setdefault(source.stem, source) != source:
+            raise ImageError(
+                f"{source} and {self._photos[source.stem]} would share the names of their pictures: rename one"
+            )
 
     def _pictures(self, photo: Path) -> dict[str, Image.Image]:
         """The finished pictures of a photo by their endings."""
@@ -157,14 +203,20 @@ def labels_picture(labels: Labels, classes: Classes) -> Image.Image:
     return picture
 
 
+def blended(photo: Rgb, labels: Labels, classes: Classes, size: Size) -> Rgb:
+    """Class colours laid over a photo (H, W, 3), their borders drawn, in the size (height, width)."""
+    where = cv2.resize(labels.astype(np.int32), size[::-1], interpolation=cv2.INTER_NEAREST).astype(np.int32)
+    mixed = cv2.addWeighted(colored(where, classes), _BLEND, _resized(photo, size), 1 - _BLEND, 0)
+    mixed[_borders(where)] = _OUTLINE
+    return np.asarray(mixed, np.uint8)
+
+
 def overlay(photo: Rgb, labels: Labels, classes: Classes) -> Image.Image:
     """Class colours laid over a photo (H, W, 3), and below it the classes present with the share they cover."""
     height, width = photo.shape[:2]
     wide = int(np.clip(width, *_OVERLAY_WIDTH))
     size = max(1, round(height * wide / width)), wide
-    where = cv2.resize(labels.astype(np.int32), size[::-1], interpolation=cv2.INTER_NEAREST)
-    mixed = cv2.addWeighted(colored(where.astype(np.int32), classes), _BLEND, _resized(photo, size), 1 - _BLEND, 0)
-    mixed[_borders(where)] = _OUTLINE
+    mixed = blended(photo, labels, classes, size)
     present, counts = np.unique(labels, return_counts=True)
     entries = [
         (classes.palette[index], f"{classes.names[index]} {_percent(count, labels.size)}")

@@ -17,6 +17,7 @@ from algm_deploy.bundle.records import (
     tokens_by_merge,
 )
 from algm_deploy.environment import Environment
+from algm_deploy.parity.pairwise import Comparison
 from algm_deploy.recipe.schema import MergePlan
 from algm_deploy.report.published import NO_REDUCTION, Published
 from algm_deploy.report.records import Measured, baseline, may_share_row, plan_name
@@ -324,6 +325,39 @@ def file_table(files: Mapping[str, FileEntry]) -> Table:
     """Files of a bundle in order of their names."""
     rows = [(name, f"{one.size_bytes / 1e6:.2f}", f"{one.sha256[:12]}…") for name, one in sorted(files.items())]
     return Table(("file", "MB", "SHA-256"), rows)
+
+
+def comparison_table(found: Comparison) -> Table:
+    """Two executables window by window: tokens of both, patches grouped otherwise after each merge, labels, scores."""
+    merges = list(dict.fromkeys(name for one in found.windows for counts in one.tokens for name in counts))
+    titles = merge_titles(merges)
+    header = ("window", *(f"tokens after {title}" for title in titles.values()))
+    header += (*(f"grouped otherwise by {title}" for title in titles.values()), "labels equal %", "scores differ by")
+    rows = []
+    for number, one in enumerate(found.windows):
+        tokens = [" / ".join(shown(counts.get(merge)) for counts in one.tokens) for merge in titles]
+        grouped = [shown(one.patches_grouped_otherwise.get(merge)) for merge in titles]
+        scores = UNKNOWN if one.scores_difference_max is None else f"{one.scores_difference_max:.1e}"
+        rows.append((str(number), *tokens, *grouped, shown(one.labels_equal_percent, 3), scores))
+    return Table(header, rows)
+
+
+def comparison_lines(found: Comparison) -> list[str]:
+    """The verdict about two executables in words."""
+    lines = [f"first: {found.first}; second: {found.second}"]
+    apart = [(number, one.first_merge) for number, one in enumerate(found.windows) if one.first_merge]
+    if apart:
+        number, merge = apart[0]
+        title = merge_titles([merge])[merge]
+        lines.append(
+            f"{counted(len(apart), 'windows')} decide otherwise, first window {number} in {title}: what comes after "
+            "differs for that reason; `verify` tells whether rounding explains it"
+        )
+    else:
+        lines.append("all merge decisions are the same")
+    worst = min(one.labels_equal_percent for one in found.windows)
+    lines.append(f"labels equal: at least {worst:.3f} % in each window, {found.gate_percent:g} % are asked for")
+    return lines
 
 
 # -------------------------------------------------------------------------------------------------------------- values

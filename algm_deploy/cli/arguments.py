@@ -1,0 +1,276 @@
+"""Flags that commands share, each declared once, and the types of values.
+
+No flag takes a varying number of values: a list is one value with commas, or the flag comes again. So flags and names may
+stand in any order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tomllib
+from collections.abc import Callable, Sequence
+from math import isnan
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from algm_deploy.errors import RecipeError
+from algm_deploy.recipe.reading import checked
+from algm_deploy.recipe.schema import DENSE
+from algm_deploy.runners.registry import RUNTIMES, default_runtime
+
+if TYPE_CHECKING:
+    from algm_deploy.bundle.store import Bundle
+
+_SLICE = (
+    "how to group images for figures by slice: folder; FILE.csv:COLUMN with the images' names in the first column; or "
+    "a regular expression whose group, or match, in an image's name is its slice; default: the data set's own"
+)
+
+
+class Parser(argparse.ArgumentParser):
+    """Takes flags and names in any order, and no flag by half its name."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, allow_abbrev=False, **options)
+        self._any_order = False
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse, names and flags intermixed; what it calls in turn is argparse's own."""
+        if self._any_order or self._subparsers is not None:
+            return super().parse_known_args(args, namespace)
+        self._any_order = True
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self._any_order = False
+
+    def error(self, message: str) -> NoReturn:
+        """One sentence and where help is; argparse would print every flag first."""
+        print(f"{self.prog}: {message}; `{self.prog} --help` tells more", file=sys.stderr)
+        raise SystemExit(2)
+
+
+# ---------------------------------------------------------------------------------------------------------------- types
+
+
+def path(text: str) -> Path:
+    """A path; an empty one, such as that of an unset variable, would mean the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected a path, got an empty text: is a variable unset?")
+    return Path(text)
+
+
+def size(text: str) -> tuple[int, int]:
+    """HEIGHTxWIDTH in pixels."""
+    height, separator, width = text.partition("x")
+    if not separator:
+        raise argparse.ArgumentTypeError(f"expected HEIGHTxWIDTH in pixels, such as 512x1024, got {text!r}")
+    return positive(height), positive(width)
+
+
+def threshold(text: str) -> float:
+    """A similarity, or inf to merge nothing."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = float("nan")
+    if isnan(number):
+        raise argparse.ArgumentTypeError(f"expected a number, or inf to merge nothing, got {text!r:.50}")
+    return number
+
+
+def finite(text: str) -> float:
+    """A number, not infinity."""
+    number = threshold(text)
+    if abs(number) == float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a finite number, got {text!r:.50}")
+    return number
+
+
+def count(text: str) -> int:
+    """A whole number of at least 0."""
+    return 0 if text == "0" else positive(text)
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    return up_to(999_999_999)(text)
+
+
+def up_to(limit: int) -> Callable[[str], int]:
+    """A whole number from 1 to `limit`, such as that of pictures that lie in memory at once."""
+
+    def number(text: str) -> int:
+        if not text.isdecimal() or not text.strip("0"):
+            raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r:.50}")
+        if len(text) > len(str(limit)) or int(text) > limit:
+            raise argparse.ArgumentTypeError(f"expected a whole number up to {limit}, got {text!r:.50}")
+        return int(text)
+
+    return number
+
+
+def several(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
+    """Values of one kind, with commas between them."""
+
+    def values(text: str) -> tuple[Any, ...]:
+        return tuple(kind(part.strip()) for part in text.split(","))
+
+    return values
+
+
+def setting(text: str) -> tuple[str, Any]:
+    """KEY=VALUE of a recipe; the value as TOML, or the text itself."""
+    key, separator, value = text.partition("=")
+    if not separator:
+        raise RecipeError(f"expected --set KEY=VALUE, such as merging.order=raster; got {text!r}")
+    try:
+        found = tomllib.loads(f"value = {value}")["value"]
+    except (ValueError, RecursionError):
+        found = value
+    return key, checked(key, found)
+
+
+# ---------------------------------------------------------------------------------------------------------------- flags
+
+
+def bundle(command: Parser) -> None:
+    """The bundle a command works on."""
+    command.add_argument("bundle", type=path, metavar="BUNDLE", help="folder that export or deploy wrote")
+
+
+def runtime(command: Parser) -> None:
+    """What executes."""
+    command.add_argument(
+        "--runtime",
+        choices=tuple(RUNTIMES),
+        help="what executes; default: the best that can execute here, and it says so",
+    )
+
+
+def device(command: Parser) -> None:
+    """Where it executes."""
+    command.add_argument("--device", metavar="DEVICE", help="cpu, cuda or cuda:1; default: the runtime's usual one")
+
+
+def images(command: Parser, default: str) -> None:
+    """Photos of the user's."""
+    command.add_argument(
+        "--images",
+        type=path,
+        action="append",
+        default=[],
+        metavar="PHOTO",
+        help=f"photo or folder of photos, may come again; default: {default}",
+    )
+
+
+def dataset(command: Parser, required: bool) -> None:
+    """A labelled data set."""
+    command.add_argument(
+        "--data", type=path, required=required, help="root folder of a data set in its official layout"
+    )
+    command.add_argument(
+        "--dataset",
+        help="its name, or folder for labelled photos of your own with a classes.json; default: the bundle's",
+    )
+    command.add_argument("--split", help="default: the split its results are published on")
+    command.add_argument("--slice", help=_SLICE)
+
+
+def thresholds(command: Parser) -> None:
+    """How much a run merges, instead of what the bundle says."""
+    group = command.add_argument_group("merging, instead of the bundle's thresholds")
+    group.add_argument(
+        "--tau", type=threshold, help="CLAP's threshold: the lower, the more merges; above 1 nothing does"
+    )
+    group.add_argument("--gbm", type=threshold, help="GBM's multiplier of the deviation, or its threshold")
+    group.add_argument("--dense", action="store_true", help="merge nothing: what merging costs is the difference")
+
+
+def as_json(command: Parser) -> None:
+    """For programs."""
+    command.add_argument("--json", action="store_true", help="print the record as JSON, and nothing else")
+
+
+def talk(command: Parser) -> None:
+    """How much is said."""
+    group = command.add_mutually_exclusive_group()
+    group.add_argument("-v", "--verbose", action="store_true", help="also say what is usually left out")
+    group.add_argument("-q", "--quiet", action="store_true", help="no progress bars and no notes")
+
+
+def settings(command: Parser) -> None:
+    """What a bundle is exported with."""
+    command.add_argument("checkpoint", type=path, metavar="CHECKPOINT", help="a file, its folder, or that of its parts")
+    command.add_argument("-o", "--output", type=path, required=True, metavar="BUNDLE", help="folder to write")
+    command.add_argument(
+        "--recipe", help="recipe by name (see list) or TOML file; default: the checkpoint's variant.yml"
+    )
+    command.add_argument(
+        "--image-size",
+        type=size,
+        metavar="HxW",
+        help="input of the network in pixels; other than the protocol's window: photos are resized to it as a whole",
+    )
+    tail = command.add_mutually_exclusive_group()
+    tail.add_argument("--scores", action="store_true", help="output class scores (default)")
+    tail.add_argument("--labels", action="store_true", help="output label maps only: fastest")
+    command.add_argument("--precision", choices=("fp32", "fp16"), help="of weights and tokens; default: the recipe's")
+    command.add_argument("--max-batch", type=positive, help="largest batch the bundle takes; default: the recipe's")
+    command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any setting of the recipe")
+    group = command.add_argument_group("merging, instead of the recipe's; what a run may still change")
+    group.add_argument("--tau", type=finite, help="CLAP's threshold: the lower, the more merges; above 1 nothing does")
+    group.add_argument("--gbm", type=finite, help="GBM's multiplier of the deviation, or its threshold")
+    group.add_argument("--dense", action="store_true", help="export the network without any merge")
+
+
+# --------------------------------------------------------------------------------------------------------------- values
+
+_SETTINGS = {
+    "image_size": "network.image_size",
+    "tau": "merging.clap_threshold",
+    "gbm": "merging.gbm_threshold",
+    "precision": "precision",
+    "max_batch": "max_batch",
+}
+_WITHOUT_MERGES = {
+    f"merging.{name}": getattr(DENSE, name) for name in ("clap_layers", "gbm_layers", "tome_r", "method")
+}
+
+
+def given_settings(options: argparse.Namespace) -> dict[str, Any]:
+    """Recipe settings from the flags of `settings`.
+
+    Raises:
+        RecipeError: --dense beside a threshold, an unknown setting, or a value that does not fit.
+    """
+    given = {key: value for flag, key in _SETTINGS.items() if (value := getattr(options, flag)) is not None}
+    if options.scores or options.labels:
+        given["output"] = "labels" if options.labels else "scores"
+    if options.dense:
+        if options.tau is not None or options.gbm is not None:
+            raise RecipeError("expected --dense without --tau and --gbm: a network without merges reads no threshold")
+        given |= _WITHOUT_MERGES
+    return given | dict(map(setting, options.set))
+
+
+def given_thresholds(options: argparse.Namespace) -> dict[str, Any]:
+    """The arguments `tau`, `gbm` and `dense` of the Python functions, from the flags of `thresholds`."""
+    return {"tau": options.tau, "gbm": options.gbm, "dense": options.dense}
+
+
+def runtime_of(options: argparse.Namespace, bundle: Bundle | None = None) -> str:
+    """The runtime that --runtime names, or the best that can execute the bundle here, which is said aloud."""
+    if options.runtime:
+        return str(options.runtime)
+    name = default_runtime(bundle.files) if bundle else default_runtime()
+    if not options.quiet:
+        print(f"runtime: {name}, the best that can execute here (--runtime chooses another)", file=sys.stderr)
+    return name
+
+
+def listed(values: Sequence[object]) -> str:
+    """Values with commas between them."""
+    return ", ".join(map(str, values))

@@ -1,0 +1,244 @@
+"""Commands that prove and measure: verify, evaluate, bench, compare."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from algm_deploy.cli import arguments
+from algm_deploy.cli.saying import note, say, say_json
+from algm_deploy.errors import DatasetError, GateError
+
+if TYPE_CHECKING:
+    from algm_deploy.bundle.records import Parity, ProtocolName
+    from algm_deploy.bundle.store import Bundle
+    from algm_deploy.evaluation.datasets import Dataset
+
+
+def picture_flags(command: arguments.Parser) -> None:
+    """Pictures for parity."""
+    arguments.images(command, "the drawn scenes that ship")
+    command.add_argument("--count", type=arguments.up_to(256), default=4, help="how many of them (default 4)")
+
+
+# --------------------------------------------------------------------------------------------------------------- verify
+
+
+def verify_flags(command: arguments.Parser) -> None:
+    """Flags of verify."""
+    arguments.bundle(command)
+    arguments.runtime(command)
+    picture_flags(command)
+    arguments.as_json(command)
+
+
+def verify(options: argparse.Namespace) -> int:
+    """Parity chain of a bundle on a runtime."""
+    from algm_deploy.bundle.store import Bundle
+
+    bundle = Bundle.open(options.bundle)
+    record = verified(bundle, arguments.runtime_of(options, bundle), options)
+    return 0 if record.passed else GateError.exit_code
+
+
+def verified(bundle: Bundle, runtime: str, options: argparse.Namespace) -> Parity:
+    """Verifies, and prints the chain."""
+    from algm_deploy.deployment import verify
+    from algm_deploy.report.tables import text_table
+    from algm_deploy.wording import counted
+
+    record = verify(bundle, runtime, images=options.images, count=options.count, progress=not options.quiet)
+    if getattr(options, "json", False):
+        say_json(record)
+        return record
+    rows = [
+        (str(link.number), link.name, "ok" if link.passed else "FAILED", link.measured, link.gate)
+        for link in record.links
+    ]
+    say(text_table(("", "link", "result", f"measured, {runtime}", "would pass at"), rows))
+    hint = "" if options.images else " (give --images for your own)"
+    batches = arguments.listed(record.batches)
+    verdict = "passed" if record.passed else "FAILED"
+    say(f"{counted(record.images, record.pictures)}{hint}; batches of {batches}; {verdict}")
+    return record
+
+
+# ------------------------------------------------------------------------------------------------------------- evaluate
+
+
+def evaluate_flags(command: arguments.Parser) -> None:
+    """Flags of evaluate."""
+    arguments.bundle(command)
+    arguments.runtime(command)
+    arguments.dataset(command, required=True)
+    command.add_argument("--limit", type=arguments.positive, help="evaluate that many images, spread evenly")
+    arguments.thresholds(command)
+    arguments.as_json(command)
+
+
+def evaluate(options: argparse.Namespace) -> int:
+    """mIoU of a bundle on a data set."""
+    from algm_deploy.bundle.store import Bundle
+
+    bundle = Bundle.open(options.bundle)
+    runtime = arguments.runtime_of(options, bundle)
+    if problem := evaluated(bundle, runtime, options, arguments.given_thresholds(options)):
+        raise DatasetError(problem)
+    return 0
+
+
+def evaluated(bundle: Bundle, runtime: str, options: argparse.Namespace, thresholds: Mapping[str, Any]) -> str:
+    """Evaluates and prints; returns what is wrong with the figures, nothing where all images are in them."""
+    from algm_deploy.deployment import evaluate
+    from algm_deploy.report.tables import quality_table, text_table
+
+    dataset = dataset_of(bundle, options)
+    record = evaluate(bundle, dataset, runtime, limit=options.limit, **thresholds, progress=not options.quiet)
+    if getattr(options, "json", False):
+        say_json(record)
+    else:
+        say(text_table(*quality_table(record)))
+    for name, reason in record.failures.items():
+        note(options, f"not evaluated: {name}: {reason}")
+    if not record.failures:
+        return ""
+    return (
+        f"{len(record.failures)} of {record.images + len(record.failures)} images could not be evaluated, the figures "
+        "are those of the rest: mend these files and run it again, what is done is kept"
+    )
+
+
+def dataset_of(bundle: Bundle, options: argparse.Namespace) -> Dataset:
+    """The data set that the flags name."""
+    from algm_deploy.evaluation.datasets import open_dataset
+
+    return open_dataset(options.dataset or bundle.recipe.protocol.dataset, options.data, options.split, options.slice)
+
+
+# ---------------------------------------------------------------------------------------------------------------- bench
+
+
+def bench_flags(command: arguments.Parser) -> None:
+    """Flags of bench."""
+    arguments.bundle(command)
+    arguments.runtime(command)
+    arguments.images(command, "the drawn scenes that ship")
+    command.add_argument(
+        "--protocol",
+        choices=("duplicate", "mixed", "latency"),
+        default="latency",
+        help="batches of one picture repeated, of different pictures, or single pictures until the label map is back "
+        "on the host (default)",
+    )
+    command.add_argument("--batch", type=arguments.positive, help="pictures in a batch; default: the bundle's maximum")
+    command.add_argument(
+        "--count", type=arguments.up_to(1024), help="how many pictures (default 8, or a batch of them)"
+    )
+    command.add_argument("--warmup", type=arguments.count, help="calls before the clock counts (default 5)")
+    command.add_argument(
+        "--rounds",
+        type=arguments.positive,
+        help="rounds over the pictures at least; unsteady times get more (default 4)",
+    )
+    arguments.thresholds(command)
+    arguments.as_json(command)
+
+
+def bench(options: argparse.Namespace) -> int:
+    """Speed beside the dense network, by protocol."""
+    from algm_deploy.bundle.store import Bundle
+
+    bundle = Bundle.open(options.bundle)
+    numbers = {name: getattr(options, name) for name in ("batch", "warmup", "rounds")}
+    thresholds = arguments.given_thresholds(options)
+    timed(
+        bundle, arguments.runtime_of(options, bundle), options, options.protocol, options.count, **numbers, **thresholds
+    )
+    return 0
+
+
+def timed(
+    bundle: Bundle,
+    runtime: str,
+    options: argparse.Namespace,
+    protocol: ProtocolName,
+    count: int | None = None,
+    **request: Any,
+) -> None:
+    """Times, and prints a table with its conditions."""
+    from algm_deploy.deployment import bench
+    from algm_deploy.report.records import Measured, artifact_of
+    from algm_deploy.report.tables import condensed, speed_notes, speed_table, text_table
+
+    progress = not options.quiet
+    records = bench(
+        bundle, runtime, images=options.images, protocol=protocol, count=count, **request, progress=progress
+    )
+    if getattr(options, "json", False):
+        say_json(records)
+        return
+    rows = [Measured(bundle.path.name, artifact_of(bundle, record), record) for record in records]
+    table, conditions = condensed(speed_table(rows))
+    say(f"{conditions}\n\n{text_table(*table)}")
+    for line in speed_notes(rows):
+        say(line)
+
+
+# -------------------------------------------------------------------------------------------------------------- compare
+
+
+def compare_flags(command: arguments.Parser) -> None:
+    """Flags of compare."""
+    arguments.bundle(command)
+    command.add_argument(
+        "other", nargs="?", type=arguments.path, metavar="OTHER", help="bundle to compare with; default: the same one"
+    )
+    command.add_argument(
+        "--runtimes",
+        type=arguments.several(str),
+        metavar="A[,B]",
+        help="what executes the first and the second; one name stands for both; default: torch and the best one here",
+    )
+    arguments.images(command, "the drawn scenes that ship")
+    command.add_argument("--count", type=arguments.up_to(256), default=4, help="how many of them (default 4)")
+    arguments.thresholds(command)
+    command.add_argument(
+        "-o", "--output", type=arguments.path, metavar="FOLDER", help="keep inputs and outputs, in Polygraphy's format"
+    )
+    command.add_argument(
+        "--load-inputs", type=arguments.path, metavar="FILE", help="inputs in Polygraphy's format instead of pictures"
+    )
+    command.add_argument(
+        "--load-outputs",
+        type=arguments.path,
+        metavar="FILE",
+        help="outputs in Polygraphy's format instead of a second run; with --load-inputs",
+    )
+    arguments.as_json(command)
+
+
+def compare(options: argparse.Namespace) -> int:
+    """Where two runtimes, or two bundles, part: merge decisions and labels of the same pictures."""
+    from algm_deploy.deployment import compare
+
+    found = compare(
+        options.bundle,
+        options.other,
+        runtimes=options.runtimes,
+        images=options.images,
+        count=options.count,
+        **arguments.given_thresholds(options),
+        output=options.output,
+        inputs=options.load_inputs,
+        outputs=options.load_outputs,
+    )
+    if options.json:
+        say_json(found)
+    else:
+        from algm_deploy.report.tables import comparison_lines, comparison_table, text_table
+
+        say(text_table(*comparison_table(found)))
+        for line in comparison_lines(found):
+            say(line)
+    return 0 if found.alike else GateError.exit_code

@@ -1,0 +1,100 @@
+"""Commands that use a bundle: predict, report."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from algm_deploy.cli import arguments, proving
+from algm_deploy.cli.saying import say
+from algm_deploy.errors import ImageError
+
+
+def predict_flags(command: arguments.Parser) -> None:
+    """Flags of predict."""
+    arguments.bundle(command)
+    command.add_argument(
+        "images", type=arguments.path, nargs="+", metavar="IMAGE", help="photos, videos, or folders of them"
+    )
+    command.add_argument(
+        "-o", "--output", type=arguments.path, default=Path("predictions"), help="folder for the pictures (predictions)"
+    )
+    command.add_argument(
+        "--frames",
+        choices=("overlay", "labels"),
+        default="overlay",
+        help="of a video: a video with the classes over it (default), or a label map a frame as PNG",
+    )
+    arguments.runtime(command)
+    arguments.device(command)
+    arguments.thresholds(command)
+
+
+def predict(options: argparse.Namespace) -> int:
+    """Label map, overlay and merged-token pictures of photos; overlays or label maps of videos."""
+    from tqdm import tqdm
+
+    from algm_deploy.bundle.store import Bundle
+    from algm_deploy.pictures.sources import find_sources, is_video
+    from algm_deploy.predictor import Predictor
+    from algm_deploy.report.pictures import PictureWriter
+
+    sources = find_sources(options.images)
+    failures: list[str] = []
+    thresholds = arguments.given_thresholds(options)
+    bundle = Bundle.open(options.bundle)
+    runtime = arguments.runtime_of(options, bundle)
+    with Predictor(bundle, runtime, device=options.device, **thresholds) as predictor:
+        writer = PictureWriter(predictor, options.output)
+        quiet = True if options.quiet or len(sources) == 1 else None
+        for source in tqdm(sources, "predict", unit="file", disable=quiet):
+            try:
+                written = writer.write_video(source, options.frames) if is_video(source) else writer.write(source)
+            except ImageError as error:
+                failures.append(str(error))
+                continue
+            for path in written:
+                tqdm.write(str(path))
+    if failures:
+        listed = "\n  ".join(failures) if len(sources) > 1 else failures[0]
+        raise ImageError(
+            f"{len(failures)} of {len(sources)} files could not be predicted:\n  {listed}"
+            if len(sources) > 1
+            else listed
+        )
+    return 0
+
+
+def report_flags(command: arguments.Parser) -> None:
+    """Flags of report."""
+    arguments.bundle(command)
+    command.add_argument(
+        "beside", type=arguments.path, nargs="*", metavar="OTHER", help="bundles to compare with, such as a dense one"
+    )
+    command.add_argument(
+        "-o", "--output", type=arguments.path, default=Path("report.html"), help="file to write (report.html)"
+    )
+    arguments.runtime(command)
+    arguments.images(command, "no pictures")
+    arguments.dataset(command, required=False)
+    command.add_argument(
+        "--count", type=arguments.up_to(100), default=3, help="how many photos of the data set (default 3)"
+    )
+
+
+def report(options: argparse.Namespace) -> int:
+    """One HTML page about a bundle."""
+    from algm_deploy.bundle.store import Bundle
+    from algm_deploy.pictures.sources import find_images
+    from algm_deploy.report.gallery import Photo, draw_gallery, labelled_photos
+    from algm_deploy.report.page import write_report
+
+    bundles = [Bundle.open(path) for path in (options.bundle, *options.beside)]
+    photos = [Photo(path.name, path) for path in find_images(options.images)] if options.images else []
+    if options.data:
+        photos += labelled_photos(proving.dataset_of(bundles[0], options), options.count)
+    gallery = None
+    if photos:
+        gallery = draw_gallery(bundles[0], arguments.runtime_of(options, bundles[0]), photos, not options.quiet)
+    say(str(write_report(bundles, options.output, gallery)))
+    return 0
