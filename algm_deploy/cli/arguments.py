@@ -1,7 +1,7 @@
 """Flags that commands share, each declared once, and the types of values.
 
-No flag takes a varying number of values: a list is one value with commas, or the flag comes again. So flags and names may
-stand in any order.
+No flag takes a varying number of values: a list is one value with commas, or the flag comes again. So flags and names
+may stand in any order.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _SLICE = (
 class Parser(argparse.ArgumentParser):
     """Takes flags and names in any order, and no flag by half its name."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, allow_abbrev=False, **options)
-        self._any_order = False
+    def __init__(self, prog: str | None = None, **options: Any) -> None:
+        super().__init__(prog, **options)
+        self.allow_abbrev, self._any_order = False, False
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse, names and flags intermixed; what it calls in turn is argparse's own."""

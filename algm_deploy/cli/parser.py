@@ -13,7 +13,8 @@ from algm_deploy.cli.arguments import Parser, talk
 _TERMS = (
     "Start with demo: it needs no checkpoint, no data and no GPU. A bundle is the folder that export and deploy write. "
     "CLAP merges the patches of a small window in an early block where they are similar enough, GBM merges tokens from "
-    "anywhere in a later block. Exit codes: 0 done, 1 a gate failed, 2 bad input, 3 built but nothing here can execute it."
+    "anywhere in a later block. Exit codes: 0 done, 1 a gate failed, 2 bad input, 3 built but nothing here can execute "
+    "it."
 )
 
 

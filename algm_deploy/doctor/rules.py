@@ -18,7 +18,7 @@ Step = Literal["build", "execute"]
 # A CUDA release runs from this driver on (NVIDIA's CUDA release notes, table "minor version compatibility").
 DRIVERS = {"11": 450, "12": 525, "13": 580}
 # Releases that compute plain ViTs wrongly, and the issue that says so.
-WRONG = {("tensorrt", 10, 3): 4723, ("tensorrt", 10, 4): 4742}
+WRONG: dict[tuple[str, tuple[int, ...]], int] = {("tensorrt", (10, 3)): 4723, ("tensorrt", (10, 4)): 4742}
 TORCH = row_of("torch")
 
 
@@ -157,7 +157,7 @@ def _recent(row: Runtime) -> Check:
         found = module.facts["version"]
         known = {other.package for other in RUNTIMES.values() if other.module == row.module} & set(module.packages)
         cure = f"pip install -U '{min(known, default=row.package)}>={oldest}'"
-        if issue := WRONG.get((row.module, *numbers(found)[:2])):
+        if issue := WRONG.get((row.module, numbers(found)[:2])):
             link = f"https://github.com/NVIDIA/TensorRT/issues/{issue}"
             return Problem(f"{row.name} {found} computes plain ViTs wrongly ({link})", cure)
         return None if numbers(found)[:2] >= row.oldest else Problem(f"{row.name} {found} is older than {oldest}", cure)

@@ -42,7 +42,7 @@ class WindowDifference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two executables on the same windows; `first` and `second` say which. `gate_percent`: labels that must be equal."""
+    """Two executables on the same windows; `first` and `second` say which, `gate_percent` what labels are held to."""
 
     first: str
     second: str
