@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
+import os
 import shutil
+from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+# Several processes run tests side by side; most networks here are too small for more than a thread of each.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,38 +82,79 @@ net_kwargs:
 
 
 @pytest.fixture(scope="session")
-def tiny_checkpoint(vectors_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of an official checkpoint: the golden 4-block, 64-wide network for 128x128 pixels, and variant.yml."""
-    folder = tmp_path_factory.mktemp("checkpoint") / "segmenter_tiny"
-    folder.mkdir()
-    shutil.copy(vectors_dir / "mask_transformer_4x64.pth", folder / "checkpoint.pth")
-    (folder / "variant.yml").write_text(_TINY_VARIANT)
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], object]], Path]:
+    """Folders that all processes of a run share: `made_once(name, make)` lets the first that asks fill the folder."""
+    own = tmp_path_factory.getbasetemp()
+    root = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+    def folder(name: str, make: Callable[[Path], object]) -> Path:
+        target = root / "made-once" / name
+        target.parent.mkdir(exist_ok=True)
+        with target.with_name(f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not target.exists():
+                make(target)
+        return target
+
     return folder
 
 
 @pytest.fixture(scope="session")
-def tiny_bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """The tiny network as a bundle with scores. It is shared: tests that change a bundle copy its folder first."""
-    from algm_deploy.deployment import export
+def tiny_checkpoint(vectors_dir: Path, made_once: Callable[..., Path]) -> Path:
+    """Folder of an official checkpoint: the golden 4-block, 64-wide network for 128x128 pixels, and variant.yml."""
 
-    return export(tiny_checkpoint, tmp_path_factory.mktemp("bundle") / "tiny", None, {}).bundle
+    def make(folder: Path) -> None:
+        folder.mkdir()
+        shutil.copy(vectors_dir / "mask_transformer_4x64.pth", folder / "checkpoint.pth")
+        (folder / "variant.yml").write_text(_TINY_VARIANT)
 
-
-@pytest.fixture(scope="session")
-def labels_bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """The tiny network as a bundle with labels; shared as well."""
-    from algm_deploy.deployment import export
-
-    return export(tiny_checkpoint, tmp_path_factory.mktemp("bundle") / "labels", None, {"output": "labels"}).bundle
+    return made_once("segmenter_tiny", make)
 
 
 @pytest.fixture(scope="session")
-def wide_bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """The tiny network for whole frames of 96x160 pixels; shared as well."""
-    from algm_deploy.deployment import export
+def exported(tiny_checkpoint: Path, made_once: Callable[..., Path]) -> Callable[..., Bundle]:
+    """The tiny network as a bundle: `exported({"output": "labels"})`. Bundles are shared by all processes of a run, so a
+    test that changes one takes a copy: `copied(exported())`."""
 
-    folder = tmp_path_factory.mktemp("bundle") / "wide"
-    return export(tiny_checkpoint, folder, None, {"network.image_size": (96, 160), "max_batch": 2}).bundle
+    def bundle(settings: dict[str, Any] | None = None) -> Bundle:
+        from algm_deploy.bundle.store import Bundle
+        from algm_deploy.deployment import export
+
+        key = hashlib.sha256(repr(sorted((settings or {}).items())).encode()).hexdigest()[:12]
+        folder = made_once(f"tiny-{key}", lambda target: export(tiny_checkpoint, target, None, settings or {}))
+        return Bundle.open(folder)
+
+    return bundle
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Callable[..., Bundle]:
+    """A copy of a bundle that a test may change: `copied(bundle)`, or `copied(bundle, "name")` beside the first."""
+
+    def copy(bundle: Bundle, name: str = "bundle") -> Bundle:
+        from algm_deploy.bundle.store import Bundle
+
+        return Bundle.open(shutil.copytree(bundle.path, tmp_path / name))
+
+    return copy
+
+
+@pytest.fixture(scope="session")
+def tiny_bundle(exported: Callable[..., Bundle]) -> Bundle:
+    """The tiny network as a bundle with scores; shared."""
+    return exported()
+
+
+@pytest.fixture(scope="session")
+def labels_bundle(exported: Callable[..., Bundle]) -> Bundle:
+    """The tiny network as a bundle with labels; shared."""
+    return exported({"output": "labels"})
+
+
+@pytest.fixture(scope="session")
+def wide_bundle(exported: Callable[..., Bundle]) -> Bundle:
+    """The tiny network for whole frames of 96x160 pixels; shared."""
+    return exported({"network.image_size": (96, 160), "max_batch": 2})
 
 
 @pytest.fixture(scope="session")
@@ -136,6 +185,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, torch sees none"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """One line a missing thing: how many tests were skipped for it."""
+    reasons = Counter(_reason(report) for report in terminalreporter.getreports("skipped"))
+    if reasons:
+        terminalreporter.section("not run here", sep="-")
+        for reason, tests in reasons.most_common():
+            terminalreporter.line(f"{tests:5} tests: {reason}")
+
+
+def _reason(report: Any) -> str:
+    """Why a test was skipped, in the words of its skip."""
+    told = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    return str(told).removeprefix("Skipped: ")
 
 
 @pytest.fixture(scope="session")
