@@ -14,12 +14,14 @@ import pytest
 from PIL import Image
 
 from algm_deploy import __version__
+from algm_deploy.bundle.records import Parity
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.cli import main
-from algm_deploy.cli.commands import _engine_options
+from algm_deploy.cli.making import _engine_options
 from algm_deploy.cli.parser import parser
 from algm_deploy.errors import BuildError, NotExecutedError
 from algm_deploy.pictures.shipped import scene
+from algm_deploy.pictures.video import Video, video_writer
 from algm_deploy.runners import contract
 from algm_deploy.runners.registry import RUNTIMES
 
@@ -68,6 +70,13 @@ def data(tmp_path: Path) -> Path:
     return tmp_path / "camvid"
 
 
+def edit(bundle: Path, change: Callable[[dict], object]) -> None:
+    """Changes the manifest as an editor does."""
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    change(manifest)
+    (bundle / "manifest.json").write_text(json.dumps(manifest))
+
+
 # --- commands --------------------------------------------------------------------------------------------------------
 
 
@@ -83,19 +92,17 @@ def test_verify(run: Run, bundle: Path) -> None:
     assert code == 0
     for name in ("network", "operators", "graph", "numbers", "decisions", "labels"):
         assert name in out
-    assert "2 synthetic scenes (give --images for your own); batches of 1, 2, 3, 8; passed" in out
-    assert Bundle.open(bundle).fact("parity")["onnxruntime-cpu"]["passed"]
+    assert "(give --images for your own); batches of 1, 2, 3, 8; passed" in out
+    assert Bundle.open(bundle).found(Parity, "onnxruntime-cpu").passed
 
 
 def test_verify_fails_with_the_reason(run: Run, bundle: Path, photo: Path) -> None:
-    opened = Bundle.open(bundle)
-    signature = opened.fact("signature")
-    opened.update({"signature": {**signature, "defaults": {**signature["defaults"], "clap_threshold": 0.1}}})
+    edit(bundle, lambda manifest: manifest["signature"]["defaults"].update(clap_threshold=0.1))
     code, out, err = run("verify", bundle, "--runtime", "torch", "--images", photo)
     assert (code, err) == (1, "")
     assert "1 photo; batches of 1; FAILED" in out
     assert "CLAP: merged a window" in out
-    assert not Bundle.open(bundle).fact("parity")["torch"]["passed"]
+    assert not Bundle.open(bundle).found(Parity, "torch").passed
 
 
 def test_predict(run: Run, bundle: Path, photo: Path, tmp_path: Path) -> None:
@@ -138,16 +145,18 @@ def test_tau_changes_the_token_count(run: Run, bundle: Path, data: Path) -> None
 def test_deploy_from_checkpoint_to_miou(run: Run, tiny_checkpoint: Path, data: Path, tmp_path: Path) -> None:
     target = tmp_path / "deployed"
     options = ("--tau", 0.8, "--max-batch", 2, "--count", 2, "--data", data, "--image-size", "128x128")
-    code, out, _ = run("deploy", tiny_checkpoint, "-o", target, *options)
+    code, out, said = run("deploy", tiny_checkpoint, "-o", target, *options)
     assert code == 0, out
-    assert "note: merging.clap_threshold: command line says 0.8, variant.yml says 0.9; command line wins" in out
+    assert "note: merging.clap_threshold: command line says 0.8, variant.yml says 0.9; command line wins" in said
+    assert "runtime: onnxruntime-cpu, the best that can execute here" in said
     assert "batches of 1, 2; passed" in out
     assert "mIoU %" in out
     assert f"deployed: {target}" in out
     assert f"next: algm-deploy predict {target} PHOTO" in out
     deployed = Bundle.open(target)
     assert deployed.recipe.merging.clap_threshold == 0.8
-    assert {"parity", "evaluation"} <= deployed.manifest.keys()
+    assert [one.runtime for one in deployed.manifest.parity] == ["onnxruntime-cpu"]
+    assert [one.images for one in deployed.manifest.evaluations] == [3]
     deployed.verify()
 
 
@@ -156,7 +165,7 @@ def test_a_photo_that_cannot_be_evaluated_stops_no_deployment(
 ) -> None:
     """What can be done is done, and the exit code says that something is missing."""
     timed: list[object] = []
-    monkeypatch.setattr("algm_deploy.cli.commands._timed", lambda *arguments: timed.append(arguments))
+    monkeypatch.setattr("algm_deploy.cli.proving.timed", lambda *arguments: timed.append(arguments))
     (data / "images" / "test" / "b_1.png").write_bytes(b"no picture")
     target = tmp_path / "deployed"
     options = ("--max-batch", 1, "--count", 1, "--data", data, "--bench", "--runtime", "torch")
@@ -181,8 +190,8 @@ def test_deploy_refuses_what_is_not_installed_before_the_export(
     ("options", "message", "exported"),
     [
         (("--images", "nowhere"), "nowhere: expected a picture", False),
-        (("--level", 3), "expected flags of TensorRT engines", False),
-        (("--opt-batch", 3), "expected flags of TensorRT engines", False),
+        (("--level", 3), "has no build option level", False),
+        (("--opt-batch", 3), "has no build option batches", False),
         (("--data", "nowhere"), "expected camvid test in nowhere", True),  # the recipe names the data set
     ],
 )
@@ -200,13 +209,13 @@ def test_deploy_refuses_wrong_flags_before_the_work(
 def test_the_next_command_can_be_pasted(run: Run, tiny_checkpoint: Path, tmp_path: Path) -> None:
     code, out, _ = run("export", tiny_checkpoint, "-o", tmp_path / "für später")
     assert code == 0
-    assert f"next: algm-deploy verify '{tmp_path}/für später' --runtime" in out
+    assert f"next: algm-deploy verify '{tmp_path}/für später'" in out
 
 
 def test_export_for_whole_frames(run: Run, tiny_checkpoint: Path, tmp_path: Path) -> None:
-    code, out, _ = run("export", tiny_checkpoint, "-o", tmp_path / "wide", "--image-size", "64x96", "--labels")
+    code, out, said = run("export", tiny_checkpoint, "-o", tmp_path / "wide", "--image-size", "64x96", "--labels")
     assert code == 0
-    assert "network.image_size: command line says (64, 96), variant.yml says (128, 128)" in out
+    assert "network.image_size: command line says (64, 96), variant.yml says (128, 128)" in said
     assert f"next: algm-deploy verify {tmp_path / 'wide'}" in out
     assert Bundle.open(tmp_path / "wide").recipe.network.image_size == (64, 96)
 
@@ -232,17 +241,24 @@ def test_console_entry(root_dir: Path) -> None:
     assert done.stderr.count("\n") == 1
 
 
+def test_the_package_is_a_command(root_dir: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "algm_deploy", "--version"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, f"{__version__}\n")
+
+
 # --- exit codes and errors -------------------------------------------------------------------------------------------
 
 
 def sentence(outcome: tuple[int, str, str], command: str, *parts: str, code: int = 2) -> None:
     """The command failed with one line on stderr that says what was expected."""
     assert outcome[0] == code, outcome
-    assert outcome[2].startswith(f"algm-deploy {command}: ")
-    assert outcome[2].count("\n") == 1
-    assert "Traceback" not in outcome[2]
+    said = [line for line in outcome[2].splitlines() if not line.startswith(("runtime: ", "note: "))]
+    assert len(said) == 1, said
+    assert said[0].startswith(f"algm-deploy {command}: ")
     for part in parts:
-        assert part in outcome[2]
+        assert part in said[0]
 
 
 @pytest.mark.parametrize("command", ["verify", "evaluate", "predict"])
@@ -299,6 +315,13 @@ def test_export_of_bad_settings(
         ("export", "c", "-o", "b", "--image-size", "512x-1"),
         ("export", "c", "-o", "b", "--max-batch", "many"),
         ("export", "c"),
+        ("export", "c", "-o", "b", "--scores", "--labels"),
+        ("export", "", "-o", "b"),
+        ("predict", "bundle", ""),
+        ("predict", "bundle", "photo", "--tau", "nan"),
+        ("verify", "bundle", "--run", "torch"),  # half a flag's name
+        ("verify", "bundle", "-q", "-v"),
+        ("build-native", "--architectures", "80,new"),
         ("fly",),
         (),
     ],
@@ -306,8 +329,9 @@ def test_export_of_bad_settings(
 def test_usage(run: Run, arguments: tuple[str, ...]) -> None:
     code, out, err = run(*arguments)
     assert (code, out) == (2, "")
-    assert err.startswith("usage: algm-deploy")
-    assert "error: " in err.splitlines()[-1]
+    assert err.startswith("algm-deploy")
+    assert err.count("\n") == 1
+    assert "--help` tells more" in err
 
 
 def test_checkpoint_that_is_none(run: Run, tmp_path: Path) -> None:
@@ -345,23 +369,21 @@ def test_data_set_in_another_layout(run: Run, bundle: Path, data: Path, tmp_path
     sentence(run("evaluate", bundle, "--data", tmp_path / "nowhere"), "evaluate", "expected camvid test in")
     sentence(run("evaluate", bundle, "--data", data, "--split", "dev"), "evaluate", "has the splits test, val, train")
     sentence(run("evaluate", bundle, "--data", data, "--dataset", "camvit"), "evaluate", "did you mean camvid?")
-    code, out, err = run("evaluate", bundle, "--data", data, "--dense", "--tau", "0.9")
-    assert (code, out) == (2, "")
-    assert "--tau: not allowed with argument --dense" in err
+    both = run("evaluate", bundle, "--data", data, "--dense", "--tau", "0.9")
+    sentence(both, "evaluate", "expected dense, which merges nothing, or a threshold")
     (data / "annotations" / "test" / "a_0.png").unlink()
     sentence(run("evaluate", bundle, "--data", data), "evaluate", "1 of 3 labels missing")
 
 
 def test_two_equal_photos(run: Run, bundle: Path, photo: Path) -> None:
     # Two windows fit a photo, and photos take turns: the first and the third are cut alike.
-    outcome = run("verify", bundle, "--images", photo, photo, photo, "--runtime", "torch")
+    images = [word for _ in range(3) for word in ("--images", photo)]
+    outcome = run("verify", bundle, *images, "--runtime", "torch")
     sentence(outcome, "verify", "got two equal ones")
 
 
 def test_merging_option_of_a_bundle_that_reads_none(run: Run, bundle: Path, photo: Path) -> None:
-    manifest = json.loads((bundle / "manifest.json").read_text())
-    manifest["signature"]["defaults"] = {"gbm_threshold": 1.0}
-    (bundle / "manifest.json").write_text(json.dumps(manifest))
+    edit(bundle, lambda manifest: manifest["signature"].update(defaults={"gbm_threshold": 1.0}))
     sentence(run("predict", bundle, photo, "--tau", 0.5), "predict", "reads no clap_threshold")
 
 
@@ -400,7 +422,8 @@ def test_runtimes_to_choose_from_are_those_there_are(capsys: pytest.CaptureFixtu
 
 def test_flags_of_an_engine(tiny_bundle: Bundle) -> None:
     def said(*flags: str, runtime: str = "tensorrt-rtx") -> dict[str, object]:
-        return _engine_options(tiny_bundle, parser().parse_args(["build", "BUNDLE", "--runtime", runtime, *flags]))
+        options = parser().parse_args(["build", "BUNDLE", "--runtime", runtime, *flags])
+        return _engine_options(tiny_bundle, runtime, options)
 
     assert said() == {}
     assert said("--engine-precision", "fp16") == {"precision": "fp16"}
@@ -410,3 +433,117 @@ def test_flags_of_an_engine(tiny_bundle: Bundle) -> None:
     for flags in (("--level", "0"), ("--engine-precision", "fp16"), ("--timing-cache", "x"), ("--opt-batch", "2")):
         with pytest.raises(BuildError, match=r"torch has no build option .*: leave it out, or build for tensorrt"):
             said(*flags, runtime="torch")
+
+
+# --- flags -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("verify", "BUNDLE", "--images", "a.jpg", "--count", "2"),
+        ("verify", "--images", "a.jpg", "BUNDLE", "--count", "2"),
+        ("verify", "--count", "2", "--images", "a.jpg", "BUNDLE"),
+    ],
+)
+def test_flags_and_names_stand_in_any_order(words: tuple[str, ...]) -> None:
+    options = parser().parse_args(words)
+    assert (options.bundle, options.images, options.count) == (Path("BUNDLE"), [Path("a.jpg")], 2)
+
+
+def test_names_may_stand_on_both_sides_of_a_flag() -> None:
+    options = parser().parse_args(["report", "B", "-o", "r.html", "B2"])
+    assert (options.bundle, options.beside, options.output) == (Path("B"), [Path("B2")], Path("r.html"))
+    options = parser().parse_args(["build-native", "--architectures", "80,90", "kernels"])
+    assert (options.libraries, options.architectures) == (["kernels"], (80, 90))
+    options = parser().parse_args(["predict", "B", "--tau", "0.5", "one.jpg", "two.jpg"])
+    assert (options.images, options.tau) == ([Path("one.jpg"), Path("two.jpg")], 0.5)
+
+
+@pytest.mark.parametrize("command", ["verify", "evaluate", "bench", "predict", "compare"])
+def test_thresholds_have_the_same_flags(command: str) -> None:
+    """Wherever a network runs on pictures of the user's choice."""
+    rest = {"predict": ["photo"], "evaluate": ["--data", "data"]}.get(command, [])
+    if command == "verify":
+        pytest.skip("verify covers every threshold: it runs those at which nothing and everything merges")
+    options = parser().parse_args([command, "BUNDLE", *rest, "--tau", "0.5", "--gbm", "inf"])
+    assert (options.tau, options.gbm, options.dense) == (0.5, float("inf"), False)
+    assert parser().parse_args([command, "BUNDLE", *rest, "--dense"]).dense
+
+
+def test_a_dense_bundle_says_so(run: Run, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    code, _, said = run("export", tiny_checkpoint, "-o", tmp_path / "dense", "--dense")
+    assert code == 0
+    assert "--dense: the bundle merges nothing, its network is the original one" in said
+    assert Bundle.open(tmp_path / "dense").recipe.merging.layers == ()
+    both = run("export", tiny_checkpoint, "-o", tmp_path / "b", "--dense", "--tau", "0.5")
+    sentence(both, "export", "expected --dense without --tau and --gbm")
+    quiet = run("export", tiny_checkpoint, "-o", tmp_path / "dense", "--dense", "--quiet")
+    assert (quiet[0], quiet[2]) == (0, "")
+
+
+def test_json_is_the_record_and_nothing_else(run: Run, bundle: Path, data: Path) -> None:
+    code, out, _ = run("verify", bundle, "--runtime", "torch", "--count", 1, "--json")
+    assert code == 0
+    assert [link["number"] for link in json.loads(out)["links"]] == [1, 2, 3, 4, 5, 6]
+    _, out, _ = run("evaluate", bundle, "--data", data, "--runtime", "torch", "--dense", "--json")
+    assert json.loads(out)["tokens"][0]["mean"] == 64
+    _, out, _ = run("bench", bundle, "--runtime", "torch", "--count", 1, "--rounds", 2, "--dense", "--json")
+    assert [one["variant"] for one in json.loads(out)] == ["dense"]
+    assert [one.variant for one in Bundle.open(bundle).manifest.speeds] == ["dense"]
+    code, out, _ = run("doctor", "--json")
+    assert "topic" in json.loads(out)[0]
+
+
+# --- compare and videos ----------------------------------------------------------------------------------------------
+
+
+def test_compare_finds_nothing_between_runtimes_and_what_another_threshold_changes(
+    run: Run, bundle: Path, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    code, out, _ = run("compare", bundle, "--count", 2, "-o", tmp_path / "kept")
+    assert code == 0
+    assert "all merge decisions are the same" in out
+    assert f"first: {bundle.name} on torch; second: {bundle.name} on onnxruntime-cpu" in out
+    assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["first.json", "inputs.json", "second.json"]
+    run("export", tiny_checkpoint, "-o", tmp_path / "other", "--tau", "0.5")
+    code, out, _ = run("compare", bundle, tmp_path / "other", "--runtimes", "torch", "--count", 2, "--json")
+    assert code == 1
+    assert all(one["patches_grouped_otherwise"]["clap_1"] for one in json.loads(out)["windows"])
+    code, out, _ = run("compare", bundle, tmp_path / "other", "--runtimes", "torch", "--count", 2)
+    assert "2 windows decide otherwise, first window 0 in CLAP" in out
+
+
+def test_compare_reads_what_it_kept(run: Run, bundle: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    assert run("compare", bundle, "--runtimes", "torch", "--count", 1, "-o", kept)[0] == 0
+    files = ("--load-inputs", kept / "inputs.json", "--load-outputs", kept / "first.json")
+    code, out, _ = run("compare", bundle, "--runtimes", "onnxruntime-cpu", *files)
+    assert code == 0
+    assert f"second: {bundle.name} on torch" in out
+    outcome = run("compare", bundle, "--load-outputs", kept / "first.json")
+    sentence(outcome, "compare", "expected the inputs that the outputs were made from")
+
+
+def test_compare_refuses_other_windows(run: Run, bundle: Path, wide_bundle: Bundle) -> None:
+    sentence(run("compare", bundle, wide_bundle.path), "compare", "expected two bundles that take the same windows")
+
+
+@pytest.mark.parametrize("frames", ["overlay", "labels"])
+def test_predict_on_a_folder_with_a_video(run: Run, bundle: Path, photo: Path, tmp_path: Path, frames: str) -> None:
+    folder = tmp_path / "holiday"
+    folder.mkdir()
+    shutil.copy(photo, folder / "street.png")
+    (folder / "broken.jpg").write_bytes(b"no picture")
+    with video_writer(folder / "ride.mp4", 5) as write:
+        for index in range(3):
+            write(scene(index)[0])
+    code, _, said = run("predict", bundle, folder, "-o", tmp_path / "out", "--frames", frames, "--runtime", "torch")
+    assert code == 2
+    assert "1 of 3 files could not be predicted" in said and "broken.jpg" in said
+    assert (tmp_path / "out" / "street.labels.png").is_file()
+    if frames == "overlay":
+        with Video(tmp_path / "out" / "ride.overlay.mp4") as video:
+            assert (sum(1 for _ in video), round(video.rate)) == (3, 5)
+    else:
+        assert len(list((tmp_path / "out" / "ride.labels").glob("*.png"))) == 3

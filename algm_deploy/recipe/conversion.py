@@ -59,7 +59,7 @@ def _check(kind: Any, value: object, key: str) -> None:
         raise RecipeError(f"expected a whole number as {key}, got {shown(value)}")
     if isinstance(value, dict):
         kind = _tagged(kind, value, key)
-        known = next((_fields(one) for one in _alternatives(kind) if _is_record(one)), value)
+        known = next((_fields(one) for one in _alternatives(kind) if _is_closed(one)), value)
         if unknown := [name for name in value if name not in known]:
             place = key or "the table"
             raise RecipeError(f"expected no entry in {place} that this release does not know, got {shown(unknown[0])}")
@@ -129,6 +129,11 @@ def _tagged(kind: Any, value: Any, key: str) -> Any:
 
 def _is_record(kind: Any) -> bool:
     return isinstance(kind, type) and (is_dataclass(kind) or issubclass(kind, msgspec.Struct))
+
+
+def _is_closed(kind: Any) -> bool:
+    """Whether a record has the entries that it declares and no other: all but Structs that do not forbid others."""
+    return _is_record(kind) and (is_dataclass(kind) or kind.__struct_config__.forbid_unknown_fields)
 
 
 @cache

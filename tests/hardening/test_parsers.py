@@ -20,7 +20,6 @@ from PIL import Image
 from algm_deploy.bundle.manifest import MANIFEST, manifest_of
 from algm_deploy.bundle.records import Parity
 from algm_deploy.bundle.store import Bundle
-from algm_deploy.cli.settings import parsed
 from algm_deploy.deployment import bench, evaluate, verify
 from algm_deploy.errors import AlgmDeployError, BundleError, CheckpointError, GateError, RecipeError
 from algm_deploy.evaluation.datasets import Dataset, open_dataset
