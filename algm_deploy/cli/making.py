@@ -29,7 +29,10 @@ def demo(options: argparse.Namespace) -> int:
     """The whole product on an embedded synthetic example."""
     from algm_deploy.demo.run import demonstrate
 
-    say("A small Segmenter trained on drawn street scenes: synthetic throughout, but really trained.\n")
+    say(
+        "A small network goes from checkpoint to report. It merges tokens: parts of a picture that look alike become\n"
+        "one, which leaves less to compute. It was really trained, but on drawn street scenes: all here is synthetic.\n"
+    )
     demonstrate(options.output, arguments.runtime_of(options), say, progress=not options.quiet)
     say(
         "\nThe same for a checkpoint of yours:\n"

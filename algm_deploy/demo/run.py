@@ -63,8 +63,9 @@ def demonstrate(folder: Path, runtime: str, say: Say, progress: bool = True) -> 
 
 
 def labelled_pictures() -> Dataset:
-    """The 24 labelled pictures of the package, by time of day."""
-    return open_dataset("folder", DEMO_ASSETS, slice_by="folder")
+    """The 24 labelled scenes of the package, by hour of the day."""
+    opened = open_dataset("folder", DEMO_ASSETS, slice_by="folder")
+    return replace(opened, name="drawn scenes", split="that ship")
 
 
 def one_of_each_slice(dataset: Dataset) -> Dataset:

@@ -13,6 +13,8 @@ from algm_deploy.demo import run as demonstration
 from algm_deploy.demo.run import demonstrate, draw_pictures, labelled_pictures, measured_before, one_of_each_slice
 from algm_deploy.errors import GateError
 
+TITLE = ("drawn scenes", "that ship")
+
 
 @pytest.mark.slow
 def test_whole_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,6 +30,7 @@ def test_whole_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compared = [line.strip().partition(" that")[0] for line in lines if ": mIoU" in line]
     assert compared == ["3 drawn scenes"]
     assert [line.split()[0] for line in lines if "->" in line] == ["day", "night"]
+    assert {(one.dataset, one.split, one.images) for one in bundle.manifest.evaluations} == {(*TITLE, 3)}
     speeds = bundle.manifest.speeds
     assert {(one.runtime, one.variant) for one in speeds} == {
         (runtime, variant) for runtime in ("torch", "onnxruntime-cpu") for variant in ("dense", "merged")
@@ -38,6 +41,7 @@ def test_whole_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert page.endswith("</html>\n")
     assert "synthetic scenes" in page
+    assert "drawn scenes that ship, 3 images" in page
     assert page.count("data:image/") > 10
 
 
@@ -68,6 +72,7 @@ def test_the_report_shows_every_hour() -> None:
     shown = one_of_each_slice(labelled_pictures())
     assert [sample.slice for sample in shown.samples] == ["day", "dusk", "night"]
     assert shown.samples[0] == labelled_pictures().samples[0]
+    assert (shown.name, shown.split) == TITLE
 
 
 def test_pictures_are_of_every_hour(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
