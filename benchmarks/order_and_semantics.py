@@ -30,7 +30,7 @@ from algm_deploy.environment import environment
 from algm_deploy.evaluation.datasets import open_dataset
 from algm_deploy.report.tables import markdown_table
 from algm_deploy.runners.contract import runner
-from algm_deploy.tuning.similarity import Picture, windows_of
+from algm_deploy.tuning.similarity import windows_of
 
 TAU = 0.9319
 PHOTOS = 20
@@ -80,7 +80,7 @@ def compared(bundle: Bundle, photos: list[Path]) -> dict[str, Any]:
     clap, gbm, maps, labels = [], [], [], []
     with runner(bundle, "torch") as first, runner(bundle, "onnxruntime-cpu") as second:
         for photo in tqdm(photos, "compare", unit="photo", disable=None):
-            for window, _ in windows_of(Picture(photo), bundle.recipe):
+            for window, _ in windows_of(photo, bundle.recipe):
                 ours, theirs = (run.infer({"image": window[None]}, outputs) for run in (first, second))
                 differences = np.abs(ours["token_counts"][0] - theirs["token_counts"][0])
                 clap.append(differences[0])

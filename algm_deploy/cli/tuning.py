@@ -139,15 +139,13 @@ def _attention_flags(command: arguments.Parser) -> None:
 def tune_rule(options: argparse.Namespace) -> int:
     """The threshold of CLAP by the paper's rule: mean + standard deviation of the similarities of a data set."""
     from algm_deploy.pictures.sources import find_images
-    from algm_deploy.tuning.similarity import Picture, pictures_of, tune_by_rule
+    from algm_deploy.tuning.similarity import tune_by_rule
 
     bundle = _opened(options, ".toml")
     if bool(options.images) == bool(options.data):
         raise RecipeError("expected either --images with photos or --data with a data set")
     layers = (1,) if options.layers == "first" else tuple(range(1, bundle.recipe.network.encoder_depth + 1))
-    dataset = _dataset(bundle, options) if options.data else None
-    pictures = pictures_of(dataset) if dataset else [Picture(path) for path in find_images(options.images)]
-    found = tune_by_rule(bundle, pictures, layers, dataset)
+    found = tune_by_rule(bundle, _dataset(bundle, options) if options.data else find_images(options.images), layers)
     return _kept(bundle, found, options, replace(bundle.recipe.merging, clap_threshold=round(found.clap_threshold, 4)))
 
 
@@ -372,7 +370,8 @@ def _kept(
     examples: Sequence[Example] = (),
 ) -> int:
     """Prints what was found and writes it: into the bundle, as a page, and as a recipe of a plan that serves."""
-    from algm_deploy.recipe.writing import write_recipe
+    from algm_deploy.bundle.files import write_atomically
+    from algm_deploy.recipe.writing import recipe_toml
     from algm_deploy.report.tuning import tuning_page, tuning_text, write_tuning
 
     say(f"{tuning_text(found)}\n")
@@ -382,5 +381,7 @@ def _kept(
     say(str(write_tuning(found, bundle.recipe.name, options.output.with_suffix(".html"), examples)))
     if plan and reached and not getattr(options, "variant", None):
         comments = (f"By algm-deploy tune: {found.title}.", *tuning_page(found).lines)
-        say(str(write_recipe(replace(bundle.recipe, merging=plan), comments, options.output)))
+        with write_atomically(options.output) as path:
+            path.write_text(recipe_toml(replace(bundle.recipe, merging=plan), comments), encoding="utf-8")
+        say(str(options.output))
     return 0 if reached else GateError.exit_code

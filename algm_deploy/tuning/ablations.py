@@ -7,10 +7,11 @@ compared, what becomes of a merged window, and on which side of the MLP merging 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, cast, get_args
+from typing import Annotated, Any, Literal, cast, get_args, get_type_hints
 
+import msgspec
 import torch
+from msgspec import Meta, Struct
 from torch import Tensor, nn
 
 from algm_deploy.errors import PlanError
@@ -24,8 +25,7 @@ Feature = Literal["residual", "query", "key", "value"]
 Reduction = Literal["mean", "first", "random", "copies"]
 
 
-@dataclass(frozen=True)
-class Variant:
+class Variant(Struct, frozen=True, forbid_unknown_fields=True):
     """What is done otherwise; the default is ALGM.
 
     clap_feature, gbm_feature  what CLAP and GBM compare: tokens after attention (published), or that attention's
@@ -39,7 +39,7 @@ class Variant:
     gbm_feature: Feature = "residual"
     reduction: Reduction = "mean"
     after_mlp: bool = False
-    seed: int = 0
+    seed: Annotated[int, Meta(ge=0)] = 0
 
     @property
     def of_clap(self) -> bool:
@@ -53,12 +53,6 @@ class Variant:
 
 
 ALGM = Variant()
-_CHOICES: dict[str, dict[str, Any]] = {
-    "clap_feature": {name: name for name in get_args(Feature)},
-    "gbm_feature": {name: name for name in get_args(Feature)},
-    "reduction": {name: name for name in get_args(Reduction)},
-    "after_mlp": {"true": True, "false": False},
-}
 
 
 def variant_of(settings: Sequence[str]) -> Variant:
@@ -67,17 +61,18 @@ def variant_of(settings: Sequence[str]) -> Variant:
     Raises:
         PlanError: an unknown key, or a value it does not take.
     """
-    given: dict[str, Any] = {}
-    for setting in settings:
-        key, _, value = setting.partition("=")
-        if key == "seed" and value.isdecimal():
-            given[key] = int(value)
-        elif value in _CHOICES.get(key, {}):
-            given[key] = _CHOICES[key][value]
-        else:
-            known = "; ".join(f"{name}={', '.join(values)}" for name, values in _CHOICES.items())
-            raise PlanError(f"expected a variant of merging among {known}; seed=NUMBER, got {setting!r:.80}")
-    return Variant(**given)
+    pairs = [setting.partition("=")[::2] for setting in settings]
+    words = {"true": True, "false": False}
+    try:
+        given = {key: words.get(value, int(value) if value.isdecimal() else value) for key, value in pairs}
+        return msgspec.convert(given, Variant)
+    except msgspec.ValidationError as error:
+        kinds = {name: get_args(kind) for name, kind in get_type_hints(Variant).items()}
+        known = "; ".join(f"{name}={', '.join(values)}" for name, values in kinds.items() if values)
+        raise PlanError(
+            f"expected a variant of merging among {known}; after_mlp=true, false; seed=NUMBER, "
+            f"got {', '.join(settings)!r:.80}"
+        ) from error
 
 
 def check_variant(plan: MergePlan, variant: Variant) -> None:

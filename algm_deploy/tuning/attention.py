@@ -23,12 +23,12 @@ from algm_deploy.bundle.records import AttentionTuning, storable
 from algm_deploy.bundle.signature import threshold_defaults
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import DatasetError, PlanError
-from algm_deploy.evaluation.datasets import Dataset
+from algm_deploy.evaluation.datasets import Dataset, Sample
 from algm_deploy.merging import deployed, merge_inputs
 from algm_deploy.models.loading import load_network
 from algm_deploy.models.vit import Block, Tokens, VisionTransformer
 from algm_deploy.recipe.schema import DENSE, MergePlan, Recipe
-from algm_deploy.tuning.similarity import Picture, pictures_of, windows_of
+from algm_deploy.tuning.similarity import windows_of
 
 Array = NDArray[np.float64]
 
@@ -51,8 +51,8 @@ def measure_attention(bundle: Bundle, plan: MergePlan, dataset: Dataset, progres
     recipes = [replace(bundle.recipe, merging=one) for one in (DENSE, plan)]
     probes = [_Probe(deployed(network, recipe).model.encoder, recipe.merging) for recipe in recipes]
     found = []
-    for picture in tqdm(pictures_of(dataset), "attention", unit="image", disable=None if progress else True):
-        found += _of_picture(picture, probes, bundle.recipe, device)
+    for sample in tqdm(dataset.samples, "attention", unit="image", disable=None if progress else True):
+        found += _of_photo(sample, dataset, probes, bundle.recipe, device)
     if not found:
         raise DatasetError(f"{dataset.title}: expected labelled pixels, got none")
     patches, tokens, dense, merged, classes_dense, classes_merged = (
@@ -135,10 +135,12 @@ def _shares(mass: Tensor) -> Tensor:
     return total / total.sum()
 
 
-def _of_picture(picture: Picture, probes: Sequence[_Probe], recipe: Recipe, device: torch.device) -> list[Any]:
+def _of_photo(
+    sample: Sample, dataset: Dataset, probes: Sequence[_Probe], recipe: Recipe, device: torch.device
+) -> list[Any]:
     """Of each labelled window: shares (K,) of patches and tokens, those of attention (blocks, K), and their spread."""
     found = []
-    for pixels, indices in windows_of(picture, recipe):
+    for pixels, indices in windows_of(sample, recipe, dataset):
         if indices is None or not (indices >= 0).any():
             continue
         known = torch.from_numpy(indices).to(device)

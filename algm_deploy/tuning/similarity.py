@@ -15,9 +15,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -35,7 +34,7 @@ from algm_deploy.bundle.files import write_atomically
 from algm_deploy.bundle.records import BlockSimilarity, ClassSimilarity, PairSimilarity, RuleTuning
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BundleError, DatasetError
-from algm_deploy.evaluation.datasets import IGNORE, Dataset
+from algm_deploy.evaluation.datasets import IGNORE, Dataset, Sample
 from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.loading import load_network
 from algm_deploy.models.vit import MergeInputs, Tokens, VisionTransformer
@@ -88,31 +87,11 @@ class Moments:
 Groups = dict[str, Moments]
 """`all`: every pair of patches. With labels also `global same`, `global other`, `2x2 same`, ...: pairs of one class and
 of two classes, in the whole window or within windows of so many patches."""
-
-
-@dataclass(frozen=True)
-class Picture:
-    """A photo and, where it is labelled, its label file and how to get class indices (H, W) uint8 from that."""
-
-    path: Path
-    label_path: Path | None = None
-    labels: Callable[[], NDArray[np.uint8]] | None = None
-
-    @property
-    def content(self) -> str:
-        """The hash of the photo's bytes and of the label's. Errors as `content_of`."""
-        return content_of(*filter(None, (self.path, self.label_path)))
-
-
-def pictures_of(dataset: Dataset) -> list[Picture]:
-    """The photos of a data set with their labels."""
-    return [
-        Picture(sample.image_path, sample.label_path, partial(dataset.labels_of, sample)) for sample in dataset.samples
-    ]
+Windows = Sequence[tuple[Pixels, NDArray[np.int64] | None]]
 
 
 def tune_by_rule(
-    bundle: Bundle, pictures: Sequence[Picture], layers: Sequence[int], dataset: Dataset | None, progress: bool = True
+    bundle: Bundle, photos: Dataset | Sequence[Path], layers: Sequence[int], progress: bool = True
 ) -> RuleTuning:
     """Measures the dense network of a bundle, in fp32, on every window of the recipe's protocol.
 
@@ -121,26 +100,27 @@ def tune_by_rule(
 
     Args:
         bundle: network, weights and protocol; its merge plan is not used.
-        pictures: photos, all with labels or all without.
+        photos: a data set, or files without labels.
         layers: 1-based blocks; the forward pass ends with the last of them.
-        dataset: which the pictures are, None for photos without labels.
         progress: show a bar.
 
     Raises:
-        DatasetError: no photo, photos with and without labels, or labels of another size than their photo.
+        DatasetError: no photo, or labels of another size than their photo.
         ImageError: a photo or its labels cannot be read.
         BundleError: the state file cannot be used.
     """
-    labelled = {picture.labels is not None for picture in pictures}
-    if len(labelled) != 1:
-        raise DatasetError(f"expected photos that all have labels or all have none, got {len(pictures)} photos")
-    file = _state_file(bundle, pictures, layers)
-    sums = _read(file) if file.exists() else _Sums(0, {layer: {} for layer in layers})
+    dataset = photos if isinstance(photos, Dataset) else None
+    samples = photos.samples if isinstance(photos, Dataset) else photos
+    if not samples:
+        raise DatasetError("expected photos to measure, got none")
+    file = _state_file(bundle, samples, dataset, layers)
+    sums = _read(file, layers) if file.exists() else _Sums(0, {layer: {} for layer in layers})
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     encoder = dense_encoder(bundle, max(layers)).to(device)
-    with tqdm(pictures, "similarity", unit="image", disable=None if progress else True, initial=sums.done) as bar:
-        for picture in pictures[sums.done :]:
-            for layer, groups in _measured(picture, encoder, bundle.recipe, layers).items():
+    with tqdm(samples, "similarity", unit="image", disable=None if progress else True, initial=sums.done) as bar:
+        for sample in samples[sums.done :]:
+            windows = windows_of(sample, bundle.recipe, dataset)
+            for layer, groups in _measured(list(windows), encoder, bundle.recipe, layers).items():
                 _join(sums.layers[layer], groups)
             sums.done += 1
             _write(file, sums)
@@ -157,16 +137,13 @@ def tune_by_rule(
 
 
 def _block(layer: int, groups: Groups) -> BlockSimilarity:
-    found = [
-        (side, groups[f"{scope} same"], groups[f"{scope} other"])
-        for side, scope in _SCOPES.items()
-        if f"{scope} same" in groups
-    ]
+    found = {side: (groups.get(f"{scope} same"), groups.get(f"{scope} other")) for side, scope in _SCOPES.items()}
     by_class = (
         ClassSimilarity(
             side=side, same=_pairs(same) if same.count else None, other=_pairs(other) if other.count else None
         )
-        for side, same, other in found
+        for side, (same, other) in found.items()
+        if same and other
     )
     return BlockSimilarity(block=layer, every=_pairs(groups[ALL]), by_class=tuple(by_class))
 
@@ -259,23 +236,39 @@ def patch_classes(labels: NDArray[np.uint8], patch: int, classes: int) -> NDArra
     return np.where(2 * counts.sum(1) >= patch * patch, counts.argmax(1), -1)
 
 
-def windows_of(picture: Picture, recipe: Recipe) -> Iterator[tuple[Pixels, NDArray[np.int64] | None]]:
-    """The protocol's windows of a photo: pixels (3, H, W), and the class of each patch (N,) where there are labels."""
-    photo = read_photo(picture.path)
+def windows_of(
+    sample: Sample | Path, recipe: Recipe, dataset: Dataset | None = None
+) -> Iterator[tuple[Pixels, NDArray[np.int64] | None]]:
+    """The protocol's windows of a photo: pixels (3, H, W), and the class of each patch (N,) where it has labels.
+
+    Raises:
+        DatasetError: the labels are of another size than their photo.
+        ImageError: a file cannot be read.
+    """
+    photo = read_photo(sample.image_path if isinstance(sample, Sample) else sample)
     canvas = canvas_of(photo, recipe.protocol)
-    side = recipe.protocol.window
-    labels = None if picture.labels is None else _resized_labels(picture, photo, canvas.shape[:2])
+    labels = _labels(sample, dataset, photo, canvas) if isinstance(sample, Sample) and dataset else None
+    side, network = recipe.protocol.window, recipe.network
     for top, left in window_anchors(canvas.shape[:2], recipe.protocol):
         crop = slice(top, top + side), slice(left, left + side)
         pixels = canvas[crop].transpose(2, 0, 1).copy()
-        network = recipe.network
         known = None if labels is None else patch_classes(labels[crop], network.patch_size, network.classes)
         yield pixels, known
 
 
-def _measured(picture: Picture, encoder: VisionTransformer, recipe: Recipe, layers: Sequence[int]) -> dict[int, Groups]:
+def _labels(sample: Sample, dataset: Dataset, photo: NDArray[np.uint8], canvas: Pixels) -> NDArray[np.uint8]:
+    """A photo's class indices at the size of its canvas."""
+    labels = dataset.labels_of(sample)
+    if labels.shape != photo.shape[:2]:
+        raise DatasetError(
+            f"{sample.label_path}: expected the photo's height and width {photo.shape[:2]}, got {labels.shape}: "
+            "the files do not belong together"
+        )
+    return np.asarray(cv2.resize(labels, canvas.shape[1::-1], interpolation=cv2.INTER_NEAREST_EXACT), np.uint8)
+
+
+def _measured(windows: Windows, encoder: VisionTransformer, recipe: Recipe, layers: Sequence[int]) -> dict[int, Groups]:
     """The statistics of one photo, over all its windows."""
-    windows = list(windows_of(picture, recipe))
     found: dict[int, Groups] = {layer: {} for layer in layers}
     for start in range(0, len(windows), recipe.max_batch):
         pixels, classes = zip(*windows[start : start + recipe.max_batch], strict=True)
@@ -284,17 +277,6 @@ def _measured(picture: Picture, encoder: VisionTransformer, recipe: Recipe, laye
             for known, unit in zip(classes, F.normalize(tokens.double(), dim=-1), strict=True):
                 _join(found[layer], _groups(unit, known, recipe.network.grid))
     return found
-
-
-def _resized_labels(picture: Picture, photo: NDArray[np.uint8], size: tuple[int, ...]) -> NDArray[np.uint8]:
-    """A photo's class indices at the size of its canvas."""
-    labels = cast(Callable[[], NDArray[np.uint8]], picture.labels)()
-    if labels.shape != photo.shape[:2]:
-        raise DatasetError(
-            f"{picture.path}: expected labels of the photo's height and width {photo.shape[:2]}, got {labels.shape}: "
-            "the files do not belong together"
-        )
-    return np.asarray(cv2.resize(labels, size[::-1], interpolation=cv2.INTER_NEAREST_EXACT), np.uint8)
 
 
 def _groups(unit: Tensor, classes: NDArray[np.int64] | None, grid: Size) -> Groups:
@@ -324,14 +306,17 @@ class _Sums(Struct, forbid_unknown_fields=True):
     layers: dict[int, Groups]
 
 
-def _state_file(bundle: Bundle, pictures: Sequence[Picture], layers: Sequence[int]) -> Path:
-    """One small file that is replaced after every photo; its name tells what was measured, contents included."""
+def _state_file(
+    bundle: Bundle, samples: Sequence[Sample | Path], dataset: Dataset | None, layers: Sequence[int]
+) -> Path:
+    """One small file that is replaced after every photo; its name tells what is measured, by its content."""
+    files = [(one.image_path, one.label_path) if isinstance(one, Sample) else (one,) for one in samples]
     facts = {
         "state_version": STATE_VERSION,
         "weights_sha256": bundle.files["weights.safetensors"].sha256,
         "preprocessing_sha256": preprocessing_fingerprint(bundle.recipe.protocol),
-        "pictures": [picture.content for picture in pictures],
-        "labelled": pictures[0].labels is not None,
+        "files_sha256": [content_of(*one) for one in files],
+        "label_values": dataset.lookup.tolist() if dataset else None,
         "layers": list(layers),
     }
     key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
@@ -344,8 +329,11 @@ def _write(file: Path, sums: _Sums) -> None:
         path.write_bytes(msgspec.json.encode(sums))
 
 
-def _read(file: Path) -> _Sums:
+def _read(file: Path, layers: Sequence[int]) -> _Sums:
     try:
-        return msgspec.json.decode(file.read_bytes(), type=_Sums)
-    except (OSError, msgspec.MsgspecError) as error:
+        found = msgspec.json.decode(file.read_bytes(), type=_Sums)
+        if found.layers.keys() != set(layers) or not all(ALL in groups for groups in found.layers.values()):
+            raise ValueError("it lacks a block")
+    except (OSError, ValueError, msgspec.MsgspecError) as error:
         raise BundleError(f"{file}: expected a saved measurement, delete the file ({error})") from error
+    return found

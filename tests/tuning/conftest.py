@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,9 +17,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture
-def bundle(tiny_bundle: Bundle, tmp_path: Path) -> Bundle:
+def bundle(tiny_bundle: Bundle, copied: Callable[..., Bundle]) -> Bundle:
     """The tiny network, to be changed."""
-    return Bundle.open(shutil.copytree(tiny_bundle.path, tmp_path / "bundle"))
+    return copied(tiny_bundle)
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +19,14 @@ from PIL import Image
 from algm_deploy.bundle.records import BlockSimilarity, PairSimilarity, RuleTuning
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BundleError, DatasetError, ImageError
-from algm_deploy.evaluation.datasets import open_dataset
-from algm_deploy.pictures.preprocessing import read_indices
+from algm_deploy.evaluation.datasets import Dataset
 from algm_deploy.tuning.similarity import (
     Moments,
-    Picture,
     attended_tokens,
     class_sums,
     dense_encoder,
     pair_sums,
     patch_classes,
-    pictures_of,
     tune_by_rule,
     window_sums,
 )
@@ -130,67 +127,63 @@ def test_tokens_are_those_after_the_attention(tiny_bundle: Bundle, blob_images: 
 
 
 @pytest.fixture
-def pictures(blob_images: Callable[[int], np.ndarray], tmp_path: Path) -> list[Picture]:
+def halved(dataset: Dataset) -> Dataset:
     """Four photos; the left half of each is class 0, the right class 1."""
-    labels = np.repeat([[0, 1]], 64, 1).repeat(128, 0).astype(np.uint8)
-    found = []
-    for index, pixels in enumerate(blob_images(4)):
-        path, label_path = tmp_path / f"{index}.png", tmp_path / f"{index}_label.bmp"
-        Image.fromarray(pixels.transpose(1, 2, 0)).save(path)
-        Image.fromarray(labels).save(label_path)
-        found.append(Picture(path, label_path, partial(read_indices, label_path)))
-    return found
+    samples = []
+    for sample in dataset.samples:
+        path = sample.label_path.with_suffix(".bmp")  # of one size whatever it shows
+        Image.fromarray(np.repeat([[0, 1]], 64, 1).repeat(128, 0).astype(np.uint8)).save(path)
+        samples.append(replace(sample, label_path=path))
+    return replace(dataset, samples=tuple(samples))
 
 
-def measured(bundle: Bundle, pictures: list[Picture], layers: tuple[int, ...]) -> RuleTuning:
-    return tune_by_rule(bundle, pictures, layers, None, progress=False)
+def measured(bundle: Bundle, photos: Dataset | list[Path], layers: tuple[int, ...]) -> RuleTuning:
+    return tune_by_rule(bundle, photos, layers, progress=False)
 
 
 def moments_of(found: PairSimilarity) -> Moments:
     return Moments(found.pairs, found.mean, found.std**2 * found.pairs)
 
 
-def written_out(bundle: Bundle, pictures: list[Picture], layer: int) -> np.ndarray:
+def written_out(bundle: Bundle, halved: Dataset, layer: int) -> np.ndarray:
     """Cosines of all pairs of patches of every photo, which are of the network's size."""
     encoder, cosines = dense_encoder(bundle, layer), []
-    for picture in pictures:
-        pixels = torch.from_numpy(np.asarray(Image.open(picture.path)).transpose(2, 0, 1).copy())[None]
+    for sample in halved.samples:
+        pixels = torch.from_numpy(np.asarray(Image.open(sample.image_path)).transpose(2, 0, 1).copy())[None]
         ((_, tokens),) = attended_tokens(encoder, pixels, (layer,))
         unit = torch.nn.functional.normalize(tokens[0].double(), dim=-1)
         cosines.append((unit @ unit.T)[torch.triu_indices(len(unit), len(unit), 1).unbind()].numpy())
     return np.concatenate(cosines)
 
 
-def test_the_rule_is_mean_plus_deviation_over_all_pairs(bundle: Bundle, pictures: list[Picture]) -> None:
-    first = measured(bundle, pictures, (1,))
-    cosines = written_out(bundle, pictures, 1)
+def test_the_rule_is_mean_plus_deviation_over_all_pairs(bundle: Bundle, halved: Dataset) -> None:
+    first = measured(bundle, halved, (1,))
+    cosines = written_out(bundle, halved, 1)
     assert first.clap_threshold == pytest.approx(cosines.mean() + cosines.std(), abs=1e-9)
-    both = measured(bundle, pictures, (1, 3))
-    pooled = np.concatenate([cosines, written_out(bundle, pictures, 3)])
+    both = measured(bundle, halved, (1, 3))
+    pooled = np.concatenate([cosines, written_out(bundle, halved, 3)])
     assert both.clap_threshold == pytest.approx(pooled.mean() + pooled.std(), abs=1e-9)
     assert both.blocks[0] == first.blocks[0]
 
 
-def test_labels_part_the_pairs(bundle: Bundle, pictures: list[Picture]) -> None:
-    (block,) = measured(bundle, pictures, (1,)).blocks
+def test_labels_part_the_pairs(bundle: Bundle, halved: Dataset) -> None:
+    (block,) = measured(bundle, halved, (1,)).blocks
     by_side = {one.side: one for one in block.by_class}
     assert [*by_side] == [2, 3, 4, 5, 6, 7, 8, None]
     whole = by_side[None]
     assert whole.same is not None and whole.other is not None
     assert whole.same.pairs + whole.other.pairs == block.every.pairs == 4 * 64 * 63 // 2
-    assert equal(moments_of(whole.same) + moments_of(whole.other), written_out(bundle, pictures, 1))
+    assert equal(moments_of(whole.same) + moments_of(whole.other), written_out(bundle, halved, 1))
     assert by_side[2].other is None  # the border between the classes lies between windows: no pair, no figure
     assert by_side[3].other is not None
-    bare = [Picture(picture.path) for picture in pictures]
+    bare = [sample.image_path for sample in halved.samples]
     assert measured(bundle, bare, (1,)).blocks == (BlockSimilarity(block=1, every=block.every),)
 
 
-def test_an_interrupted_measurement_goes_on(
-    bundle: Bundle, pictures: list[Picture], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_measurement_goes_on(bundle: Bundle, halved: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     from algm_deploy.tuning import similarity
 
-    whole = measured(bundle, pictures, (1, 2))
+    whole = measured(bundle, halved, (1, 2))
     for state in (bundle.path / "reports").glob("similarity-*.json"):
         state.unlink()
     read, seen = similarity.read_photo, []
@@ -203,66 +196,76 @@ def test_an_interrupted_measurement_goes_on(
 
     monkeypatch.setattr(similarity, "read_photo", stopping)
     with pytest.raises(KeyboardInterrupt):
-        measured(bundle, pictures, (1, 2))
+        measured(bundle, halved, (1, 2))
     monkeypatch.setattr(similarity, "read_photo", lambda path: seen.append(path) or read(path))
-    assert measured(bundle, pictures, (1, 2)) == whole
-    assert seen == [picture.path for picture in pictures]
-    assert measured(bundle, pictures[:3], (1, 2)) != whole
+    assert measured(bundle, halved, (1, 2)) == whole
+    assert seen == [sample.image_path for sample in halved.samples]
+    assert measured(bundle, halved.subset(3), (1, 2)) != whole
 
 
-def test_a_photo_that_changed_is_measured_again(bundle: Bundle, pictures: list[Picture]) -> None:
-    before = measured(bundle, pictures, (1,))
-    Image.fromarray(np.full((128, 128, 3), 90, np.uint8)).save(pictures[1].path)
-    assert measured(bundle, pictures, (1,)).clap_threshold != before.clap_threshold
+def test_a_photo_that_changed_is_measured_again(bundle: Bundle, halved: Dataset) -> None:
+    before = measured(bundle, halved, (1,))
+    Image.fromarray(np.full((128, 128, 3), 90, np.uint8)).save(halved.samples[1].image_path)
+    assert measured(bundle, halved, (1,)).clap_threshold != before.clap_threshold
 
 
-def test_a_label_that_was_repaired_is_measured_again(bundle: Bundle, pictures: list[Picture]) -> None:
-    before = measured(bundle, pictures, (1,))
-    path = pictures[1].label_path
-    assert path is not None
+def test_a_label_that_was_repaired_is_measured_again(bundle: Bundle, halved: Dataset) -> None:
+    before = measured(bundle, halved, (1,))
+    path = halved.samples[1].label_path
     size = path.stat().st_size
     Image.fromarray(np.repeat([[0], [1]], 64, 0).repeat(128, 1).astype(np.uint8)).save(path)
     assert path.stat().st_size == size
-    after = measured(bundle, pictures, (1,))
+    after = measured(bundle, halved, (1,))
     assert after.blocks[0].every == before.blocks[0].every
     assert after.blocks[0].by_class != before.blocks[0].by_class
-    assert measured(bundle, pictures, (1,)) == after
+    assert measured(bundle, halved, (1,)) == after
 
 
-def test_photos_are_known_by_their_content(bundle: Bundle, pictures: list[Picture]) -> None:
-    before = measured(bundle, pictures, (1,))
-    moved = [Picture(p.path.rename(p.path.with_stem(f"moved{p.path.stem}")), p.label_path, p.labels) for p in pictures]
-    assert measured(bundle, moved, (1,)) == before
+def test_photos_are_known_by_their_content(bundle: Bundle, halved: Dataset) -> None:
+    before = measured(bundle, halved, (1,))
+    moved = [
+        replace(one, image_path=one.image_path.rename(one.image_path.with_stem(f"moved{one.name}")))
+        for one in halved.samples
+    ]
+    assert measured(bundle, replace(halved, samples=tuple(moved)), (1,)) == before
     assert len(list((bundle.path / "reports").glob("similarity-*.json"))) == 1
 
 
-def test_a_photo_that_is_gone_is_named(bundle: Bundle, pictures: list[Picture]) -> None:
-    pictures[1].path.unlink()
+def test_a_photo_that_is_gone_is_named(bundle: Bundle, halved: Dataset) -> None:
+    halved.samples[1].image_path.unlink()
     with pytest.raises(ImageError, match=r"1\.png: expected a photo or its labels, got No such file"):
-        measured(bundle, pictures, (1,))
+        measured(bundle, halved, (1,))
 
 
-def test_a_damaged_state_file_is_named(bundle: Bundle, pictures: list[Picture]) -> None:
-    measured(bundle, pictures, (1,))
+def test_what_a_label_means_is_part_of_the_measurement(bundle: Bundle, halved: Dataset) -> None:
+    before = measured(bundle, halved, (1,))
+    one_class = halved.lookup.copy()
+    one_class[1] = 0
+    (block,) = measured(bundle, replace(halved, lookup=one_class), (1,)).blocks
+    assert block.every == before.blocks[0].every
+    assert [one.other for one in block.by_class] == [None] * 8
+
+
+@pytest.mark.parametrize("damage", [lambda text: text[:-20], lambda _: '{"done": 1, "layers": {}}', lambda _: "[]"])
+def test_a_damaged_state_file_is_named(bundle: Bundle, halved: Dataset, damage: Callable[[str], str]) -> None:
+    measured(bundle, halved, (1,))
     (state,) = (bundle.path / "reports").glob("similarity-*.json")
-    state.write_text(state.read_text()[:-20])
+    state.write_text(damage(state.read_text()))
     with pytest.raises(BundleError, match=r"similarity-.*delete the file"):
-        measured(bundle, pictures, (1,))
+        measured(bundle, halved, (1,))
 
 
-def test_photos_must_be_alike(bundle: Bundle, pictures: list[Picture]) -> None:
-    with pytest.raises(DatasetError, match="all have labels or all have none, got 2"):
-        measured(bundle, [pictures[0], Picture(pictures[1].path)], (1,))
-    with pytest.raises(DatasetError, match="got 0 photos"):
-        measured(bundle, [], (1,))
-    wrong = Picture(pictures[0].path, None, lambda: np.zeros((3, 3), np.uint8))
-    with pytest.raises(DatasetError, match=r"\(128, 128\), got \(3, 3\)"):
-        measured(bundle, [wrong], (1,))
+def test_photos_must_be_there_and_fit_their_labels(bundle: Bundle, halved: Dataset) -> None:
+    for nothing in ([], replace(halved, samples=())):
+        with pytest.raises(DatasetError, match="expected photos to measure, got none"):
+            measured(bundle, nothing, (1,))
+    Image.fromarray(np.zeros((3, 3), np.uint8)).save(halved.samples[0].label_path)
+    with pytest.raises(DatasetError, match=r"0\.bmp: expected .*\(128, 128\), got \(3, 3\)"):
+        measured(bundle, halved, (1,))
 
 
-def test_the_record_is_json(bundle: Bundle, pictures: list[Picture], photos: Path) -> None:
-    dataset = open_dataset("folder", photos)
-    found = tune_by_rule(bundle, pictures_of(dataset), (1, 2), dataset, progress=False)
+def test_the_record_is_json(bundle: Bundle, dataset: Dataset) -> None:
+    found = measured(bundle, dataset, (1, 2))
     assert (found.dataset, found.split, found.images) == ("folder", "all", 4)
     record = json.loads(msgspec.json.encode(found))
     assert record["clap_threshold"] == found.clap_threshold
