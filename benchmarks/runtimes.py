@@ -44,7 +44,8 @@ from algm_deploy.native_libraries import require_library
 from algm_deploy.ops.clap import window_similarity
 from algm_deploy.ops.gbm import gbm_similarity
 from algm_deploy.recipe.schema import MergePlan, Network, Protocol, Recipe
-from algm_deploy.runners.onnxruntime.runner import CUDA_OPTIONS, LIBRARY, CudaSession, placement
+from algm_deploy.runners.onnxruntime.runner import LIBRARY
+from algm_deploy.runners.onnxruntime.sessions import CUDA_OPTIONS, CudaSession, placement
 from algm_deploy.timing.timers import merge_efficiency
 from algm_deploy.timing.variants import VARIANTS, variant_graph, variant_network
 

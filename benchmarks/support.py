@@ -28,12 +28,12 @@ from algm_deploy.recipe.families import architectures
 from algm_deploy.recipe.reading import recipe, recipe_names
 from algm_deploy.recipe.schema import Recipe
 from algm_deploy.report.tables import markdown_table
+from algm_deploy.runners.registry import RUNTIMES
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "benchmarks" / "records"
 TRAINED = "trained_h200.json"
 EVIDENCE, TABLE = RECORDS / "support.json", ROOT / "docs" / "support.md"
-RUNTIMES = ("torch", "onnxruntime-cpu", "onnxruntime-cuda", "tensorrt-rtx", "tensorrt")
 # Tests with claims, and what narrows them down.
 TESTS = ("tests/test_families.py", "tests/models", "tests/parity", "tests/evaluation/test_datasets.py", "tests/runners")
 SELECTION = " or ".join(

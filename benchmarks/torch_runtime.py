@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from algm_deploy.bundle.records import VariantName
 from algm_deploy.bundle.signature import CLAP_THRESHOLD, GBM_THRESHOLD
 from algm_deploy.errors import BuildError, GateError
 from algm_deploy.merging import merge_inputs, replay_merging
@@ -43,7 +44,7 @@ from algm_deploy.ops.native_kernels import LIBRARY, use_kernels
 from algm_deploy.recipe.schema import Recipe, Size
 from algm_deploy.runners.torch import packed as torch_packed
 from algm_deploy.runners.torch.packed import PackedSegmenter
-from algm_deploy.timing.variants import VARIANTS, Variant, variant_network
+from algm_deploy.timing.variants import VARIANTS, variant_network
 from runtimes import (
     TOKENS,
     calibrated,
@@ -69,7 +70,7 @@ class Configuration:
     `kept` is what a graph reads where it is, such as weights.
     """
 
-    variant: Variant
+    variant: VariantName
     image: Tensor
     call: Call
     decisions: Callable[[], tuple[Tensor, ...]] = tuple
@@ -164,7 +165,7 @@ class Bench:
     def packed(
         self,
         recipe: Recipe,
-        variant: Variant,
+        variant: VariantName,
         image: Tensor,
         thresholds: tuple[float, float],
         memory: dict[str, int],
@@ -191,12 +192,12 @@ class Bench:
         memory[label] = torch.cuda.max_memory_reserved() - before
         return Configuration(variant, image, call, lambda: maps[0])
 
-    def eager(self, variant: Variant, image: Tensor, thresholds: tuple[float, float]) -> Configuration:
+    def eager(self, variant: VariantName, image: Tensor, thresholds: tuple[float, float]) -> Configuration:
         network = variant_network(self.model, self.recipe, variant, TOKENS)[0].cuda()
         inputs = merge_inputs(*thresholds, device="cuda")
         return Configuration(variant, image, lambda: network(image, inputs)[0], lambda: network(image, inputs)[2])
 
-    def compiled(self, variant: Variant, image: Tensor) -> Configuration:
+    def compiled(self, variant: VariantName, image: Tensor) -> Configuration:
         """PyTorch's compiler on the whole network for its shapes, captured with the label map behind it."""
         network = variant_network(self.model, self.recipe, variant, TOKENS)[0].cuda()
         grid, size = self.recipe.network.grid, self.recipe.network.image_size
@@ -266,7 +267,7 @@ class Bench:
             raise GateError(f"{self.name} {label}: {found}: nothing is timed")
         return found
 
-    def replayed(self, exact: bool, variant: Variant, image: Tensor, maps: tuple[Tensor, ...]) -> Tensor:
+    def replayed(self, exact: bool, variant: VariantName, image: Tensor, maps: tuple[Tensor, ...]) -> Tensor:
         model: VitNetwork = self.exact if exact else self.model
         if variant == "merged":
             network = Deployed(replay_merging(model, self.recipe.merging), self.recipe.network, "labels").eval()

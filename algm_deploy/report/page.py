@@ -287,10 +287,5 @@ def _throughputs(pairs: Sequence[tuple[Measured[Evaluation], Measured[Speed]]]) 
 
 def _artifact(bundle: Bundle, runtime: str) -> str:
     """The file a runtime executes, as far as this bundle has one."""
-    # Stands here until each runtime has a row that says so.
-    names = {
-        "torch": ("weights.safetensors",),
-        "tensorrt": ("engines/tensorrt.engine",),
-        "tensorrt-rtx": ("engines/tensorrt-rtx.engine",),
-    }.get(runtime, (f"model.{runtime}.onnx", "model.onnx"))
-    return next((name for name in names if name in bundle.files), "not built")
+    row = RUNTIMES.get(runtime)
+    return (row and row.executable(bundle.files)) or "not built"

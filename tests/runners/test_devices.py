@@ -93,7 +93,7 @@ def test_results_are_those_of_the_first_device(built: tuple[Bundle, str], second
             assert_equal(found, wanted)
 
 
-def test_tensors_stay_on_the_second_device(second: Any, blob_images: Any) -> None:
+def test_tensors_stay_on_the_second_device(second: Runner, blob_images: Any) -> None:
     image = torch.from_numpy(blob_images(3)).to("cuda:1")
     expected = second.infer({"image": image.cpu().numpy()}, NAMES)
     before = torch.cuda.memory_allocated(0)
@@ -101,6 +101,17 @@ def test_tensors_stay_on_the_second_device(second: Any, blob_images: Any) -> Non
     assert {tensor.device for tensor in found.values()} == {torch.device("cuda:1")}
     assert torch.cuda.memory_allocated(0) == before
     assert_equal({name: tensor.cpu().numpy() for name, tensor in found.items()}, expected)
-    if second.runtime != "torch":
-        with pytest.raises(BundleError, match="expected an image in the memory of cuda:1"):
-            second.infer_device({"image": image.to("cuda:0")}, NAMES)
+    with pytest.raises(BundleError, match="expected an image in the memory of cuda:1, got one in that of cuda:0"):
+        second.infer_device({"image": image.to("cuda:0")}, NAMES)
+
+
+def test_a_device_by_its_name(built: tuple[Bundle, str], blob_images: Any) -> None:
+    """Without making it the current one."""
+    images = blob_images(3)
+    with runner(*built, "cuda:1") as named, runner(*built) as first:
+        assert (str(named.device), str(first.device)) == ("cuda:1", "cuda:0")
+        assert_equal(named.infer({"image": images}, NAMES), first.infer({"image": images}, NAMES))
+    assert torch.cuda.current_device() == 0
+    beyond = f"cuda:{torch.cuda.device_count()}"
+    with pytest.raises(RuntimeUnavailableError, match=f"expected {beyond} for {built[1]}, PyTorch finds"):
+        runner(*built, beyond).__enter__()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import onnxruntime as ort
 import pytest
+from msgspec import structs
 
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.cli import main
@@ -35,7 +36,8 @@ def test_bench_prints_and_keeps_what_it_timed(bundle: Path, capsys: pytest.Captu
     assert "2 synthetic scenes" in printed
     assert "not representative" in printed
     opened = Bundle.open(bundle)
-    assert set(opened.fact("speed")) == {f"torch latency {name} batch 1" for name in ("dense", "merged", "truncated")}
+    timed = {(one.runtime, one.protocol, one.variant, one.batch) for one in opened.manifest.speeds}
+    assert timed == {("torch", "latency", name, 1) for name in ("dense", "merged", "truncated")}
     assert "torch latency merged" not in report_page(opened)  # keys are not for readers
     assert "latency" in report_page(opened)
 
@@ -44,7 +46,8 @@ def test_bench_of_batches(bundle: Path, capsys: pytest.CaptureFixture[str]) -> N
     options = ("--runtime", "torch", "--protocol", "mixed", "--batch", "2")
     assert main(["bench", str(bundle), *options, *SHORT]) == 0
     assert "protocol mixed, batch 2, " in capsys.readouterr().out
-    assert "torch mixed merged batch 2" in Bundle.open(bundle).fact("speed")
+    timed = {(one.runtime, one.protocol, one.variant, one.batch) for one in Bundle.open(bundle).manifest.speeds}
+    assert ("torch", "mixed", "merged", 2) in timed
 
 
 @pytest.mark.parametrize(
@@ -78,7 +81,9 @@ def test_what_cannot_be_verified_here_is_not_asked_for(bundle: Path, capsys: pyt
 
 def test_bench_refuses_what_failed(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     copy = Bundle.open(shutil.copytree(bundle, tmp_path / "failed"))
-    copy.update({"parity": {"torch": {**copy.fact("parity")["torch"], "passed": False}}})
+    (record,) = copy.manifest.parity
+    *links, last = record.links
+    copy.record(structs.replace(record, links=(*links, structs.replace(last, passed=False))))
     assert main(["bench", str(copy.path), "--runtime", "torch"]) == 1
     assert "so nothing is timed" in capsys.readouterr().err
 
@@ -96,8 +101,11 @@ def test_deploy_times_when_asked(tiny_checkpoint: Path, tmp_path: Path, capsys: 
     options = ("--runtime", "torch", "--count", "1", "--max-batch", "1", "--bench")
     assert main(["deploy", str(tiny_checkpoint), "-o", str(target), *options]) == 0
     shown = capsys.readouterr().out
-    merged = Bundle.open(target).fact("speed")["torch latency merged batch 1"]
+    (merged,) = [one for one in Bundle.open(target).manifest.speeds if one.variant == "merged"]
     assert "p50 ms" in shown and "speed-up" in shown
-    assert merged["stable"] != ("not stable" in shown)  # a busy machine gives no figure
-    assert merged["samples"] >= 100
-    assert merged["latency_ms_p99"] >= merged["latency_ms_p90"]
+    assert merged.stable != ("not stable" in shown)  # a busy machine gives no figure
+    assert merged.samples is not None
+    assert merged.samples >= 100
+    assert merged.latency_ms_p99 is not None
+    assert merged.latency_ms_p90 is not None
+    assert merged.latency_ms_p99 >= merged.latency_ms_p90

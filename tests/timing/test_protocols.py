@@ -6,34 +6,31 @@ import re
 import shutil
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 from PIL import Image
 
+from algm_deploy.bundle.records import Parity, Speed, tokens_by_merge
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.deployment import bench, build, parity_windows, verify
 from algm_deploy.errors import BundleError, GateError, RuntimeUnavailableError
 from algm_deploy.evaluation.flops import multiply_adds
-from algm_deploy.lowering.onnxruntime import write_onnxruntime_onnx
 from algm_deploy.pictures.shipped import scene
 from algm_deploy.recipe.schema import DENSE
 from algm_deploy.report.records import Measured, measured
 from algm_deploy.report.tables import markdown_table, speed_notes, speed_table
-from algm_deploy.runners.contract import Runner, runner
+from algm_deploy.runners.contract import Placement, Runner, runner, runner_type
+from algm_deploy.runners.onnxruntime import runner as onnxruntime
+from algm_deploy.runners.registry import row_of
+from algm_deploy.runners.torch.runner import TorchRunner
 from algm_deploy.timing import protocols
 from algm_deploy.timing.protocols import Request, batches_of, benchmark, natural, reading_ms, usual_request
 from algm_deploy.timing.timers import Effort
-from algm_deploy.timing.variant_bundles import (
-    VariantTorchRunner,
-    executable,
-    executables,
-    variant_bundle,
-    variant_runner,
-)
+from algm_deploy.timing.variant_bundles import executables, variant_bundle, variant_runner
 
 QUICK = Effort(warmup=1, rounds=2, most_rounds=2)
 CPU = "onnxruntime-cpu"
@@ -52,6 +49,14 @@ def verified(tiny_bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> B
 @pytest.fixture
 def windows(tiny_bundle: Bundle) -> np.ndarray:
     return parity_windows(tiny_bundle.recipe, [], 2)
+
+
+def failed(bundle: Bundle, runtime: str) -> Parity:
+    """The record of a runtime, its last link broken."""
+    record = bundle.found(Parity, runtime)
+    assert record is not None
+    *links, last = record.links
+    return structs.replace(record, links=(*links, structs.replace(last, passed=False)))
 
 
 def timed_as(monkeypatch: pytest.MonkeyPatch, **ms: float) -> None:
@@ -127,11 +132,10 @@ def test_nothing_unverified_is_timed(tiny_bundle: Bundle, windows: np.ndarray) -
 
 def test_nothing_that_failed_is_timed(verified: Bundle, windows: np.ndarray, tmp_path: Path) -> None:
     bundle = Bundle.open(shutil.copytree(verified.path, tmp_path / "failed"))
-    parity = bundle.fact("parity")
-    bundle.update({"parity": {**parity, CPU: {**parity[CPU], "passed": False}}})
+    bundle.record(failed(bundle, CPU))
     with pytest.raises(GateError, match="parity chain failed on onnxruntime-cpu, so nothing is timed"):
         benchmark(bundle, CPU, windows, Request("latency"), progress=False)
-    assert "speed" not in Bundle.open(bundle.path).manifest
+    assert Bundle.open(bundle.path).manifest.speeds == ()
 
 
 def test_what_was_built_since_is_not_timed(tiny_bundle: Bundle, windows: np.ndarray, tmp_path: Path) -> None:
@@ -146,12 +150,7 @@ def test_a_dense_network_that_fails_stops_the_run(
     verified: Bundle, windows: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bundle = Bundle.open(shutil.copytree(verified.path, tmp_path / "bundle"))
-
-    class Failed:
-        def record(self) -> dict[str, Any]:
-            return {**bundle.section("parity")["torch"], "passed": False}
-
-    monkeypatch.setattr(protocols, "verify", lambda *_, **__: Failed())
+    monkeypatch.setattr(protocols, "verify", lambda *_, **__: failed(bundle, "torch"))
     with pytest.raises(GateError, match="nothing is timed"):
         benchmark(bundle, "torch", windows, Request("latency", variants=("dense", "merged")), progress=False)
 
@@ -168,14 +167,20 @@ def test_truncated_keeps_its_tokens_on_every_runtime(verified: Bundle, windows: 
     assert outputs["scores"].shape == (2, 11, 128, 128)
 
 
-def test_segments_are_executed_and_the_whole_graph_is_opened(tiny_bundle: Bundle, tmp_path: Path) -> None:
+def test_segments_are_executed_and_the_whole_graph_is_opened(
+    tiny_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bundle = Bundle.open(shutil.copytree(tiny_bundle.path, tmp_path / "tiny"))
-    counts = write_onnxruntime_onnx(bundle, "cuda", custom_operators=True)
-    segments = [name for name in executables(bundle, "onnxruntime-cuda") if "segment" in name]
-    assert len(segments) == counts["segments"] > 1
-    assert executable(bundle, "onnxruntime-cuda") == "model.onnxruntime-cuda.onnx"
-    assert executable(bundle, CPU) == "model.onnx"
-    assert not set(segments) & set(executables(bundle, CPU))
+    monkeypatch.setattr(onnxruntime, "find_library", lambda _: Path("library.so"))
+    runner_type("onnxruntime-cuda").build(bundle)
+    files = executables(bundle, "onnxruntime-cuda")
+    assert [name for name in files if "stretch" in name] == [
+        f"model.onnxruntime-cuda.stretch-{i}.onnx" for i in range(3)
+    ]
+    assert files["model.onnxruntime-cuda.onnx"] == bundle.files["model.onnxruntime-cuda.onnx"].sha256
+    assert row_of("onnxruntime-cuda").executable(bundle.files) == "model.onnxruntime-cuda.onnx"
+    assert set(executables(bundle, CPU)) == {"weights.safetensors", "model.onnx"}
+    assert row_of(CPU).executable(bundle.files) == "model.onnx"
 
 
 def test_truncated_is_the_same_network_everywhere(verified: Bundle, windows: np.ndarray) -> None:
@@ -213,7 +218,7 @@ def test_another_tail_is_refused(verified: Bundle, monkeypatch: pytest.MonkeyPat
 
 
 def test_tensors_of_the_device_go_through_the_torch_runner(verified: Bundle, windows: np.ndarray) -> None:
-    run = VariantTorchRunner(verified)
+    run = TorchRunner(verified)
     with run:
         image = torch.from_numpy(windows).to(run.device)
         ours = run.infer_device({"image": image, "clap_threshold": 0.8})
@@ -235,32 +240,36 @@ def test_latency_from_pictures_to_records(verified: Bundle, tmp_path: Path) -> N
     photos = sorted(tmp_path.glob("*.png"))
     request = Request("latency", count=2, effort=QUICK)
     rows = bench(verified, CPU, images=photos, protocol=request, progress=False)
-    assert [row.record["variant"] for row in rows] == ["dense", "merged", "truncated"]
+    assert [row.record.variant for row in rows] == ["dense", "merged", "truncated"]
     dense, merged, truncated = (row.record for row in rows)
-    assert (merged["pictures"], merged["representative"], merged["pictures_timed"]) == ("photos", True, 2)
-    assert (merged["samples"], merged["rounds"], merged["warmup_calls"], merged["clock"]) == (4, 2, 1, "host")
-    assert merged["executable"] == "model.onnxruntime-cpu.onnx"
-    assert merged["provider"] == "CPUExecutionProvider"
-    assert merged["environment"]["packages"]["onnxruntime"]
-    assert set(merged["stages"]) == {
+    assert (merged.pictures, merged.representative, merged.pictures_timed) == ("photos", True, 2)
+    assert (merged.samples, merged.rounds, merged.warmup_calls, merged.clock) == (4, 2, 1, "host")
+    assert merged.executable == "model.onnxruntime-cpu.onnx"
+    assert merged.provider == "CPUExecutionProvider"
+    assert merged.device == row_of(CPU).device_here()
+    assert merged.environment is not None
+    assert merged.environment.packages["onnxruntime"]
+    assert set(merged.stages) == {
         "decode_ms_p50", "preprocess_ms_p50", "network_ms_p50", "label_map_ms_p50", "copies_and_calls_ms_p50"
     }  # fmt: skip
-    assert all(ms > 0 for name, ms in merged["stages"].items() if name != "copies_and_calls_ms_p50")
-    assert merged["nodes_by_provider"]["CPUExecutionProvider"] > dense["nodes_by_provider"]["CPUExecutionProvider"] > 50
-    assert (merged["host_device_copies"], merged["gpu"]) == (0, None)
-    by_picture = merged["by_picture"]
-    assert np.mean(by_picture["tokens_after_gbm"]) == merged["tokens_after_gbm_mean"]
-    assert len(by_picture["latency_ms_p50"]) == len(by_picture["tokens_after_clap"]) == 2
-    assert "by_picture" not in dense
-    assert 0 < merged["latency_ms_p50"] <= merged["latency_ms_p90"]
-    assert merged["latency_ms_p99"] is None
-    assert dense["thresholds"] == {}
-    assert merged["thresholds"] == {"clap_threshold": 0.9, "gbm_threshold": 1.0}
-    assert dense["tokens_after_clap_mean"] == 64
-    assert truncated["tokens_after_gbm_mean"] == round(merged["tokens_after_gbm_mean"]) < 64
-    assert dense["gmacs_per_window_mean"] == multiply_adds(verified.recipe.network, DENSE).gmacs
-    kept = [row for row in measured(Bundle.open(verified.path), "speed") if row.record["protocol"] == "latency"]
-    assert [row.record["variant"] for row in kept] == ["dense", "merged", "truncated"]
+    assert all(ms > 0 for name, ms in merged.stages.items() if name != "copies_and_calls_ms_p50")
+    assert merged.nodes_by_provider["CPUExecutionProvider"] > dense.nodes_by_provider["CPUExecutionProvider"] > 50
+    assert (merged.host_device_copies, merged.gpu) == (0, None)
+    by_picture, tokens = merged.by_picture, tokens_by_merge(merged.tokens)
+    assert by_picture is not None
+    assert np.mean(by_picture.tokens_by_merge["gbm_3"]) == tokens["gbm_3"]
+    assert len(by_picture.latency_ms_p50) == len(by_picture.tokens_by_merge["clap_1"]) == 2
+    assert dense.by_picture is None
+    assert merged.latency_ms_p50 is not None
+    assert merged.latency_ms_p90 is not None
+    assert 0 < merged.latency_ms_p50 <= merged.latency_ms_p90
+    assert merged.latency_ms_p99 is None
+    assert dense.thresholds == merged.thresholds == {"clap_threshold": 0.9, "gbm_threshold": 1.0}  # of the run
+    assert tokens_by_merge(dense.tokens) == {"clap_1": 64, "gbm_3": 64}
+    assert tokens_by_merge(truncated.tokens)["gbm_3"] == round(tokens["gbm_3"]) < 64
+    assert dense.gmacs_per_window_mean == multiply_adds(verified.recipe.network, DENSE).gmacs
+    kept = [row for row in measured(Bundle.open(verified.path), Speed) if row.record.protocol == "latency"]
+    assert [row.record.variant for row in kept] == ["dense", "merged", "truncated"]
     assert kept[0].artifact.plan == DENSE
     assert kept[2].artifact.truncated
 
@@ -272,10 +281,10 @@ def test_token_counts_are_those_of_the_pictures(
     records = benchmark(verified, CPU, windows, Request("mixed", batch=2, effort=QUICK), progress=False)
     with runner(verified, CPU) as run:
         counts = run.infer({"image": windows}, ["token_counts"])["token_counts"]
-    assert records["merged"]["tokens_after_clap_mean"] == counts[:, 0].mean()
+    assert tokens_by_merge(records["merged"].tokens)["clap_1"] == counts[:, 0].mean()
     gmacs = [multiply_adds(verified.recipe.network, verified.recipe.merging, row.tolist()).gmacs for row in counts]
-    assert records["merged"]["gmacs_per_window_mean"] == pytest.approx(np.mean(gmacs))
-    assert "gmacs_per_window_mean" not in records["truncated"]
+    assert records["merged"].gmacs_per_window_mean == pytest.approx(np.mean(gmacs))
+    assert records["truncated"].gmacs_per_window_mean is None
 
 
 def test_speed_up_efficiency_and_throughput(
@@ -283,16 +292,18 @@ def test_speed_up_efficiency_and_throughput(
 ) -> None:
     timed_as(monkeypatch, dense=8.0, merged=5.0, truncated=4.0)
     records = benchmark(verified, CPU, windows, Request("mixed", batch=2, effort=QUICK), progress=False)
-    assert records["merged"]["merge_efficiency"] == pytest.approx(0.75)
+    merged = records["merged"]
+    assert merged.merge_efficiency == pytest.approx(0.75)
+    assert merged.merge_efficiency_by_round is not None
     spread = {"rounds": 2, "min": 0.75, "p25": 0.75, "p75": 0.75, "max": 0.75}
-    assert records["merged"]["merge_efficiency_by_round"] == pytest.approx(spread)
-    assert records["merged"]["speedup"] == pytest.approx(1.6)
-    assert records["truncated"]["speedup"] == pytest.approx(2.0)
-    assert records["merged"]["throughput_img_per_s"] == pytest.approx(400.0)
-    assert records["merged"]["batch_ms_mean_of_medians"] == 5.0
-    assert not {"speedup", "merge_efficiency"} & set(records["dense"])
-    assert "merge_efficiency" not in records["truncated"]
-    assert "latency_ms_p50" not in records["merged"]
+    assert structs.asdict(merged.merge_efficiency_by_round) == pytest.approx(spread)
+    assert merged.speedup == pytest.approx(1.6)
+    assert records["truncated"].speedup == pytest.approx(2.0)
+    assert merged.throughput_img_per_s == pytest.approx(400.0)
+    assert merged.batch_ms_mean_of_medians == 5.0
+    assert (records["dense"].speedup, records["dense"].merge_efficiency) == (None, None)
+    assert records["truncated"].merge_efficiency is None
+    assert merged.latency_ms_p50 is None
 
 
 def test_stages_are_told_where_times_are(verified: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,17 +326,17 @@ def test_how_a_network_ran_is_recorded_and_told(verified: Bundle, monkeypatch: p
     timed_as(monkeypatch, dense=8.0, merged=5.0, truncated=4.0)
     kind = type(runner(verified, CPU))
     monkeypatch.setattr(kind, "execution", property(lambda _: {"cuda_graph": "no, shapes vary"}))
-    placed = SimpleNamespace(nodes={"CUDAExecutionProvider": 140, "CPUExecutionProvider": 3}, copies=2)
+    placed = Placement({"CUDAExecutionProvider": 140, "CPUExecutionProvider": 3}, copies=2)
     monkeypatch.setattr(kind, "placement", lambda self, feeds: placed)
     rows = bench(verified, CPU, protocol=Request("latency", count=1, effort=QUICK), progress=False)
     record = rows[1].record
-    assert record["execution"] == {"cuda_graph": "no, shapes vary"}
-    assert (record["nodes_by_provider"], record["host_device_copies"]) == (placed.nodes, 2)
+    assert record.execution == {"cuda_graph": "no, shapes vary"}
+    assert (record.nodes_by_provider, record.host_device_copies) == (placed.nodes, 2)
     assert (
         "merged ran cuda graph no, shapes vary, 140 nodes on CUDAExecutionProvider, 3 nodes on CPUExecutionProvider, "
         "2 copies between host and device"
     ) in speed_notes(rows)
-    assert Bundle.open(verified.path).section("speed")["onnxruntime-cpu latency merged batch 1"]["execution"]
+    assert record in Bundle.open(verified.path).manifest.speeds
 
 
 def test_the_spread_of_an_efficiency_stands_beside_it(verified: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,9 +348,9 @@ def test_the_spread_of_an_efficiency_stands_beside_it(verified: Bundle, monkeypa
     monkeypatch.setattr(protocols, "_times", told)
     monkeypatch.setattr(protocols, "steady", lambda _: True)
     rows = bench(verified, CPU, protocol=Request("latency", count=1, effort=QUICK), progress=False)
-    assert rows[1].record["merge_efficiency_by_round"] == pytest.approx(
-        {"rounds": 3, "min": 0.8, "p25": 0.85, "p75": 0.9375, "max": 0.975}
-    )
+    found = rows[1].record.merge_efficiency_by_round
+    assert found is not None
+    assert structs.asdict(found) == pytest.approx({"rounds": 3, "min": 0.8, "p25": 0.85, "p75": 0.9375, "max": 0.975})
     table = speed_table(rows)
     column = table.header.index("merge efficiency (middle half of rounds)")
     assert [row[column] for row in table.rows][:2] == ["-", "0.90 (0.85 to 0.94)"]
@@ -352,8 +363,8 @@ def test_no_efficiency_where_dropping_saves_nothing(
 ) -> None:
     timed_as(monkeypatch, dense=8.0, merged=9.0, truncated=8.5)
     records = benchmark(verified, CPU, windows, Request("latency", effort=QUICK), progress=False)
-    assert "merge_efficiency" not in records["merged"]
-    assert records["merged"]["speedup"] < 1
+    assert records["merged"].merge_efficiency is None
+    assert records["merged"].speedup == pytest.approx(8 / 9)
 
 
 def test_threshold_of_a_run_is_recorded(verified: Bundle, windows: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,9 +373,11 @@ def test_threshold_of_a_run_is_recorded(verified: Bundle, windows: np.ndarray, m
     request = Request("latency", count=1, effort=QUICK, thresholds=off, variants=("dense", "merged"))
     rows = bench(verified, CPU, protocol=request, progress=False)
     merged = rows[1].record
-    assert merged["thresholds"] == {"clap_threshold": "inf", "gbm_threshold": 1.0}
-    assert merged["tokens_after_clap_mean"] == 64
-    assert any(key.endswith("clap_threshold inf") for key in Bundle.open(verified.path).fact("speed"))
+    assert merged.thresholds == {"clap_threshold": "inf", "gbm_threshold": 1.0}
+    assert tokens_by_merge(merged.tokens)["clap_1"] == 64
+    assert ("clap_threshold", "inf") in {
+        pair for one in Bundle.open(verified.path).manifest.speeds for pair in one.identity
+    }
     with pytest.raises(BundleError, match="no input 'tau'"):
         benchmark(verified, CPU, windows, Request("latency", thresholds={"tau": 1.0}), progress=False)
 
@@ -377,7 +390,7 @@ def test_an_unsteady_run_prints_no_time(verified: Bundle, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(protocols, "_times", told)
     rows = bench(verified, CPU, protocol=Request("latency", count=2, effort=QUICK), progress=False)
-    assert [row.record["stable"] for row in rows] == [False] * 3  # a ratio of a steady and an unsteady time is neither
+    assert [row.record.stable for row in rows] == [False] * 3  # a ratio of a steady and an unsteady time is neither
     table = speed_table(rows)
     merged = dict(zip(table.header, table.rows[1], strict=True))
     assert {merged[name] for name in ("img/s", "p50 ms", "speed-up")} == {"not stable"}
@@ -391,10 +404,10 @@ def test_an_unsteady_run_prints_no_time(verified: Bundle, monkeypatch: pytest.Mo
 def test_scenes_and_noise_are_stamped(verified: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     timed_as(monkeypatch, dense=8.0, merged=5.0, truncated=4.0)
 
-    def stamp(paths: list[Path]) -> tuple[str, bool]:
+    def stamp(paths: list[Path]) -> tuple[str | None, bool | None]:
         request = Request("latency", count=1, effort=QUICK, variants=("merged",))
         rows = bench(verified, "torch", images=paths, protocol=request, progress=False)
-        return rows[0].record["pictures"], rows[0].record["representative"]
+        return rows[0].record.pictures, rows[0].record.representative
 
     noise = np.random.default_rng(0).integers(0, 256, (128, 128, 3), np.uint8)
     for name, pixels in (("noise", noise), ("photo", scene(2)[0])):
@@ -409,7 +422,7 @@ def test_a_dense_bundle_is_timed_alone(verified: Bundle, windows: np.ndarray) ->
     assert verify(dense, "torch", count=1, progress=False).passed
     records = benchmark(dense, "torch", windows, Request("duplicate", batch=2, effort=QUICK), progress=False)
     assert list(records) == ["dense"]
-    assert "speedup" not in records["dense"]
+    assert records["dense"].speedup is None
 
 
 def test_reading_is_timed_in_parts(tiny_bundle: Bundle, tmp_path: Path) -> None:
@@ -420,7 +433,7 @@ def test_reading_is_timed_in_parts(tiny_bundle: Bundle, tmp_path: Path) -> None:
 
 
 def test_times_on_the_device_are_labelled_so(verified: Bundle) -> None:
-    run: Runner = VariantTorchRunner(verified)
+    run: Runner = TorchRunner(verified)
     contestant = protocols._Contestant(run, verified.recipe, {})
     assert protocols._conditions(contestant)["clock"] == ("CUDA events" if contestant.on_cuda else "host")
 
@@ -428,10 +441,12 @@ def test_times_on_the_device_are_labelled_so(verified: Bundle) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("protocol", ["duplicate", "latency"])
 def test_on_a_cuda_device(verified: Bundle, windows: np.ndarray, protocol: protocols.ProtocolName) -> None:
-    rows: list[Measured] = bench(
-        verified, "torch", [], Request(protocol, count=1, effort=Effort(2, 4, 8)), progress=False
+    rows: list[Measured[Speed]] = bench(
+        verified, "torch", protocol=Request(protocol, count=1, effort=Effort(2, 4, 8)), progress=False
     )
     for row in rows:
-        assert row.record["clock"] == "CUDA events"
-        assert row.record["batch_ms_mean_of_medians"] > 0
-        assert row.record["environment"]["devices"]
+        assert row.record.clock == "CUDA events"
+        assert row.record.batch_ms_mean_of_medians is not None
+        assert row.record.batch_ms_mean_of_medians > 0
+        assert row.record.environment is not None
+        assert row.record.environment.devices

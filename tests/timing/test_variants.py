@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from algm_deploy.bundle.store import Bundle
-from algm_deploy.merging import merge_inputs
+from algm_deploy.merging import merge_inputs, truncate
 from algm_deploy.models.loading import load_network
 from algm_deploy.pictures.shipped import scene
-from algm_deploy.timing.variants import truncate, variant_network
+from algm_deploy.timing.variants import variant_network
 
 TOKENS = (40, 25)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from algm_deploy.merging import insert_merging, merge_inputs, replay_merging
+from algm_deploy.merging import insert_merging, merge_inputs, replay_merging, truncate
 from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.loading import network_class
 from algm_deploy.models.scores import labels_of, upsample_scores
@@ -22,7 +22,6 @@ from algm_deploy.ops.native_kernels import use_kernels
 from algm_deploy.recipe.schema import DENSE, MergePlan, Network
 from algm_deploy.runners.torch import packed as torch_packed
 from algm_deploy.runners.torch.packed import Layout, PackedSegmenter, attend, bucket, packed_index, padded_index
-from algm_deploy.timing.variants import truncate
 
 Images = Callable[[int], np.ndarray]
 PLANS = {
