@@ -160,9 +160,9 @@ def wide_bundle(exported: Callable[..., Bundle]) -> Bundle:
 @pytest.fixture(scope="session")
 def ort_library() -> Path:
     """The custom operator library for the CPU."""
-    from native_build import built_for_cpu
+    from native_build import built
 
-    return built_for_cpu("ort_custom_op")
+    return built("ort_custom_op")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

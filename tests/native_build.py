@@ -1,7 +1,8 @@
-"""Native libraries for the CPU, as the product builds and keeps them."""
+"""Native libraries for tests, as the product builds and keeps them."""
 
 from __future__ import annotations
 
+import fcntl
 from functools import cache
 from pathlib import Path
 
@@ -11,16 +12,22 @@ from algm_deploy.native_libraries import LIBRARIES, build, cache_folder, missing
 
 
 @cache
-def built_for_cpu(name: str) -> Path:
-    """A library without its CUDA part, from the cache of these very sources; skips the test where it lacks a tool.
+def built(name: str, *architectures: int) -> Path:
+    """A library for some GPU architectures, or for the CPU alone, from the cache of these very sources.
 
-    It lies beside what `find_library` finds, so that no test changes what the product runs with.
+    It lies beside what `find_library` finds, so that no test changes what the product runs with. The first process that
+    asks compiles it. Skips the test where a tool is missing.
     """
-    folder = cache_folder() / "cpu"
+    cuda = bool(architectures)
+    if lacks := missing_for(name, cuda):
+        pytest.skip(f"needs {'; and '.join(lacks)}")
+    folder = cache_folder() / ("sm_" + "_".join(map(str, architectures)) if cuda else "cpu")
     path = folder / LIBRARIES[name].file_name
-    if not path.is_file():
-        if lacks := missing_for(name, cuda=False):
-            pytest.skip(f"needs {'; and '.join(lacks)}")
-        together = [other for other in ("kernels", "ort_custom_op") if not missing_for(other, cuda=False)]
-        build(together, architectures=(), progress=False, folder=folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.is_file():
+            # Both libraries of the CPU share what takes long to compile.
+            others = [] if cuda else [n for n in ("kernels", "ort_custom_op") if not missing_for(n, cuda)]
+            build([name, *others], architectures, progress=False, folder=folder)
     return path

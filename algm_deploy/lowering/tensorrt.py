@@ -31,7 +31,7 @@ from algm_deploy.lowering.export import base_onnx
 from algm_deploy.lowering.tensorrt_precision import ONNX_TYPE, retype
 from algm_deploy.merging import deployed
 from algm_deploy.models.loading import load_network
-from algm_deploy.ops.schema import DOMAIN, VERSION
+from algm_deploy.ops.schema import DOMAIN, VERSION, WORDS
 from algm_deploy.recipe.schema import Precision
 
 TENSORRT_ONNX = "model.tensorrt.onnx"
@@ -39,13 +39,6 @@ OPSET = 23
 PLUGIN_NAMESPACE = "algm_deploy"
 PLUGIN_VERSION = "1"
 PLUGINS = ("clap", "gbm", "unmerge", "label_map")
-# The plugins take numbers: the values of the enumerations in runtimes/kernels/algm_kernels.h.
-ENUMERATIONS = {
-    "semantics": {"code": 0, "paper": 1},
-    "batch": {"per_image": 0, "batch_min": 1},
-    "order": {"published": 0, "raster": 1},
-    "mode": {"adaptive": 0, "fixed": 1},
-}
 # The largest K of a TopK in every TensorRT release so far. A merge in standard operators sorts its windows with one.
 TOPK_LIMIT = 3840
 # Same name at opset 18 and 23, another meaning.
@@ -251,7 +244,7 @@ class _Rewriter:
 
 
 def plugin_node(node: NodeProto, outputs: list[str] | None = None) -> NodeProto:
-    """`node` as a plugin node: same op type and inputs, enumerations as numbers, `plugin_namespace` added."""
+    """`node` as a plugin node: same op type and inputs, words as numbers, `plugin_namespace` added."""
     new = helper.make_node(node.op_type, list(node.input), outputs or list(node.output), name=node.name, domain=DOMAIN)
     numbers = {a.name: _number(node, a) for a in node.attribute}
     strings = {"plugin_namespace": PLUGIN_NAMESPACE, "plugin_version": PLUGIN_VERSION}
@@ -263,9 +256,9 @@ def _number(node: NodeProto, attribute: onnx.AttributeProto) -> int | float | li
     value = helper.get_attribute_value(attribute)
     if not isinstance(value, bytes):
         return value  # type: ignore[no-any-return]
-    known = ENUMERATIONS.get(attribute.name, {})
+    known = WORDS.get(attribute.name, ())
     if value.decode() not in known:
         raise ExportError(
             f"node {node.name}: expected {attribute.name} out of {', '.join(known)}, got {value.decode()}"
         )
-    return known[value.decode()]
+    return known.index(value.decode())

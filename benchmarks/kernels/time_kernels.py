@@ -1,8 +1,7 @@
 """Times of the CUDA merging kernels beside their floors, for the widths of ViT-T, S, B and L at 512 x 512.
 
-    cmake -S runtimes/kernels -B build/kernels -DALGM_CUDA=ON -DCMAKE_CUDA_ARCHITECTURES=native
-    cmake --build build/kernels
-    python benchmarks/kernels/time_kernels.py build/kernels/libalgm_kernels.so
+    algm-deploy build-native kernels
+    python benchmarks/kernels/time_kernels.py
 
 An operator's floor is the larger of two times: every input read once and every output written once at the bandwidth of
 a large copy, and its multiply-adds at the rate of a large matrix product (both measured first, on this device). For
@@ -15,55 +14,27 @@ A time is the median over replays of a CUDA graph that runs the operator on a ro
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import platform
 import statistics
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "native"))
-from kernel_library import (  # noqa: E402 - found through the line above
-    ROWS_ON_DEVICE,
-    ClapParams,
-    DeviceMemory,
-    GbmParams,
-    Kernels,
-    LabelMapParams,
-    UnmergeParams,
-)
+from algm_deploy.native_libraries import require_library
+from algm_deploy.ops.kernel_library import ROWS_ON_DEVICE, label_map_params, unmerge_params
+from algm_deploy.ops.native_kernels import LIBRARY, Decision, Kernels, Merge, clap_merge, gbm_merge
 
+ROOT = Path(__file__).resolve().parents[2]
 WIDTHS = {"T": 192, "S": 384, "B": 768, "L": 1024}
-DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 GRID, PATCHES, CLASSES, PIXELS = 32, 1024, 150, 512
 AFTER_CLAP, AFTER_GBM = 641, 511  # rows that the thresholds below aim at
 LAUNCHES = {"clap": 3, "gbm": 3, "label_map": 1, "unmerge": 1}  # kernels one after another
 ROTATION_BYTES = 200e6
 MAX_LANES = 64  # maxima a clock and multiprocessor
-
-
-class Stream:
-    """Calls kernels on torch's current stream with tensors as arguments."""
-
-    def __init__(self, kernels: Kernels):
-        self.kernels = kernels
-
-    def call(self, name: str, params: Any, *arguments: Any) -> None:
-        converted = [
-            ctypes.c_int64(a) if isinstance(a, int) else ctypes.c_void_p(None if a is None else a.data_ptr())
-            for a in arguments
-        ]
-        status = self.kernels.function(name)(
-            ctypes.byref(params), *converted, ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        )
-        if status:
-            raise RuntimeError(f"{name}: {self.kernels.status_text(status)}")
 
 
 def median_us(run: Callable[[], None], repeats: int = 15) -> float:
@@ -128,96 +99,101 @@ def similar_tokens(batch: int, rows: int, width: int, dtype: torch.dtype) -> tor
     return (base + (0.3 + spread) * torch.randn(batch, rows, width, device="cuda")).to(dtype)
 
 
-class Clap:
-    """One input set of CLAP, with a threshold that merges half of the windows."""
+class Merging:
+    """One input set of a merge: its stages apart, and all of them. A kind of merge adds `similarity_only`, the inputs
+    of its decision beside tokens or similarities, and the products that its similarities need."""
 
-    def __init__(self, stream: Stream, batch: int, width: int, dtype: torch.dtype):
-        self.stream, rows = stream, PATCHES + 1
-        self.params = ClapParams(batch, rows, width, GRID, GRID, 2, 2, 1, DTYPE_CODES[dtype], 0, 0, 0)
-        self.tokens, self.size = similar_tokens(batch, rows, width, dtype), torch.ones(batch, rows, device="cuda")
-        self.workspace = workspace(stream, "clap_workspace", self.params)
-        self.similarity = torch.empty(batch, PATCHES // 4, device="cuda")
-        self.similarity_only()
-        self.threshold = self.similarity.median().reshape(())
-        self.map = torch.empty(batch, PATCHES, dtype=torch.int64, device="cuda")
-        self.length, self.rows = self.map.new_empty(batch), self.map.new_empty(())
-        self.out, self.out_size = torch.empty_like(self.tokens), torch.empty_like(self.size)
+    merge: Merge
+    decision: Decision
+    similarities: tuple[torch.Tensor, ...]
+    others: Callable[[], tuple[torch.Tensor, ...]]
+    products: Callable[[], int]
 
-    def similarity_only(self) -> None:
-        self.stream.call("clap_similarity", self.params, self.tokens, self.similarity)
+    def __init__(self, kernels: Kernels, batch: int, rows: int, width: int, dtype: torch.dtype):
+        self.kernels, self.tokens = kernels, similar_tokens(batch, rows, width, dtype)
+        self.size = torch.ones(batch, rows, device="cuda")
+        self.out = torch.empty_like(self.tokens), torch.empty_like(self.size)
+
+    def call(self, stage: str, *arguments: torch.Tensor | int | None) -> None:
+        self.kernels.call(f"{self.merge.kind}_{stage}", self.merge.params, *arguments)
+
+    def decided(self, *inputs: torch.Tensor) -> None:
+        """From the similarities in place of `inputs`, or from tokens."""
+        out = self.decision
+        stage = "decide" if inputs[0] is self.tokens else "decide_given"
+        self.call(stage, *inputs, *self.others(), out.map, out.length, out.rows, None, out.workspace)
 
     def decide_only(self) -> None:
-        inputs = (self.similarity, self.threshold)
-        self.stream.call("clap_decide_given", self.params, *inputs, *self._decided())
-
-    def _decided(self) -> tuple[Any, ...]:
-        return self.map, self.length, self.rows, None, self.workspace
+        self.decided(*self.similarities)
 
     def apply_only(self) -> None:
-        arguments = (self.tokens, self.size, self.workspace, ROWS_ON_DEVICE, self.out, self.out_size)
-        self.stream.call("clap_apply", self.params, *arguments)
+        self.call("apply", self.tokens, self.size, self.decision.workspace, ROWS_ON_DEVICE, *self.out)
 
     def whole(self) -> None:
-        self.stream.call("clap_decide", self.params, self.tokens, self.threshold, *self._decided())
+        self.decided(self.tokens)
         self.apply_only()
 
     def bytes_and_flops(self) -> tuple[float, float]:
-        moved = (self.tokens.shape[1] * len(self.length) + int(self.length.sum())) * self.tokens.shape[2]
-        return moved * self.tokens.element_size(), 2 * 10 * self.similarity.numel() * self.tokens.shape[2]
+        images, rows, width = self.tokens.shape
+        moved = (rows * images + int(self.decision.length.sum())) * width * self.tokens.element_size()
+        return moved, 2 * self.products() * width
 
 
-class Gbm:
-    """One input set of GBM at the rows that CLAP leaves; the adaptive threshold is scaled to the aimed count."""
+class Clap(Merging):
+    """With a threshold that merges half of the windows."""
 
-    def __init__(self, stream: Stream, batch: int, width: int, dtype: torch.dtype):
-        self.stream, rows = stream, AFTER_CLAP
-        self.params = GbmParams(batch, rows, width, PATCHES, 1, 1.0, DTYPE_CODES[dtype], 0, 0, 0)
-        self.tokens, self.size = similar_tokens(batch, rows, width, dtype), torch.ones(batch, rows, device="cuda")
-        self.in_map = torch.arange(PATCHES, device="cuda").clamp(max=rows - 2).add(1).repeat(batch, 1)
-        self.in_length = torch.full((batch,), rows, device="cuda")
-        self.workspace = workspace(stream, "gbm_workspace", self.params)
-        candidates = stream.kernels.query("gbm_candidates", self.params)
-        self.best = torch.empty(batch, candidates, device="cuda")
-        self.best_row = torch.empty(batch, candidates, dtype=torch.int32, device="cuda")
+    def __init__(self, kernels: Kernels, batch: int, width: int, dtype: torch.dtype):
+        super().__init__(kernels, batch, PATCHES + 1, width, dtype)
+        self.merge = clap_merge(self.tokens, (GRID, GRID), (2, 2), 1, "code", "per_image", "published")
+        self.decision = kernels.decision(self.merge, self.tokens, PATCHES)
+        self.similarities = (torch.empty(batch, PATCHES // 4, device="cuda"),)
         self.similarity_only()
-        reached = self.best.double().quantile(1 - (AFTER_CLAP - AFTER_GBM) / candidates, dim=1)
-        scale = (reached - self.best.double().mean(1)) / self.best.double().std(1)
+        self.threshold = self.similarities[0].median().reshape(())
+
+    def similarity_only(self) -> None:
+        self.call("similarity", self.tokens, *self.similarities)
+
+    def others(self) -> tuple[torch.Tensor, ...]:
+        return (self.threshold,)
+
+    def products(self) -> int:
+        return 10 * self.similarities[0].numel()
+
+
+class Gbm(Merging):
+    """At the rows that CLAP leaves; the adaptive threshold is scaled to the aimed count."""
+
+    def __init__(self, kernels: Kernels, batch: int, width: int, dtype: torch.dtype):
+        rows = AFTER_CLAP
+        super().__init__(kernels, batch, rows, width, dtype)
+        self.merge = gbm_merge(self.tokens, PATCHES, 1, "adaptive", 1.0, "code", "per_image")
+        self.decision = kernels.decision(self.merge, self.tokens, PATCHES)
+        self.map = torch.arange(PATCHES, device="cuda").clamp(max=rows - 2).add(1).repeat(batch, 1)
+        self.length = torch.full((batch,), rows, device="cuda")
+        candidates = kernels.query("gbm_candidates", self.merge.params)
+        best = torch.empty(batch, candidates, device="cuda")
+        self.similarities = best, torch.empty(batch, candidates, dtype=torch.int32, device="cuda")
+        self.similarity_only()
+        reached = best.double().quantile(1 - (AFTER_CLAP - AFTER_GBM) / candidates, dim=1)
+        scale = (reached - best.double().mean(1)) / best.double().std(1)
         self.threshold = scale.mean().float()
-        self.map = torch.empty_like(self.in_map)
-        self.length, self.rows = self.map.new_empty(batch), self.map.new_empty(())
-        self.out, self.out_size = torch.empty_like(self.tokens), torch.empty_like(self.size)
 
     def similarity_only(self) -> None:
-        arguments = (self.tokens, self.in_length, self.best, self.best_row, self.workspace)
-        self.stream.call("gbm_similarity", self.params, *arguments)
+        self.call("similarity", self.tokens, self.length, *self.similarities, self.decision.workspace)
 
-    def _rest(self) -> tuple[Any, ...]:
-        inputs = (self.in_map, self.in_length, self.threshold)
-        return *inputs, self.map, self.length, self.rows, None, self.workspace
+    def others(self) -> tuple[torch.Tensor, ...]:
+        return self.map, self.length, self.threshold
 
-    def decide_only(self) -> None:
-        self.stream.call("gbm_decide_given", self.params, self.best, self.best_row, *self._rest())
-
-    def apply_only(self) -> None:
-        arguments = (self.tokens, self.size, self.workspace, ROWS_ON_DEVICE, self.out, self.out_size)
-        self.stream.call("gbm_apply", self.params, *arguments)
-
-    def whole(self) -> None:
-        self.stream.call("gbm_decide", self.params, self.tokens, *self._rest())
-        self.apply_only()
-
-    def bytes_and_flops(self) -> tuple[float, float]:
-        rows, width = self.tokens.shape[1:]
-        moved = (rows * len(self.length) + int(self.length.sum())) * width * self.tokens.element_size()
-        return moved, 2 * len(self.length) * (rows // 2) * (rows // 2) * width
+    def products(self) -> int:
+        images, rows, _ = self.tokens.shape
+        return images * (rows // 2) * (rows // 2)
 
 
 class Tail:
     """Scores of the merged tokens and what turns them into a picture; `photo`: objects of 8 x 8 patches stand out."""
 
-    def __init__(self, stream: Stream, batch: int, dtype: torch.dtype, photo: bool):
-        self.stream, code = stream, DTYPE_CODES[dtype]
-        rows = AFTER_GBM - 1
+    def __init__(self, kernels: Kernels, batch: int, dtype: torch.dtype, photo: bool):
+        self.kernels, rows = kernels, AFTER_GBM - 1
         row_of_patch = torch.arange(PATCHES, device="cuda").mul(rows).div(PATCHES).long()
         scores = torch.randn(batch, rows, CLASSES, device="cuda")
         if photo:
@@ -229,18 +205,19 @@ class Tail:
         self.map = row_of_patch.add(1).repeat(batch, 1)
         self.labels = torch.empty(batch, PIXELS, PIXELS, dtype=torch.uint8, device="cuda")
         self.values = torch.empty(batch, PATCHES, CLASSES, dtype=dtype, device="cuda")
-        self.label_params = LabelMapParams(batch, rows, CLASSES, GRID, GRID, PIXELS, PIXELS, 1, code, 0)
-        self.unmerge_params = UnmergeParams(batch, rows, CLASSES, PATCHES, 1, code)
+        shape, name = scores.shape, name_of(dtype)
+        self.label_params = label_map_params(shape, name, 1, (GRID, GRID), (PIXELS, PIXELS), wide=False)
+        self.unmerge_params = unmerge_params(shape, name, PATCHES, 1)
 
     def label_map(self) -> None:
-        self.stream.call("label_map", self.label_params, self.scores, self.map, self.labels)
+        self.kernels.call("label_map", self.label_params, self.scores, self.map, self.labels)
 
     def unmerge(self) -> None:
-        self.stream.call("unmerge", self.unmerge_params, self.scores, self.map, self.values)
+        self.kernels.call("unmerge", self.unmerge_params, self.scores, self.map, self.values)
 
 
-def workspace(stream: Stream, query: str, params: Any) -> torch.Tensor:
-    return torch.empty(stream.kernels.query(query, params), dtype=torch.uint8, device="cuda")
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def rotation(make: Callable[[], Any], bytes_each: float) -> list[Any]:
@@ -265,11 +242,11 @@ def row(
 
 
 def merge_rows(
-    stream: Stream, limits: dict[str, float], kind: type, model: str, batch: int, dtype: torch.dtype
+    kernels: Kernels, limits: dict[str, float], kind: type, model: str, batch: int, dtype: torch.dtype
 ) -> dict[str, Any]:
     width = WIDTHS[model]
     element = torch.empty((), dtype=dtype).element_size()
-    sets = rotation(lambda: kind(stream, batch, width, dtype), batch * PATCHES * width * element)
+    sets = rotation(lambda: kind(kernels, batch, width, dtype), batch * PATCHES * width * element)
     times = {"total_us": graph_us([s.whole for s in sets])}
     for stage in ("similarity", "decide", "apply"):
         times[f"{stage}_us"] = graph_us([getattr(s, f"{stage}_only") for s in sets])
@@ -278,16 +255,16 @@ def merge_rows(
     floor = max(moved / limits["copy_bytes_per_s"], flops / limits[rate]) * 1e6
     facts = {
         "model": model,
-        "dtype": str(dtype).removeprefix("torch."),
-        "rows_out": float(sets[0].length.double().mean()),
+        "dtype": name_of(dtype),
+        "rows_out": float(sets[0].decision.length.double().mean()),
     }
     return row(limits, kind.__name__.lower(), batch, times, floor, **facts)
 
 
-def tail_rows(stream: Stream, limits: dict[str, float], batch: int, dtype: torch.dtype) -> list[dict[str, Any]]:
-    rows, name = [], str(dtype).removeprefix("torch.")
+def tail_rows(kernels: Kernels, limits: dict[str, float], batch: int, dtype: torch.dtype) -> list[dict[str, Any]]:
+    rows, name = [], name_of(dtype)
     for photo in (False, True):
-        sets = [Tail(stream, batch, dtype, photo) for _ in range(4)]
+        sets = [Tail(kernels, batch, dtype, photo) for _ in range(4)]
         moved = sets[0].scores.numel() * sets[0].scores.element_size() + sets[0].labels.numel()
         arithmetic = sets[0].labels.numel() * CLASSES / limits["maxima_per_s"]
         floor = max(moved / limits["copy_bytes_per_s"], arithmetic) * 1e6
@@ -301,15 +278,15 @@ def tail_rows(stream: Stream, limits: dict[str, float], batch: int, dtype: torch
 
 def measure(library: Path) -> dict[str, Any]:
     torch.manual_seed(0)
-    stream, limits = Stream(Kernels(library, DeviceMemory())), ceilings()
+    kernels, limits = Kernels(library), ceilings()
     rows = []
     for batch in (1, 8, 32):
         for model in WIDTHS:
             for kind in (Clap, Gbm):
-                rows.append(merge_rows(stream, limits, kind, model, batch, torch.float16))
-        rows += tail_rows(stream, limits, batch, torch.float16)
+                rows.append(merge_rows(kernels, limits, kind, model, batch, torch.float16))
+        rows += tail_rows(kernels, limits, batch, torch.float16)
     for model, kind in (("S", Clap), ("S", Gbm), ("L", Clap), ("L", Gbm)):
-        rows.append(merge_rows(stream, limits, kind, model, 32, torch.float32))
+        rows.append(merge_rows(kernels, limits, kind, model, 32, torch.float32))
     versions = {"torch": torch.__version__, "cuda": torch.version.cuda, "driver": device_query("driver_version")}
     device = {"name": torch.cuda.get_device_name(), "python": platform.python_version(), **versions}
     return {"schema": 1, "device": device, "ceilings": limits, "rows": rows}
@@ -329,10 +306,10 @@ def print_table(record: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("library", type=Path, help="libalgm_kernels.so with the CUDA kernels")
+    parser.add_argument("--library", type=Path, help="libalgm_kernels.so with the CUDA kernels; default: the built one")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "records" / "kernels.json")
     arguments = parser.parse_args()
-    record = measure(arguments.library)
+    record = measure(arguments.library or require_library(LIBRARY))
     print_table(record)
     arguments.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 

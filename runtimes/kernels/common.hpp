@@ -81,6 +81,11 @@ inline int check(const algm_label_map_params *p) {
     return countable ? ALGM_OK : ALGM_UNSUPPORTED;
 }
 
+// Whether a caller that gives matches gives none of one kind.
+inline bool lacks_matches(const algm_gbm_params &p, const float *best, const int32_t *best_row) {
+    return is_missing(best, max_a(p)) || is_missing(best_row, max_a(p));
+}
+
 // Hands out the parts of a workspace in order; from a null base it only measures.
 class Carver {
 public:
@@ -99,6 +104,20 @@ private:
     char *base_;
     size_t used_ = 0;
 };
+
+// The plan of a merge in the caller's workspace.
+template <class Plan, class Params>
+Plan plan_in(const void *workspace, const Params &p) {
+    Carver carver(const_cast<void *>(workspace));
+    return Plan(p, carver);
+}
+
+template <class Plan, class Params>
+size_t plan_bytes(const Params &p) {
+    Carver carver(nullptr);
+    Plan(p, carver);
+    return carver.used();
+}
 
 inline const char *status_sentence(int status) {
     switch (status) {

@@ -20,7 +20,7 @@ from onnx.reference.op_run import OpRun
 
 from algm_deploy.errors import ExportError
 from algm_deploy.lowering.export import base_onnx
-from algm_deploy.lowering.tensorrt import ENUMERATIONS, tensorrt_from_base
+from algm_deploy.lowering.tensorrt import tensorrt_from_base
 from algm_deploy.merging import insert_merging, merge_inputs
 from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.loading import network_class
@@ -28,6 +28,7 @@ from algm_deploy.models.segmenter import Segmenter
 from algm_deploy.ops import reference
 from algm_deploy.ops.attention import reference as attention_reference
 from algm_deploy.ops.label_map import reference as label_map_reference
+from algm_deploy.ops.schema import WORDS
 from algm_deploy.recipe.schema import MergePlan, Network, Precision
 
 FLOAT, HALF, INT64 = TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.INT64
@@ -100,14 +101,6 @@ def test_a_merge_becomes_a_plugin_node_with_a_row_count() -> None:
     assert list(clap.output) == ["merged", "sizes", "map", "length", "merged_rows"]
     expected = CLAP | {"semantics": 1, "batch": 0, "order": 1, "grid": list(GRID), "window": [2, 2]}
     assert attributes(clap) == expected | {"plugin_namespace": b"algm_deploy", "plugin_version": b"1"}
-
-
-def test_numbers_of_the_enumerations_are_those_of_the_kernels(root_dir: Any) -> None:
-    header = (root_dir / "runtimes" / "kernels" / "algm_kernels.h").read_text()
-    for attribute, values in ENUMERATIONS.items():
-        for name, number in values.items():
-            constant = f"ALGM_{attribute}_{name.removeprefix('batch_')}".upper()
-            assert f"{constant} = {number}" in header
 
 
 def test_gbm_attributes() -> None:
@@ -260,7 +253,7 @@ def test_a_tensor_without_type_is_refused() -> None:
 
 
 def named(attribute: str, number: int) -> str:
-    return {value: name for name, value in ENUMERATIONS[attribute].items()}[number]
+    return WORDS[attribute][number]
 
 
 class Clap(OpRun):

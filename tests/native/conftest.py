@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from native_build import built_for_cpu
+from native_build import built
 
-from algm_deploy.native_libraries import LIBRARIES, build, cache_folder, find_library, missing_for
+from algm_deploy.native_libraries import find_library
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -29,7 +29,7 @@ def declared(header: str) -> list[str]:
 @pytest.fixture(scope="session")
 def cpu_library() -> Path:
     """The shared library with the CPU kernels."""
-    return built_for_cpu("kernels")
+    return built("kernels")
 
 
 @pytest.fixture(scope="session")
@@ -39,11 +39,5 @@ def cuda_library() -> Path:
 
     if found := find_library("kernels"):
         return found
-    if lacks := missing_for("kernels"):
-        pytest.skip(f"needs {'; and '.join(lacks)}")
     major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (8, 0)
-    folder = cache_folder() / f"sm_{major}{minor}"
-    path = folder / LIBRARIES["kernels"].file_name
-    return (
-        path if path.is_file() else build(["kernels"], [10 * major + minor], progress=False, folder=folder)["kernels"]
-    )
+    return built("kernels", 10 * major + minor)

@@ -179,9 +179,8 @@ def test_python_has_the_structs_of_the_header(header: str, name: str) -> None:
 
 def test_python_has_the_numbers_of_the_header(header: str) -> None:
     numbers = {name: int(value) for name, value in re.findall(r"ALGM_(\w+)\s*=\s*(\d+)", header)}
-    prefixes = {"batch": {"per_image": "BATCH_PER_IMAGE", "batch_min": "BATCH_MIN"}}
     for attribute, words in WORDS.items():
-        named = prefixes.get(attribute, {word: f"{attribute}_{word}".upper() for word in words})
-        assert [numbers[named[word]] for word in words] == list(range(len(words))), attribute
+        constants = [f"{attribute}_{word.removeprefix('batch_')}".upper() for word in words]
+        assert [numbers[constant] for constant in constants] == list(range(len(words))), attribute
     assert {name: numbers[name.upper()] for name in kernel_library.DTYPES} == kernel_library.DTYPES
     assert f"ALGM_ROWS_ON_DEVICE ({kernel_library.ROWS_ON_DEVICE})" in header

@@ -42,6 +42,13 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str
     return add
 
 
+def working_cmake(tools: Callable[[str, str], None], folder: Path, library: str) -> None:
+    """A cmake that notes its calls in `folder` and "builds" one library; and a ninja."""
+    written = f'if [ "$1" = --build ]; then touch "$2/libalgm_{library}.so"; fi'
+    tools("cmake", f'#!/bin/sh\necho "$@" >> {folder}/calls\n{written}\n')
+    tools("ninja", "#!/bin/sh\n")
+
+
 def test_the_cache_follows_every_source_file(sources: Path) -> None:
     first = native.cache_folder()
     (sources / "kernels" / "clap.cu").write_text("// other")
@@ -112,11 +119,7 @@ def test_a_build_keeps_the_library_and_compiles_what_was_asked(
     sources: Path, tools: Callable[[str, str], None], tmp_path: Path
 ) -> None:
     tools("nvcc", NVCC)
-    tools("ninja", "#!/bin/sh\n")
-    tools(
-        "cmake",
-        f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\nif [ "$1" = --build ]; then touch "$2/libalgm_kernels.so"; fi\n',
-    )
+    working_cmake(tools, tmp_path, "kernels")
     built = native.build(["kernels"], progress=False)
     assert built == {"kernels": native.cache_folder() / "libalgm_kernels.so"}
     configure, compile_ = (tmp_path / "calls").read_text().splitlines()
@@ -128,9 +131,7 @@ def test_a_build_keeps_the_library_and_compiles_what_was_asked(
 def test_the_onnxruntime_operators_are_built_without_a_cuda_compiler(
     sources: Path, tools: Callable[[str, str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tools("ninja", "#!/bin/sh\n")
-    written = 'if [ "$1" = --build ]; then touch "$2/libalgm_ort_custom_op.so"; fi'
-    tools("cmake", f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n{written}\n')
+    working_cmake(tools, tmp_path, "ort_custom_op")
     (tmp_path / "onnxruntime_c_api.h").touch()
     monkeypatch.setenv("ONNXRUNTIME_ROOT", str(tmp_path))
     monkeypatch.setattr(native, "find_nvcc", lambda: None)
@@ -141,6 +142,20 @@ def test_the_onnxruntime_operators_are_built_without_a_cuda_compiler(
     assert "lacks nothing" not in str(error.value)
     with pytest.raises(BuildError, match=r"; `algm-deploy build-native ort_custom_op` lacks nothing here$"):
         native.build(progress=False)
+
+
+def test_a_build_without_architectures_leaves_cuda_out_and_goes_where_it_is_told(
+    sources: Path, tools: Callable[[str, str], None], tmp_path: Path
+) -> None:
+    tools("nvcc", NVCC)
+    working_cmake(tools, tmp_path, "kernels")
+    built = native.build(["kernels"], [], progress=False, folder=tmp_path / "elsewhere")
+    assert built == {"kernels": tmp_path / "elsewhere" / "libalgm_kernels.so"}
+    assert built["kernels"].is_file()
+    configure = (tmp_path / "calls").read_text().splitlines()[0]
+    assert "-DALGM_CUDA=OFF" in configure
+    assert "CMAKE_CUDA" not in configure
+    assert native.find_library("kernels") is None, "a library for the CPU must not pass for the whole one"
 
 
 def test_a_failed_build_shows_the_compiler_s_last_words(sources: Path, tools: Callable[[str, str], None]) -> None:

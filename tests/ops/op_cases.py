@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from native_build import built_for_cpu
+from native_build import built
 from operator_inputs import KINDS, Array, ones
 
 import algm_deploy.ops  # noqa: F401  registers torch.ops.algm
@@ -68,7 +68,7 @@ def run_kernels(op: str, inputs: Arrays, **attributes: Any) -> list[Array]:
 
 @cache
 def _kernels() -> Kernels:
-    return Kernels(built_for_cpu("kernels"), "cpu")
+    return Kernels(built("kernels"), "cpu")
 
 
 IMPLEMENTATIONS: dict[str, Callable[..., list[Array]]] = {"torch": run_torch, "onnx": run_onnx}

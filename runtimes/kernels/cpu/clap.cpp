@@ -84,10 +84,7 @@ int64_t number_rows(const algm_clap_params &p, const int32_t *place, int64_t mer
 const char *algm_cpu_status_text(int status) { return status_sentence(status); }
 
 size_t algm_cpu_clap_workspace(const algm_clap_params *params) {
-    if (check(params) != ALGM_OK) return 0;
-    Carver carver(nullptr);
-    ClapPlan(*params, carver);
-    return carver.used();
+    return check(params) == ALGM_OK ? plan_bytes<ClapPlan>(*params) : 0;
 }
 
 int algm_cpu_clap_similarity(const algm_clap_params *params, const void *tokens, float *similarity, void *) {
@@ -108,8 +105,7 @@ int algm_cpu_clap_decide_given(const algm_clap_params *params, const float *simi
     if (any_null(threshold, map, length, rows, workspace) || is_missing(similarity, window_count(*params)))
         return ALGM_INVALID_ARGUMENT;
     const algm_clap_params &p = *params;
-    Carver carver(workspace);
-    const ClapPlan plan(p, carver);
+    const auto plan = plan_in<ClapPlan>(workspace, p);
     const int64_t windows = window_count(p);
     const auto chosen = qualifies(p, *threshold);
     int64_t fewest = windows;
@@ -122,8 +118,7 @@ int algm_cpu_clap_decide_given(const algm_clap_params *params, const float *simi
         place_windows(p, values, merges, chosen, place);
         length[b] = number_rows(p, place, merges, map + b * p.grid_h * p.grid_w, plan.source + b * p.rows);
     }
-    std::copy_n(length, p.batch, plan.length);
-    publish_rows(length, p.batch, plan.rows, rows, rows_int32);
+    plan.publish(length, p.batch, rows, rows_int32);
     return ALGM_OK;
 }
 
@@ -131,32 +126,18 @@ int algm_cpu_clap_decide(const algm_clap_params *params, const void *tokens, con
                          int64_t *length, int64_t *rows, int32_t *rows_int32, void *workspace, void *stream) {
     if (const int status = check(params)) return status;
     if (workspace == nullptr) return ALGM_INVALID_ARGUMENT;
-    Carver carver(workspace);
-    float *similarity = ClapPlan(*params, carver).similarity;
+    float *similarity = plan_in<ClapPlan>(workspace, *params).similarity;
     if (const int status = algm_cpu_clap_similarity(params, tokens, similarity, stream)) return status;
     return algm_cpu_clap_decide_given(params, similarity, threshold, map, length, rows, rows_int32, workspace, stream);
 }
 
 int algm_cpu_clap_apply(const algm_clap_params *params, const void *tokens, const float *size, const void *workspace,
                         int64_t out_rows, void *out_tokens, float *out_size, void *) {
-    if (const int status = check(params)) return status;
-    if (any_null(tokens, size, workspace, out_tokens, out_size)) return ALGM_INVALID_ARGUMENT;
-    const algm_clap_params &p = *params;
-    Carver carver(const_cast<void *>(workspace));
-    const ClapPlan plan(p, carver);
-    int64_t rows = 0;
-    if (const int status = output_rows(out_rows, *plan.rows, &rows)) return status;
-    const auto members_of = [&](int64_t, int64_t window) {
-        const int64_t first = p.prefix + window_origin(p, window);
-        return [&p, first](auto add) {
+    const auto members_of = [params](const ClapPlan &, int64_t, int64_t window) {
+        return [&p = *params, first = params->prefix + window_origin(*params, window)](auto add) {
             for (int64_t y = 0; y < p.window_h; ++y)
                 for (int64_t x = 0; x < p.window_w; ++x) add(first + y * p.grid_w + x);
         };
     };
-    with_dtype(p.dtype, [&](auto type) {
-        using T = decltype(type);
-        apply_plan(p.batch, p.rows, rows, p.width, static_cast<const T *>(tokens), size, plan.length, plan.source, true,
-                   members_of, static_cast<T *>(out_tokens), out_size);
-    });
-    return ALGM_OK;
+    return apply_plan<ClapPlan>(params, tokens, size, workspace, out_rows, out_tokens, out_size, true, members_of);
 }

@@ -130,10 +130,7 @@ int64_t number_rows(const algm_gbm_params &p, const Split &split, const int32_t 
 }  // namespace
 
 size_t algm_cpu_gbm_workspace(const algm_gbm_params *params) {
-    if (check(params) != ALGM_OK) return 0;
-    Carver carver(nullptr);
-    GbmPlan(*params, carver);
-    return carver.used();
+    return check(params) == ALGM_OK ? plan_bytes<GbmPlan>(*params) : 0;
 }
 
 int64_t algm_cpu_gbm_candidates(const algm_gbm_params *params) { return check(params) == ALGM_OK ? max_a(*params) : 0; }
@@ -141,9 +138,8 @@ int64_t algm_cpu_gbm_candidates(const algm_gbm_params *params) { return check(pa
 int algm_cpu_gbm_similarity(const algm_gbm_params *params, const void *tokens, const int64_t *length, float *best,
                             int32_t *best_row, void *workspace, void *) {
     if (const int status = check(params)) return status;
+    if (any_null(tokens, length, workspace) || lacks_matches(*params, best, best_row)) return ALGM_INVALID_ARGUMENT;
     const int64_t candidates = max_a(*params);
-    if (any_null(tokens, length, workspace) || is_missing(best, candidates) || is_missing(best_row, candidates))
-        return ALGM_INVALID_ARGUMENT;
     std::fill_n(best, params->batch * candidates, kNothing);
     std::fill_n(best_row, params->batch * candidates, -1);
     with_dtype(params->dtype, [&](auto type) {
@@ -160,11 +156,9 @@ int algm_cpu_gbm_decide_given(const algm_gbm_params *params, const float *best, 
                               int64_t *out_length, int64_t *rows, int32_t *rows_int32, void *workspace, void *) {
     if (const int status = check(params)) return status;
     const algm_gbm_params &p = *params;
-    if (any_null(map, length, threshold, out_map, out_length, rows, workspace) || is_missing(best, max_a(p)) ||
-        is_missing(best_row, max_a(p)))
+    if (any_null(map, length, threshold, out_map, out_length, rows, workspace) || lacks_matches(p, best, best_row))
         return ALGM_INVALID_ARGUMENT;
-    Carver carver(workspace);
-    const GbmPlan plan(p, carver);
+    const auto plan = plan_in<GbmPlan>(workspace, p);
     const int64_t candidates = max_a(p);
     const auto chosen_of = [&](int64_t b) { return reaches(p, limit_of(p, best, length, b, *threshold)); };
     const bool together = p.batch_mode == ALGM_BATCH_MIN;
@@ -190,8 +184,7 @@ int algm_cpu_gbm_decide_given(const algm_gbm_params *params, const float *best, 
             out_map[patch] = row[map[patch]];
         }
     }
-    std::copy_n(out_length, p.batch, plan.length);
-    publish_rows(out_length, p.batch, plan.rows, rows, rows_int32);
+    plan.publish(out_length, p.batch, rows, rows_int32);
     return ALGM_OK;
 }
 
@@ -200,8 +193,7 @@ int algm_cpu_gbm_decide(const algm_gbm_params *params, const void *tokens, const
                         int32_t *rows_int32, void *workspace, void *stream) {
     if (const int status = check(params)) return status;
     if (workspace == nullptr) return ALGM_INVALID_ARGUMENT;
-    Carver carver(workspace);
-    const GbmPlan plan(*params, carver);
+    const auto plan = plan_in<GbmPlan>(workspace, *params);
     if (const int status = algm_cpu_gbm_similarity(params, tokens, length, plan.best, plan.best_row, workspace, stream))
         return status;
     return algm_cpu_gbm_decide_given(params, plan.best, plan.best_row, map, length, threshold, out_map, out_length,
@@ -210,26 +202,14 @@ int algm_cpu_gbm_decide(const algm_gbm_params *params, const void *tokens, const
 
 int algm_cpu_gbm_apply(const algm_gbm_params *params, const void *tokens, const float *size, const void *workspace,
                        int64_t out_rows, void *out_tokens, float *out_size, void *) {
-    if (const int status = check(params)) return status;
-    if (any_null(tokens, size, workspace, out_tokens, out_size)) return ALGM_INVALID_ARGUMENT;
-    const algm_gbm_params &p = *params;
-    Carver carver(const_cast<void *>(workspace));
-    const GbmPlan plan(p, carver);
-    int64_t rows = 0;
-    if (const int status = output_rows(out_rows, *plan.rows, &rows)) return status;
-    const int64_t candidates = max_a(p), a0 = first_a(p);
-    const auto members_of = [&](int64_t b, int64_t row) {
-        const int32_t *target = plan.target + b * candidates;
-        return [=](auto add) {
+    const auto members_of = [params](const GbmPlan &plan, int64_t b, int64_t row) {
+        const int64_t candidates = max_a(*params), a0 = first_a(*params);
+        return [=, target = plan.target + b * candidates](auto add) {
             add(row);
             for (int64_t i = 0; i < candidates; ++i)
                 if (target[i] == row) add(a0 + 2 * i);
         };
     };
-    with_dtype(p.dtype, [&](auto type) {
-        using T = decltype(type);
-        apply_plan(p.batch, p.rows, rows, p.width, static_cast<const T *>(tokens), size, plan.length, plan.source,
-                   p.semantics == ALGM_SEMANTICS_CODE, members_of, static_cast<T *>(out_tokens), out_size);
-    });
-    return ALGM_OK;
+    const bool weighted = params != nullptr && params->semantics == ALGM_SEMANTICS_CODE;
+    return apply_plan<GbmPlan>(params, tokens, size, workspace, out_rows, out_tokens, out_size, weighted, members_of);
 }

@@ -9,34 +9,42 @@ namespace algm::cpu {
 
 // What `decide` leaves for `apply`. `source` (B,S): for an output row the input row it copies, or -1 - i for the merge
 // number i: the window i for CLAP, the row i of set B together with every row of set A whose target it is for GBM.
-struct ClapPlan {
-    int64_t *rows;      // (1) S'
-    int64_t *length;    // (B)
-    int32_t *source;    // (B,S)
+struct Plan {
+    int64_t *rows;    // (1) S' or S''
+    int64_t *length;  // (B)
+    int32_t *source;  // (B,S)
+
+    template <class Params>
+    Plan(const Params &p, Carver &carver)
+        : rows(carver.take<int64_t>(1)),
+          length(carver.take<int64_t>(p.batch)),
+          source(carver.take<int32_t>(p.batch * p.rows)) {}
+
+    void publish(const int64_t *lengths, int64_t batch, int64_t *out_rows, int32_t *rows_int32) const {
+        std::copy_n(lengths, batch, length);
+        *rows = *out_rows = *std::max_element(length, length + batch);
+        if (rows_int32 != nullptr) *rows_int32 = static_cast<int32_t>(*rows);
+    }
+};
+
+struct ClapPlan : Plan {
     float *similarity;  // (B,W)
     int32_t *place;     // (B,W) rank of a merged window among the merged ones, -1 if it stays
 
     ClapPlan(const algm_clap_params &p, Carver &carver)
-        : rows(carver.take<int64_t>(1)),
-          length(carver.take<int64_t>(p.batch)),
-          source(carver.take<int32_t>(p.batch * p.rows)),
+        : Plan(p, carver),
           similarity(carver.take<float>(p.batch * window_count(p))),
           place(carver.take<int32_t>(p.batch * window_count(p))) {}
 };
 
-struct GbmPlan {
-    int64_t *rows;      // (1) S''
-    int64_t *length;    // (B)
-    int32_t *source;    // (B,S)
+struct GbmPlan : Plan {
     int32_t *target;    // (B,A) the row of set B that the i-th row of set A joins, -1 if it stays
     int32_t *row;       // (B,S) new row of every input row
     float *best;        // (B,A)
     int32_t *best_row;  // (B,A)
 
     GbmPlan(const algm_gbm_params &p, Carver &carver)
-        : rows(carver.take<int64_t>(1)),
-          length(carver.take<int64_t>(p.batch)),
-          source(carver.take<int32_t>(p.batch * p.rows)),
+        : Plan(p, carver),
           target(carver.take<int32_t>(p.batch * max_a(p))),
           row(carver.take<int32_t>(p.batch * p.rows)),
           best(carver.take<float>(p.batch * max_a(p))),
@@ -56,11 +64,6 @@ int64_t rank_of(const float *values, int64_t count, int64_t i, Chosen chosen) {
 template <class Chosen>
 int64_t count_of(const float *values, int64_t count, Chosen chosen) {
     return std::count_if(values, values + count, chosen);
-}
-
-inline void publish_rows(const int64_t *length, int64_t batch, int64_t *plan_rows, int64_t *rows, int32_t *rows_int32) {
-    *plan_rows = *rows = *std::max_element(length, length + batch);
-    if (rows_int32 != nullptr) *rows_int32 = static_cast<int32_t>(*rows);
 }
 
 // The mean of several rows of one image, by size or plain; sums in fp32, in the order in which rows are added.
@@ -107,33 +110,37 @@ private:
     bool weighted_;
 };
 
-// Carries out a plan: `members_of(b, merge)` gives the member enumeration of one merged row.
-template <class T, class MembersOf>
-void apply_plan(int64_t batch, int64_t rows_in, int64_t rows_out, int64_t width, const T *tokens, const float *size,
-                const int64_t *length, const int32_t *source, bool weighted, MembersOf members_of, T *out_tokens,
-                float *out_size) {
-    for (int64_t b = 0; b < batch; ++b) {
-        const RowMean<T> mean(tokens + b * rows_in * width, size + b * rows_in, width, weighted);
-        T *out = out_tokens + b * rows_out * width;
-        for (int64_t row = 0; row < rows_out; ++row, out += width) {
-            float *new_size = out_size + b * rows_out + row;
-            if (row >= length[b]) {
-                std::memset(static_cast<void *>(out), 0, static_cast<size_t>(width) * sizeof(T));
-                *new_size = 0;
-                continue;
+// Carries out a plan: `members_of(plan, b, merge)` gives the member enumeration of one merged row of image b.
+template <class Plan, class Params, class MembersOf>
+int apply_plan(const Params *params, const void *tokens, const float *size, const void *workspace, int64_t out_rows,
+               void *out_tokens, float *out_size, bool weighted, MembersOf members_of) {
+    if (const int status = check(params)) return status;
+    if (any_null(tokens, size, workspace, out_tokens, out_size)) return ALGM_INVALID_ARGUMENT;
+    const Plan plan = plan_in<Plan>(workspace, *params);
+    const int64_t rows = out_rows == ALGM_ROWS_ON_DEVICE ? *plan.rows : out_rows;
+    if (rows < *plan.rows) return ALGM_INVALID_ARGUMENT;
+    const int64_t rows_in = params->rows, width = params->width;
+    with_dtype(params->dtype, [&](auto type) {
+        using T = decltype(type);
+        for (int64_t b = 0; b < params->batch; ++b) {
+            const RowMean<T> mean(static_cast<const T *>(tokens) + b * rows_in * width, size + b * rows_in, width,
+                                  weighted);
+            T *out = static_cast<T *>(out_tokens) + b * rows * width;
+            for (int64_t row = 0; row < rows; ++row, out += width) {
+                float *new_size = out_size + b * rows + row;
+                const int32_t from = row < plan.length[b] ? plan.source[b * rows_in + row] : 0;
+                if (row >= plan.length[b]) {
+                    std::memset(static_cast<void *>(out), 0, static_cast<size_t>(width) * sizeof(T));
+                    *new_size = 0;
+                } else if (from >= 0) {
+                    mean.copy(from, out, new_size);
+                } else {
+                    mean.write(members_of(plan, b, -1 - from), out, new_size);
+                }
             }
-            const int32_t from = source[b * rows_in + row];
-            if (from >= 0)
-                mean.copy(from, out, new_size);
-            else
-                mean.write(members_of(b, -1 - from), out, new_size);
         }
-    }
-}
-
-inline int output_rows(int64_t requested, int64_t counted, int64_t *rows) {
-    *rows = requested == ALGM_ROWS_ON_DEVICE ? counted : requested;
-    return *rows >= counted ? ALGM_OK : ALGM_INVALID_ARGUMENT;
+    });
+    return ALGM_OK;
 }
 
 }  // namespace algm::cpu

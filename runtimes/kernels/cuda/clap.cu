@@ -6,22 +6,15 @@ using namespace algm::cuda;
 
 namespace {
 
-// What `decide` leaves for `apply`, and what its two kernels share.
-struct Plan {
-    int64_t *rows;      // (1) S'
-    int64_t *length;    // (B)
-    int32_t *raised;    // (1) images that raised rows
-    int32_t *new_row;   // (B,S) output row of every input row, as -1 - row where windows merge
+// A row of `new_row` is -1 - row where windows merge.
+struct Plan : MergePlan {
     float *similarity;  // (B,W)
     float *qualified;   // (B,W) similarities of the windows that qualify, one after another
     int32_t *listed;    // (B,W) which windows these are
     int32_t *place;     // (B,W) place of a merged window among the merged ones, -1 if it stays
 
     Plan(const algm_clap_params &p, Carver &carver)
-        : rows(carver.take<int64_t>(1)),
-          length(carver.take<int64_t>(p.batch)),
-          raised(carver.take<int32_t>(1)),
-          new_row(carver.take<int32_t>(p.batch * p.rows)),
+        : MergePlan(p, carver),
           similarity(carver.take<float>(p.batch * window_count(p))),
           qualified(carver.take<float>(p.batch * window_count(p))),
           listed(carver.take<int32_t>(p.batch * window_count(p))),
@@ -474,10 +467,7 @@ const char *algm_cuda_status_text(int status) {
 }
 
 size_t algm_cuda_clap_workspace(const algm_clap_params *params) {
-    if (check_batch(params) != ALGM_OK) return 0;
-    Carver carver(nullptr);
-    Plan(*params, carver);
-    return carver.used();
+    return check_batch(params) == ALGM_OK ? plan_bytes<Plan>(*params) : 0;
 }
 
 int algm_cuda_clap_similarity(const algm_clap_params *params, const void *tokens, float *similarity, void *stream) {
@@ -492,9 +482,8 @@ int algm_cuda_clap_decide_given(const algm_clap_params *params, const float *sim
     if (const int status = check_batch(params)) return status;
     if (any_null(threshold, map, length, rows, workspace) || is_missing(similarity, window_count(*params)))
         return ALGM_INVALID_ARGUMENT;
-    Carver carver(workspace);
-    const Plan plan(*params, carver);
-    const RowCount count = {rows, plan.rows, rows_int32, plan.raised};
+    const auto plan = plan_in<Plan>(workspace, *params);
+    const RowCount count = plan.count(rows, rows_int32);
     if (const int status = clear_on(stream, count)) return status;
     return launch_decision(*params, plan, similarity, threshold, map, length, count, stream);
 }
@@ -503,9 +492,8 @@ int algm_cuda_clap_decide(const algm_clap_params *params, const void *tokens, co
                           int64_t *length, int64_t *rows, int32_t *rows_int32, void *workspace, void *stream) {
     if (const int status = check_batch(params)) return status;
     if (any_null(tokens, threshold, map, length, rows, workspace)) return ALGM_INVALID_ARGUMENT;
-    Carver carver(workspace);
-    const Plan plan(*params, carver);
-    const RowCount count = {rows, plan.rows, rows_int32, plan.raised};
+    const auto plan = plan_in<Plan>(workspace, *params);
+    const RowCount count = plan.count(rows, rows_int32);
     if (const int status = launch_similarity(*params, tokens, plan.similarity, count, stream)) return status;
     return launch_decision(*params, plan, plan.similarity, threshold, map, length, count, stream);
 }
@@ -514,8 +502,7 @@ int algm_cuda_clap_apply(const algm_clap_params *params, const void *tokens, con
                          int64_t out_rows, void *out_tokens, float *out_size, void *stream) {
     if (const int status = check_batch(params)) return status;
     if (any_null(tokens, size, workspace, out_tokens, out_size)) return ALGM_INVALID_ARGUMENT;
-    Carver carver(const_cast<void *>(workspace));
-    const Plan plan(*params, carver);
+    const auto plan = plan_in<Plan>(workspace, *params);
     const Grid grid(*params);
     const ApplyShape shape = {grid.rows, grid.width, out_rows, plan.rows, plan.length};
     if (out_rows < 1 && out_rows != ALGM_ROWS_ON_DEVICE) return ALGM_INVALID_ARGUMENT;

@@ -224,6 +224,23 @@ struct RowCount {
     }
 };
 
+// What `decide` leaves for `apply` in both merges.
+struct MergePlan {
+    int64_t *rows;     // (1) S' or S''
+    int64_t *length;   // (B)
+    int32_t *raised;   // (1) images that raised rows
+    int32_t *new_row;  // (B,S) output row of every input row; what is negative or kNoRow is told by the plans
+
+    template <class Params>
+    MergePlan(const Params &p, Carver &carver)
+        : rows(carver.take<int64_t>(1)),
+          length(carver.take<int64_t>(p.batch)),
+          raised(carver.take<int32_t>(1)),
+          new_row(carver.take<int32_t>(p.batch * p.rows)) {}
+
+    RowCount count(int64_t *out_rows, int32_t *rows_int32) const { return {out_rows, rows, rows_int32, raised}; }
+};
+
 static __global__ void clear_kernel(RowCount count) {
     let_next_start();
     count.clear();

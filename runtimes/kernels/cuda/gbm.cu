@@ -13,23 +13,16 @@ struct Joins {
 
 constexpr int64_t kSmallestTile = 32;  // the most partial results that a row can have come from tiles of this side
 
-// What `decide` leaves for `apply`, and what its two kernels share.
-struct Plan {
-    int64_t *rows;     // (1) S''
-    int64_t *length;   // (B)
-    int32_t *raised;   // (1) images that raised rows
-    int32_t *new_row;  // (B,S) output row of every input row: -1 - row where others join, kNoRow where it joins another
-    int32_t *target;   // (B,A) index in set B that the i-th row of set A joins, -1 if it stays
-    Joins *joins;      // (B, rows of set B)
-    float *best;       // (B,A)
-    int32_t *row;      // (B,S) output row of every input row, those that join included
-    Match *partial;    // (B,A,tiles) the best match of every row within each tile
+// A row of `new_row` is -1 - row where others join it, kNoRow where it joins another.
+struct Plan : MergePlan {
+    int32_t *target;  // (B,A) index in set B that the i-th row of set A joins, -1 if it stays
+    Joins *joins;     // (B, rows of set B)
+    float *best;      // (B,A)
+    int32_t *row;     // (B,S) output row of every input row, those that join included
+    Match *partial;   // (B,A,tiles) the best match of every row within each tile
 
     Plan(const algm_gbm_params &p, Carver &carver)
-        : rows(carver.take<int64_t>(1)),
-          length(carver.take<int64_t>(p.batch)),
-          raised(carver.take<int32_t>(1)),
-          new_row(carver.take<int32_t>(p.batch * p.rows)),
+        : MergePlan(p, carver),
           target(carver.take<int32_t>(p.batch * max_a(p))),
           joins(carver.take<Joins>(p.batch * max_b(p))),
           best(carver.take<float>(p.batch * max_a(p))),
@@ -484,10 +477,7 @@ __global__ void __launch_bounds__(kApplyWarps *kWarp, 3)
 }  // namespace
 
 size_t algm_cuda_gbm_workspace(const algm_gbm_params *params) {
-    if (check_batch(params) != ALGM_OK) return 0;
-    Carver carver(nullptr);
-    Plan(*params, carver);
-    return carver.used();
+    return check_batch(params) == ALGM_OK ? plan_bytes<Plan>(*params) : 0;
 }
 
 int64_t algm_cuda_gbm_candidates(const algm_gbm_params *params) {
@@ -497,10 +487,8 @@ int64_t algm_cuda_gbm_candidates(const algm_gbm_params *params) {
 int algm_cuda_gbm_similarity(const algm_gbm_params *params, const void *tokens, const int64_t *length, float *best,
                              int32_t *best_row, void *workspace, void *stream) {
     if (const int status = check_batch(params)) return status;
-    if (any_null(tokens, length, workspace) || is_missing(best, max_a(*params)) || is_missing(best_row, max_a(*params)))
-        return ALGM_INVALID_ARGUMENT;
-    Carver carver(workspace);
-    const Plan plan(*params, carver);
+    if (any_null(tokens, length, workspace) || lacks_matches(*params, best, best_row)) return ALGM_INVALID_ARGUMENT;
+    const auto plan = plan_in<Plan>(workspace, *params);
     Sets sets = sets_of(*params, length);
     if (sets.a_max == 0) return ALGM_OK;
     if (const int status = launch_matches(*params, &sets, tokens, plan.partial, {}, stream)) return status;
@@ -513,12 +501,11 @@ int algm_cuda_gbm_decide_given(const algm_gbm_params *params, const float *best,
                                const int64_t *map, const int64_t *length, const float *threshold, int64_t *out_map,
                                int64_t *out_length, int64_t *rows, int32_t *rows_int32, void *workspace, void *stream) {
     if (const int status = check_batch(params)) return status;
-    if (any_null(map, length, threshold, out_map, out_length, rows, workspace) || is_missing(best, max_a(*params)) ||
-        is_missing(best_row, max_a(*params)))
+    if (any_null(map, length, threshold, out_map, out_length, rows, workspace) ||
+        lacks_matches(*params, best, best_row))
         return ALGM_INVALID_ARGUMENT;
-    Carver carver(workspace);
-    const Plan plan(*params, carver);
-    const RowCount count = {rows, plan.rows, rows_int32, plan.raised};
+    const auto plan = plan_in<Plan>(workspace, *params);
+    const RowCount count = plan.count(rows, rows_int32);
     if (const int status = clear_on(stream, count)) return status;
     const Matches matches = {sets_of(*params, length), nullptr, best, best_row};
     return launch_decision(*params, plan, matches, map, threshold, out_map, out_length, count, stream);
@@ -529,10 +516,9 @@ int algm_cuda_gbm_decide(const algm_gbm_params *params, const void *tokens, cons
                          int32_t *rows_int32, void *workspace, void *stream) {
     if (const int status = check_batch(params)) return status;
     if (any_null(tokens, map, length, threshold, out_map, out_length, rows, workspace)) return ALGM_INVALID_ARGUMENT;
-    Carver carver(workspace);
-    const Plan plan(*params, carver);
+    const auto plan = plan_in<Plan>(workspace, *params);
     Sets sets = sets_of(*params, length);
-    const RowCount count = {rows, plan.rows, rows_int32, plan.raised};
+    const RowCount count = plan.count(rows, rows_int32);
     if (const int status = launch_matches(*params, &sets, tokens, plan.partial, count, stream)) return status;
     const Matches matches = {sets, plan.partial, nullptr, nullptr};
     return launch_decision(*params, plan, matches, map, threshold, out_map, out_length, count, stream);
@@ -542,8 +528,7 @@ int algm_cuda_gbm_apply(const algm_gbm_params *params, const void *tokens, const
                         int64_t out_rows, void *out_tokens, float *out_size, void *stream) {
     if (const int status = check_batch(params)) return status;
     if (any_null(tokens, size, workspace, out_tokens, out_size)) return ALGM_INVALID_ARGUMENT;
-    Carver carver(const_cast<void *>(workspace));
-    const Plan plan(*params, carver);
+    const auto plan = plan_in<Plan>(workspace, *params);
     const Sets sets = sets_of(*params, nullptr);
     const ApplyShape shape = {sets.rows, sets.width, out_rows, plan.rows, plan.length};
     if (out_rows < 1 && out_rows != ALGM_ROWS_ON_DEVICE) return ALGM_INVALID_ARGUMENT;
