@@ -95,7 +95,7 @@ def page(claims: Claims) -> str:
     device = gpu["environment"]["devices"][0]["name"]
     recipes = [recipe(name) for name in recipe_names()]
     rows = [(r.name, r.protocol.dataset, _pictures(r, claims), *_cells("algm", r, claims)) for r in recipes]
-    networks = sorted(row.name for row in architectures())
+    networks = sorted({row.name for row in architectures()} | {claim.split()[1] for claim in claims if "/" in claim})
     tome = [(n, *(_cell("tome", n, runtime, claims) for runtime in RUNTIMES)) for n in networks]
     return "\n".join(
         (
