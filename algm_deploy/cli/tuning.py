@@ -372,7 +372,8 @@ def _kept(
     examples: Sequence[Example] = (),
 ) -> int:
     """Prints what was found and writes it: into the bundle, as a page, and as a recipe of a plan that serves."""
-    from algm_deploy.recipe.writing import write_recipe
+    from algm_deploy.bundle.files import write_atomically
+    from algm_deploy.recipe.writing import recipe_toml
     from algm_deploy.report.tuning import tuning_page, tuning_text, write_tuning
 
     say(f"{tuning_text(found)}\n")
@@ -382,5 +383,7 @@ def _kept(
     say(str(write_tuning(found, bundle.recipe.name, options.output.with_suffix(".html"), examples)))
     if plan and reached and not getattr(options, "variant", None):
         comments = (f"By algm-deploy tune: {found.title}.", *tuning_page(found).lines)
-        say(str(write_recipe(replace(bundle.recipe, merging=plan), comments, options.output)))
+        with write_atomically(options.output) as path:
+            path.write_text(recipe_toml(replace(bundle.recipe, merging=plan), comments), encoding="utf-8")
+        say(str(options.output))
     return 0 if reached else GateError.exit_code

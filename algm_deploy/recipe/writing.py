@@ -1,33 +1,20 @@
-"""Writes a recipe as TOML."""
+"""A recipe as TOML text."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from algm_deploy.bundle.files import write_atomically
 from algm_deploy.recipe.reading import to_table
 from algm_deploy.recipe.schema import Recipe
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
-def write_recipe(recipe: Recipe, comments: Sequence[str], path: Path) -> Path:
-    """Writes a recipe that is complete in itself, `comments` on top; its name becomes that of the file.
-
-    Raises:
-        BundleError: the file cannot be written.
-    """
-    with write_atomically(path) as written:
-        written.write_text(recipe_toml(recipe, comments), encoding="utf-8")
-    return path
-
-
 def recipe_toml(recipe: Recipe, comments: Sequence[str] = ()) -> str:
-    """A recipe as TOML text, without its name."""
+    """A recipe that is complete in itself, `comments` on top; its name becomes that of the file it is written to."""
     table = {key: value for key, value in to_table(recipe).items() if key != "name"}
     lines = [f"# {line}".rstrip() for comment in comments for line in comment.splitlines()]
     lines += _entries({key: value for key, value in table.items() if not isinstance(value, Mapping)})

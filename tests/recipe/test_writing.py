@@ -11,13 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from algm_deploy.recipe.reading import read_recipe, recipe, recipe_names
-from algm_deploy.recipe.writing import recipe_toml, write_recipe
+from algm_deploy.recipe.writing import recipe_toml
 
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_every_recipe_survives(name: str, tmp_path: Path) -> None:
     original = recipe(name)
-    assert read_recipe(write_recipe(original, ("evidence",), tmp_path / f"{name}.toml")) == original
+    (tmp_path / f"{name}.toml").write_text(recipe_toml(original, ("evidence",)))
+    assert read_recipe(tmp_path / f"{name}.toml") == original
 
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
