@@ -1,4 +1,4 @@
-"""Writes a recipe as TOML."""
+"""A recipe as TOML text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def recipe_toml(recipe: Recipe, comments: Sequence[str] = ()) -> str:
-    """A recipe that is complete in itself as TOML, `comments` on top; its name will be that of the file."""
+    """A recipe that is complete in itself, `comments` on top; its name becomes that of the file it is written to."""
     table = {key: value for key, value in to_table(recipe).items() if key != "name"}
     lines = [f"# {line}".rstrip() for comment in comments for line in comment.splitlines()]
     lines += _entries({key: value for key, value in table.items() if not isinstance(value, Mapping)})
