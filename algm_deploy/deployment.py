@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from algm_deploy.bundle.records import Evaluation, Parity, ProtocolName, Rebuilds, Speed, Step
 from algm_deploy.bundle.signature import signature_of
 from algm_deploy.bundle.store import Bundle
-from algm_deploy.errors import BundleError, DatasetError, GateError, NotExecutedError
+from algm_deploy.errors import BundleError, DatasetError, NotExecutedError
 from algm_deploy.evaluation.datasets import SPECS, Dataset, open_dataset
 from algm_deploy.evaluation.evaluate import evaluate as evaluate_network
 from algm_deploy.lowering.writing import write_bundle
@@ -267,9 +267,8 @@ def evaluate(
         progress: show a bar.
 
     Raises:
-        DatasetError: the data set is not there, or not the network's.
+        DatasetError: the data set is not there, not the network's, or none of its images could be evaluated.
         BundleError: the network takes whole frames, for which there is no published protocol; or as `Predictor`.
-        GateError: no image could be evaluated.
     """
     bundle, runtime = chosen(bundle, runtime)
     if takes_whole_frames(bundle.recipe):
@@ -302,8 +301,6 @@ def evaluate(
             window_batch=predictor.batch,
             progress=progress,
         )
-    if not result.images:
-        raise GateError(f"{pictures.name}: none of {len(pictures.samples)} images could be evaluated")
     bundle.record(result)
     return result
 
