@@ -166,8 +166,8 @@ def images(command: Parser, default: str) -> None:
     )
 
 
-def dataset(command: Parser, required: bool) -> None:
-    """A labelled data set."""
+def dataset(command: Parser, required: bool, slices: bool = True) -> None:
+    """A labelled data set; `slices`: figures are told by slice."""
     command.add_argument(
         "--data", type=path, required=required, help="root folder of a data set in its official layout"
     )
@@ -176,7 +176,8 @@ def dataset(command: Parser, required: bool) -> None:
         help="its name, or folder for labelled photos of your own with a classes.json; default: the bundle's",
     )
     command.add_argument("--split", help="default: the split its results are published on")
-    command.add_argument("--slice", help=_SLICE)
+    if slices:
+        command.add_argument("--slice", help=_SLICE)
 
 
 def thresholds(command: Parser) -> None:

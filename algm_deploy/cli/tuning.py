@@ -53,14 +53,14 @@ def add_tune(commands: Any) -> None:
 
 def _rule_flags(command: arguments.Parser) -> None:
     arguments.images(command, "those of --data")
-    _data_flags(command, required=False)
+    _data_flags(command, required=False, slices=False)
     command.add_argument(
         "--layers", choices=("first", "all"), default="first", help="blocks to measure (default first)"
     )
 
 
-def _data_flags(command: arguments.Parser, required: bool = True) -> None:
-    arguments.dataset(command, required)
+def _data_flags(command: arguments.Parser, required: bool = True, slices: bool = True) -> None:
+    arguments.dataset(command, required, slices)
     command.add_argument("--limit", type=arguments.positive, help="use that many images of a split, spread evenly")
 
 
@@ -128,7 +128,7 @@ def _position_flags(command: arguments.Parser) -> None:
 
 
 def _attention_flags(command: arguments.Parser) -> None:
-    _data_flags(command)
+    _data_flags(command, slices=False)
     command.add_argument("--tau", type=arguments.finite, help="CLAP's threshold instead of the bundle's")
     command.add_argument("--gbm", type=arguments.finite, help="GBM's multiplier or threshold instead of the bundle's")
 

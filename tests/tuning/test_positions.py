@@ -9,8 +9,8 @@ from stand_ins import evaluation, trial
 
 from algm_deploy.bundle.records import Evaluation
 from algm_deploy.bundle.store import Bundle
+from algm_deploy.cli.arguments import given_settings
 from algm_deploy.cli.parser import parser
-from algm_deploy.cli.settings import settings_of
 from algm_deploy.deployment import evaluate
 from algm_deploy.errors import BundleError, PlanError
 from algm_deploy.evaluation.datasets import Dataset
@@ -40,7 +40,7 @@ def test_labels_cannot_be_evaluated_and_the_advice_works(labels_bundle: Bundle) 
     with pytest.raises(BundleError, match=r"this bundle gives labels: .* export it with --scores$"):
         PlanEvaluator(labels_bundle)
     options = parser().parse_args(["export", "checkpoint", "-o", "bundle", "--scores"])
-    assert settings_of(options) == {"output": "scores"}
+    assert given_settings(options) == {"output": "scores"}
 
 
 class Table:

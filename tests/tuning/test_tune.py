@@ -47,9 +47,9 @@ def test_the_rule_writes_a_recipe_and_a_page(
 def test_the_rule_needs_no_labels(
     bundle: Bundle, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        tune("rule", bundle, tmp_path / "a.toml")
-    assert "one of the arguments --images --data is required" in capsys.readouterr().err
+    for flags in ((), ("--data", str(photos), "--images", str(photos / "images"))):
+        assert tune("rule", bundle, tmp_path / "a.toml", *flags) == 2
+        assert "expected either --images with photos or --data with a data set" in capsys.readouterr().err
     with_labels, without = tmp_path / "a.toml", tmp_path / "b.toml"
     assert tune("rule", bundle, with_labels, data=photos) == 0
     assert tune("rule", bundle, without, "--images", str(photos / "images")) == 0
@@ -95,7 +95,7 @@ def test_a_curve_measures_every_candidate_on_both_parts(
     bundle: Bundle, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "curve.toml"
-    flags = (*ALL, "--curve", "--limit", "4", "--values", "1.01", "0.8", "0.95", "0.8")
+    flags = (*ALL, "--curve", "--limit", "4", "--values", "1.01,0.8,0.95,0.8")
     assert tune("threshold", bundle, output, *flags, "--slice", "[0-9]", data=photos) == 2
     assert "got 4 in 4 slices: take more photos" in capsys.readouterr().err  # a photo a slice has no halves
     assert tune("threshold", bundle, output, *flags, data=photos) == 0
@@ -125,7 +125,7 @@ def test_photos_that_are_tuned_on_are_not_held_out(
             place.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(photos / kind / f"{index}.png", place)
     shutil.copy(photos / "classes.json", root)
-    flags = (*ALL, "--values", "0.8", "1", "--split", "val")
+    flags = (*ALL, "--values", "0.8,1", "--split", "val")
     output = tmp_path / "star.toml"
     for parts in (("--held-out", "val"), ("--limit", "1", "--held-out", "val", "--held-out-limit", "2")):
         assert tune("threshold", bundle, output, *flags, *parts, data=root) == 2
@@ -142,7 +142,7 @@ def test_a_bundle_as_reference_is_reported_held_out_too(
     bundle: Bundle, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = shutil.copytree(bundle.path, tmp_path / "other")
-    flags = (*ALL, "--reference", str(other), "--values", "0.8", "1")
+    flags = (*ALL, "--reference", str(other), "--values", "0.8,1")
     assert tune("threshold", bundle, tmp_path / "star.toml", *flags, data=photos) == 0
     assert "reference (dense other)" in capsys.readouterr().out
 
@@ -151,8 +151,8 @@ def test_variants_are_tuned_in_pytorch_and_nowhere_else(
     bundle: Bundle, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "variant.toml"
-    flags = ("--drop", "100", "--values", "0.8", "1", "--variant", "clap_feature=value")
-    for wrong in ((), (*TORCH, "--time")):
+    flags = ("--drop", "100", "--values", "0.8,1", "--variant", "clap_feature=value")
+    for wrong in (("--runtime", "onnxruntime-cpu"), (*TORCH, "--time")):
         assert tune("threshold", bundle, output, *flags, *wrong, data=photos) == 2
         assert "expected --runtime torch and no times" in capsys.readouterr().err
     assert tune("threshold", bundle, output, *flags, *TORCH, data=photos) == 0
@@ -227,7 +227,7 @@ def test_positions_need_scores(
 
 def test_the_other_threshold_stays_as_it_is_given(bundle: Bundle, photos: Path, tmp_path: Path) -> None:
     output = tmp_path / "gbm.toml"
-    flags = (*ALL, "--knob", "gbm", "--tau", "0.95", "--values", "-4", "2")
+    flags = (*ALL, "--knob", "gbm", "--tau", "0.95", "--values=-4,2")
     assert tune("threshold", bundle, output, *flags, data=photos) == 0
     merging = read_recipe(output).merging
     assert (merging.clap_threshold, merging.gbm_threshold) == (0.95, -4)
@@ -244,12 +244,12 @@ def test_a_search_takes_the_flags_it_reads(search: str, capsys: pytest.CaptureFi
         "rule": ["--runtime", "--held-out", "--tau", "--variant", "--slice", "--count"],
         "threshold": ["--images", "--layers", "--count"],
         "positions": ["--runtime", "--aim", "--target", "--images", "--knob", "--curve", "--gbm"],
-        "attention": ["--runtime", "--held-out", "--reference", "--images", "--variant", "--slice"],
+        "attention": ["--runtime", "--held-out", "--reference", "--images", "--variant", "--slice", "--count"],
     }
     for flag in (*foreign[search], "--lim"):  # flags are not guessed from their beginnings either
         with pytest.raises(SystemExit, match="2"):
-            main(["tune", search, "bundle", "--data", "photos", flag, "1"])
-        assert f"unrecognized arguments: {flag}" in capsys.readouterr().err
+            main(["tune", search, "bundle", "--data", "photos", f"{flag}=1"])
+        assert f"unrecognized arguments: {flag}=1" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="0"):
         main(["tune", search, "--help"])
     assert not [flag for flag in foreign[search] if f"{flag} " in capsys.readouterr().out]
@@ -264,7 +264,6 @@ def test_a_search_takes_the_flags_it_reads(search: str, capsys: pytest.CaptureFi
         (("--target", "3"), "expected no --target with --aim reference"),
         (("--reference", "perfect"), "got 'perfect'"),
         (("--aim", "best", "--range", "1", "0", "0.1"), "expected a range"),
-        (("--aim", "best", "--values", "0.9", "inf"), "expected finite --values"),
         (("--aim", "best", "--tau", "0.9"), "expected no --tau for a bundle whose plan is searched for its clap"),
         ((*TORCH, "--aim", "best", "--variant", "colour=red"), "expected a variant of merging"),
     ],
@@ -280,6 +279,12 @@ def test_bad_input(
     assert tune("threshold", bundle, tmp_path / "none.toml", *flags, data=photos) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.glob("none*"))
+
+
+def test_values_are_finite(bundle: Bundle, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        tune("threshold", bundle, tmp_path / "none.toml", "--values", "0.9,inf", data=photos)
+    assert "expected a finite number, got 'inf'" in capsys.readouterr().err
 
 
 def test_a_search_and_data_are_asked_for(bundle: Bundle, capsys: pytest.CaptureFixture[str]) -> None:
