@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from algm_deploy.bundle.signature import Signature
 from algm_deploy.errors import BundleError
-from algm_deploy.runners.contract import Array
 
+Array = NDArray[Any]
 Outputs = Mapping[str, Array]
 """A run's outputs by name, each for a batch of one window."""
 

@@ -31,6 +31,8 @@ def converted(kind: Any, value: object, key: str) -> Any:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         raise RecipeError(_worded(str(error), kind, value, key)) from error
+    except UnicodeEncodeError as error:  # in a table that takes any entry: half a character, which JSON may hold
+        raise RecipeError(f"expected entries named in whole characters, got {shown(error.object)}") from error
     except RecursionError as error:
         raise RecipeError(f"expected {described(kind)} as {key}, got one of a thousand levels") from error
 
