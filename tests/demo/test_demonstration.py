@@ -88,8 +88,7 @@ def test_pictures_are_of_every_hour(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 def test_an_unsteady_machine_gives_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     records = [SimpleNamespace(stable=False, batch_ms_mean_of_medians=ms, speedup=2.0) for ms in (10.0, 5.0)]
-    rows = [SimpleNamespace(record=record) for record in records]
-    monkeypatch.setattr(demonstration, "bench", lambda *_: rows)
+    monkeypatch.setattr(demonstration, "bench", lambda *_, **__: records)
     bundle = SimpleNamespace(found=lambda kind, runtime: {(Parity, "torch"): "passed"}[kind, runtime])
     lines: list[str] = []
     demonstration._time(bundle, "torch", lines.append, False)
@@ -103,6 +102,6 @@ def test_an_unsteady_machine_gives_no_figure(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_demo_that_fails_parity_stops(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = type("Report", (), {"passed": False, "links": ()})
-    monkeypatch.setattr(demonstration, "verify", lambda *_: failed)
+    monkeypatch.setattr(demonstration, "verify", lambda *_, **__: failed)
     with pytest.raises(GateError, match="please report this"):
         demonstration._verify(None, "torch", 1, lambda _: None, False)
