@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Self, overload
+from typing import Any, ClassVar, Literal, NoReturn, Self, get_args, overload
 
 import cv2
 import numpy as np
@@ -58,6 +59,8 @@ class Predictor:
         RuntimeUnavailableError: the runtime or the device is not there, or cannot run here.
     """
 
+    _any_opened: ClassVar[bool] = False  # in this process or in one that it was forked from
+
     def __init__(
         self,
         bundle: AnyBundle,
@@ -74,12 +77,14 @@ class Predictor:
         self.signature = self.bundle.signature
         given = given_thresholds(self.bundle, tau, gbm, dense)
         self.thresholds = {name: np.asarray(value, np.float32) for name, value in given.items()}
-        together = self.bundle.recipe.merging.batch == "per_image"
-        self._most = self.signature.max_batch if together else 1
-        self.batch = self._most if batch is None else self._checked_batch(batch)
-        self._runner = runner(self.bundle, self.runtime)
+        # Coupled windows would change each other's result: the bundle's batch semantics decide how many go at once.
+        coupled = self.bundle.recipe.merging.batch == "batch_min"
+        self.batch = 1 if coupled else self.signature.max_batch
+        self.batch = self._checked_batch(batch)
+        self._runner = runner(self.bundle, self.runtime, device)
         self._process = os.getpid()
         self._runner.__enter__()
+        Predictor._any_opened = True
         _LOG.info("%s runs on %s", self.bundle.path, self.runtime)
 
     @property
@@ -194,6 +199,8 @@ class Predictor:
         errors: Errors = "raise",
     ) -> Iterator[Any]:
         """The same as `prediction`, one after the other, for one or several pictures; see `predict`."""
+        if errors not in get_args(Errors):
+            raise BundleError(f"expected errors to be 'raise' or 'yield', got {errors!r:.50}")
         network = partial(self.infer, outputs=self._outputs(scores, token_maps))
         pending = (self._pending(picture, scores) for picture in pictures_of(source))
         results = predict_all(pending, network, self._checked_batch(batch))
@@ -214,7 +221,7 @@ class Predictor:
         if os.getpid() != self._process:
             raise RuntimeUnavailableError(
                 "expected a predictor of this process, got one that was opened before the process forked, whose "
-                "runtime would hang: load it in the child process"
+                "runtime would hang: load it in the child process, on a GPU one that `spawn` started"
             )
         return self._runner.infer({"image": self._fitting(windows), **self.thresholds}, outputs)
 
@@ -248,13 +255,16 @@ class Predictor:
     def _checked_batch(self, batch: int | None) -> int:
         if batch is None:
             return self.batch
-        if not 1 <= batch <= self._most:
-            reason = (
-                "export with a larger --max-batch"
-                if self._most == self.signature.max_batch
-                else "under its batch semantics batch_min, windows that go together change each other's result"
+        if batch > 1 and self.bundle.recipe.merging.batch == "batch_min":
+            raise BundleError(
+                f"expected a batch of 1, got {batch}: under this bundle's batch semantics batch_min the windows of a "
+                "batch change each other's results"
             )
-            raise BundleError(f"expected a batch of 1 to {self._most} windows for this bundle, got {batch}: {reason}")
+        if not 1 <= batch <= self.signature.max_batch:
+            raise BundleError(
+                f"expected a batch of 1 to {self.signature.max_batch}, which this bundle takes, got {batch}: choose "
+                "another or export with a larger --max-batch"
+            )
         return batch
 
     def _fitting(self, windows: NDArray[Any]) -> NDArray[Any]:
@@ -267,6 +277,15 @@ class Predictor:
 
 
 load = Predictor
+
+
+def _alone_after_fork() -> None:
+    """PyTorch's threads do not outlive a fork; a child that loads a bundle again would wait for them for ever."""
+    if Predictor._any_opened and "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+
+
+os.register_at_fork(after_in_child=_alone_after_fork)
 
 
 def chosen(bundle: AnyBundle, runtime: str | None) -> tuple[Bundle, str]:

@@ -95,11 +95,13 @@ def video_writer(path: Path, rate: float) -> Iterator[Callable[[NDArray[np.uint8
     `.mov`, `.avi`, `.mkv` (lossless) or `.webm` (for browsers). Odd sides grow by a pixel, as codecs ask for.
 
     Raises:
-        ImageError: a suffix of no such format, frames of different sizes, none at all, or FFmpeg fails.
+        ImageError: a suffix of no such format, no such folder, frames of different sizes or none, or FFmpeg fails.
         BundleError: nothing can be written there.
     """
     if path.suffix.lower() not in _CODECS:
         raise ImageError(f"{path}: expected one of {', '.join(_CODECS)} as the suffix of a video to write")
+    if not path.parent.is_dir():
+        raise ImageError(f"{path}: expected a folder that exists for a video, got {path.parent}: make it first")
     with write_atomically(path) as temporary:
         writer = _Writer(path, temporary, rate)
         try:
@@ -140,7 +142,10 @@ class _Writer:
         with _quiet():
             self.file.open(str(self.temporary.absolute()), cv2.CAP_FFMPEG, codec, self.rate, (width, height))
         if not self.file.isOpened():
-            raise ImageError(f"{self.path}: FFmpeg cannot write frames of {height}x{width} there: try another suffix")
+            raise ImageError(
+                f"{self.path}: FFmpeg cannot write frames of {height}x{width} at {self.rate:g} a second: try another "
+                "suffix"
+            )
         self.size = size
 
 
