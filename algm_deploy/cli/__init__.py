@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from algm_deploy.errors import AlgmDeployError, out_of_memory
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; errors made for users are one sentence, without a traceback."""
     options = parser().parse_args(arguments)
+    _listen(options)
     try:
         run: Callable[[argparse.Namespace], int] = options.run
         code = run(options)
@@ -42,3 +44,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = AlgmDeployError.exit_code
     print(f"algm-deploy {options.command}: {message}", file=sys.stderr)
     return code
+
+
+def _listen(options: argparse.Namespace) -> None:
+    """What the package logs goes to the standard error: warnings, more with --verbose, errors alone with --quiet."""
+    level = logging.INFO if options.verbose else logging.ERROR if options.quiet else logging.WARNING
+    logging.getLogger("algm_deploy").setLevel(level)
+    if logging.lastResort is not None:  # what writes where a program has set up no logging of its own
+        logging.lastResort.setLevel(level)
