@@ -112,10 +112,10 @@ def tiny_checkpoint(vectors_dir: Path, made_once: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture(scope="session")
-def exported(tiny_checkpoint: Path, made_once: Callable[..., Path]) -> Callable[..., Bundle]:
-    """The tiny network as a bundle: `exported({"output": "labels"})`.
+def tiny_export(tiny_checkpoint: Path, made_once: Callable[..., Path]) -> Callable[..., Bundle]:
+    """The tiny network as a bundle: `tiny_export({"output": "labels"})`.
 
-    All processes of a run share it, so a test that changes one takes a copy: `copied(exported())`.
+    All processes of a run share it, so a test that changes one takes a copy: `copied(tiny_export())`.
     """
 
     def bundle(settings: dict[str, Any] | None = None) -> Bundle:
@@ -142,21 +142,21 @@ def copied(tmp_path: Path) -> Callable[..., Bundle]:
 
 
 @pytest.fixture(scope="session")
-def tiny_bundle(exported: Callable[..., Bundle]) -> Bundle:
+def tiny_bundle(tiny_export: Callable[..., Bundle]) -> Bundle:
     """The tiny network as a bundle with scores; shared."""
-    return exported()
+    return tiny_export()
 
 
 @pytest.fixture(scope="session")
-def labels_bundle(exported: Callable[..., Bundle]) -> Bundle:
+def labels_bundle(tiny_export: Callable[..., Bundle]) -> Bundle:
     """The tiny network as a bundle with labels; shared."""
-    return exported({"output": "labels"})
+    return tiny_export({"output": "labels"})
 
 
 @pytest.fixture(scope="session")
-def wide_bundle(exported: Callable[..., Bundle]) -> Bundle:
+def wide_bundle(tiny_export: Callable[..., Bundle]) -> Bundle:
     """The tiny network for whole frames of 96x160 pixels; shared."""
-    return exported({"network.image_size": (96, 160), "max_batch": 2})
+    return tiny_export({"network.image_size": (96, 160), "max_batch": 2})
 
 
 @pytest.fixture(scope="session")

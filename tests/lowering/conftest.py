@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -46,6 +46,12 @@ CONFIGURATIONS = {
     "batch_min": Configuration(replace(PLAN, batch="batch_min"), image="float32"),
     "half": Configuration(half=True),
 }
+
+
+@pytest.fixture(scope="session")
+def configurations() -> Collection[str]:
+    """Names of all configurations that are exported here."""
+    return CONFIGURATIONS.keys()
 
 
 class Exported:
