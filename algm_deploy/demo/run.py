@@ -99,7 +99,9 @@ def _verify(bundle: Bundle, runtime: str, count: int, say: Say, progress: bool) 
 
 def _compare(bundle: Bundle, runtime: str, dataset: Dataset, say: Say, progress: bool) -> None:
     """What merging costs on a data set, whole and by slice, beside what it cost on many more scenes."""
-    dense, merged = (evaluate(bundle, dataset, runtime, dense=alone, progress=progress) for alone in (True, False))
+    dense, merged = (
+        evaluate(bundle, dataset, runtime, dense=unmerged, progress=progress) for unmerged in (True, False)
+    )
     gmacs = (merged.gmacs_per_window_mean or 0) / (dense.gmacs_per_window_mean or 1)
     say(
         f"   {counted(merged.images, 'drawn scenes')} that training never saw: mIoU {dense.miou_percent:.2f} % without "
