@@ -217,8 +217,8 @@ def verify(
     """Runs the parity chain, which compares a runtime with PyTorch; the record's `passed` is the verdict.
 
     Args:
-        bundle: see above.
-        runtime: see above.
+        bundle: its folder or the opened bundle.
+        runtime: what executes it; by default the best that can here.
         images: pictures to compare on, `count` of them spread evenly.
         count: how many.
         progress: show a bar.
@@ -249,14 +249,15 @@ def evaluate(
     tau: float | None = None,
     gbm: float | None = None,
     dense: bool = False,
+    device: str | None = None,
     progress: bool = True,
 ) -> Evaluation:
     """Evaluates a bundle on a data set, resuming where an interrupted run stopped.
 
     Args:
-        bundle: see above.
+        bundle: its folder or the opened bundle.
         data: root folder of a data set in its official layout, or an opened one.
-        runtime: see above.
+        runtime: what executes it; by default the best that can here.
         dataset: its name, or `folder` for labelled pictures of your own; by default the one the recipe names.
         split: by default the one that published figures use.
         slice_by: how to group pictures for figures by slice; `open_dataset` says how.
@@ -264,13 +265,14 @@ def evaluate(
         tau: CLAP's threshold instead of the bundle's.
         gbm: GBM's multiplier or threshold instead of the bundle's.
         dense: evaluates the network without merging, on the same executable.
+        device: what executes it, such as `cpu` or `cuda:1`; by default the runtime's choice.
         progress: show a bar.
 
     Raises:
         DatasetError: the data set is not there, not the network's, or none of its images could be evaluated.
         BundleError: the network takes whole frames, for which there is no published protocol; or as `Predictor`.
     """
-    bundle, runtime = chosen(bundle, runtime)
+    bundle, runtime = chosen(bundle, runtime, device)
     if takes_whole_frames(bundle.recipe):
         height, width = bundle.recipe.network.image_size
         window = bundle.recipe.protocol.window
@@ -284,7 +286,7 @@ def evaluate(
         raise DatasetError("expected a folder for dataset, split or slice_by, got an opened data set: leave them out")
     pictures = data.subset(limit) if limit else data
     bundle.require_writable()
-    with Predictor(bundle, runtime, tau=tau, gbm=gbm, dense=dense) as predictor:
+    with Predictor(bundle, runtime, device=device, tau=tau, gbm=gbm, dense=dense) as predictor:
         thresholds = predictor.thresholds_in_force
         # A graph or an engine that was built anew, perhaps in another precision, starts a run of its own.
         files, plan = executables(bundle, runtime), bundle.recipe.merging
@@ -296,7 +298,7 @@ def evaluate(
             artifact=artifact,
             state_folder=bundle.path / "reports",
             runtime=runtime,
-            device=row_of(runtime).device_here(),
+            device=predictor.device_name,
             thresholds=thresholds,
             window_batch=predictor.batch,
             progress=progress,
@@ -323,8 +325,8 @@ def bench(
     """Times a bundle beside its dense and truncated variants; returns a record for each.
 
     Args:
-        bundle: see above; verified on this runtime.
-        runtime: see above.
+        bundle: its folder or the opened bundle; verified on this runtime.
+        runtime: what executes it; by default the best that can here.
         images: pictures to time, one window of each.
         protocol: `latency` (one picture until its label map is there), `mixed` (batches of different pictures) or
             `duplicate` (batches of one picture), with the usual effort; or all of a request, numbers included.
@@ -380,7 +382,7 @@ def compare(
     """Runs two bundles, or two runtimes of one, on the same windows, and tells where they part.
 
     Args:
-        first: see above.
+        first: a bundle, its folder or the opened bundle.
         second: by default the first again.
         runtimes: of the first and of the second, or one for both; by default, for one bundle PyTorch and the best
             runtime that can execute it here, for two bundles the best for each.

@@ -72,7 +72,7 @@ class Predictor:
         dense: bool = False,
         batch: int | None = None,
     ) -> None:
-        self.bundle, self.runtime = chosen(bundle, runtime)
+        self.bundle, self.runtime = chosen(bundle, runtime, device)
         _check_preprocessing(self.bundle)
         self.signature = self.bundle.signature
         given = given_thresholds(self.bundle, tau, gbm, dense)
@@ -85,7 +85,12 @@ class Predictor:
         self._process = os.getpid()
         self._runner.__enter__()
         Predictor._any_opened = True
-        _LOG.info("%s runs on %s", self.bundle.path, self.runtime)
+        _LOG.info("%s runs on %s, %s", self.bundle.path, self.runtime, self.device_name)
+
+    @property
+    def device_name(self) -> str:
+        """Name of the device that executes, for records and people."""
+        return self._runner.device_name
 
     @property
     def thresholds_in_force(self) -> dict[str, float]:
@@ -288,10 +293,10 @@ def _alone_after_fork() -> None:
 os.register_at_fork(after_in_child=_alone_after_fork)
 
 
-def chosen(bundle: AnyBundle, runtime: str | None) -> tuple[Bundle, str]:
-    """The opened bundle, and the runtime that was named or is the best that can execute it here."""
+def chosen(bundle: AnyBundle, runtime: str | None, device: str | None = None) -> tuple[Bundle, str]:
+    """The opened bundle, and the runtime that was named or is the best that can execute it here, on that device."""
     opened = bundle if isinstance(bundle, Bundle) else Bundle.open(Path(bundle))
-    return opened, runtime or default_runtime(opened.files)
+    return opened, runtime or default_runtime(opened.files, device)
 
 
 def given_thresholds(bundle: Bundle, tau: float | None, gbm: float | None, dense: bool = False) -> dict[str, float]:

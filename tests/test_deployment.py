@@ -4,31 +4,25 @@ from __future__ import annotations
 
 import errno
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import onnx
 import pytest
 from PIL import Image
 
+from algm_deploy.bundle.records import Evaluation, Parity, Rebuilds, tokens_by_merge
 from algm_deploy.bundle.store import Bundle
-from algm_deploy.deployment import (
-    bench,
-    build,
-    device_of,
-    evaluate,
-    export,
-    find_images,
-    parity_windows,
-    repeat_build,
-    verify,
-)
+from algm_deploy.deployment import bench, build, evaluate, export, parity_windows, repeat_build, verify
+from algm_deploy.environment import device_name
 from algm_deploy.errors import BundleError, CheckpointError, DatasetError, NotExecutedError, RecipeError
 from algm_deploy.evaluation.datasets import SPECS, open_dataset
 from algm_deploy.pictures.shipped import scene, scene_paths
-from algm_deploy.timing.protocols import usual_request
+from algm_deploy.pictures.sources import find_images
+from algm_deploy.timing.protocols import Request, usual_request
+from algm_deploy.timing.timers import Effort
 
 CLASSES = [f"c{index}" for index in range(11)]
 
@@ -75,11 +69,15 @@ def test_data_set_of_another_class_count_gives_no_names(
 
 
 def test_conflicts_are_told(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _stopped(monkeypatch)
+    written = _stopped(monkeypatch)
     result = export(tiny_checkpoint, tmp_path / "bundle", None, {"merging.clap_threshold": 0.5})
-    expected = "merging.clap_threshold: command line says 0.5, variant.yml says 0.9; command line wins"
+    expected = "merging.clap_threshold: the call says 0.5, variant.yml says 0.9; the call wins"
     assert result.conflicts == (expected,)
     assert result.notes == ()
+    told = export(tiny_checkpoint, tmp_path / "bundle", tau=0.5, gbm=2, source="command line").conflicts
+    assert told == (expected.replace("the call", "command line"),)
+    assert written[1].merging.clap_threshold == 0.5  # type: ignore[attr-defined]
+    assert written[1].merging.gbm_threshold == 2  # type: ignore[attr-defined]
 
 
 def test_missing_threshold_is_told(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,10 +121,10 @@ def test_folder_of_somebody_else_is_left_alone(tiny_checkpoint: Path, tmp_path: 
 def test_builds_of_onnxruntime_are_equal(tiny_bundle: Bundle, tmp_path: Path) -> None:
     bundle = Bundle.open(shutil.copytree(tiny_bundle.path, tmp_path / "bundle"))
     record = repeat_build(bundle, "onnxruntime-cpu", 2)
-    assert (record["builds"], record["distinct_files"]) == (2, 1)
-    assert record["labels_equal_percent_min"] == 100
-    assert len(record["network_ms_by_build"]) == 2
-    assert Bundle.open(bundle.path).section("rebuilds")["onnxruntime-cpu"] == record
+    assert (record.builds, record.distinct_files) == (2, 1)
+    assert record.labels_equal_percent_min == 100
+    assert len(record.network_ms_by_build or ()) == 2
+    assert Bundle.open(bundle.path).found(Rebuilds, "onnxruntime-cpu") == record
 
 
 def test_builds_that_differ_are_told(tiny_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,8 +148,8 @@ def test_builds_that_differ_are_told(tiny_bundle: Bundle, tmp_path: Path, monkey
     monkeypatch.setattr("algm_deploy.deployment.build", build)
     monkeypatch.setattr("algm_deploy.deployment._labels", labels)
     record = repeat_build(bundle, "onnxruntime-cpu", 3)
-    assert record["distinct_files"] == 3
-    assert record["labels_equal_percent_min"] == 80
+    assert record.distinct_files == 3
+    assert record.labels_equal_percent_min == 80
 
 
 def test_builds_that_nothing_here_executes(
@@ -163,23 +161,11 @@ def test_builds_that_nothing_here_executes(
     bundle = Bundle.open(shutil.copytree(tiny_bundle.path, tmp_path / "bundle"))
     monkeypatch.setattr("algm_deploy.deployment.runner", refused)
     record = repeat_build(bundle, "onnxruntime-cpu", 2)
-    assert record["labels_equal_percent_min"] is None
-    assert record["network_ms_by_build"] is None
+    assert record.labels_equal_percent_min is None
+    assert record.network_ms_by_build is None
 
 
 # --- pictures for parity ---------------------------------------------------------------------------------------------
-
-
-def test_pictures_are_found_in_name_order(photos: Path) -> None:
-    assert [p.name for p in find_images([photos])] == ["a.jpg", "b.png", "c.png"]
-    assert find_images([photos / "readme.txt"]) == [photos / "readme.txt"]  # named by hand: its reader will tell
-
-
-def test_pictures_that_are_not_there(tmp_path: Path) -> None:
-    with pytest.raises(DatasetError, match="nowhere: expected a picture or a folder"):
-        find_images([tmp_path / "nowhere"])
-    with pytest.raises(DatasetError, match="expected pictures"):
-        find_images([tmp_path])
 
 
 def test_windows_of_photos(tiny_bundle: Bundle, photos: Path) -> None:
@@ -231,7 +217,7 @@ def test_a_bundle_that_takes_no_record_is_told_before_the_work(
     bundle.require_writable()
     assert sorted(bundle.path.iterdir()) == before
     monkeypatch.setattr(Path, "touch", read_only)
-    monkeypatch.setattr("algm_deploy.deployment.verify", pytest.fail)
+    monkeypatch.setattr("algm_deploy.deployment.verify_chain", pytest.fail)
     monkeypatch.setattr("algm_deploy.deployment.Predictor", pytest.fail)
     with pytest.raises(BundleError, match="Permission denied"):
         verify(bundle, "torch", images=[photos], count=1)
@@ -246,24 +232,15 @@ def test_a_bundle_that_takes_no_record_is_told_before_the_work(
         bench(bundle, "torch", images=[photos], protocol=usual_request(bundle.recipe, "latency"))
 
 
-def test_the_device_of_a_record_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = SimpleNamespace(cpu="CPU", cpu_count=2, devices=[SimpleNamespace(name=name) for name in ("first", "second")])
-    monkeypatch.setattr("algm_deploy.deployment.environment", lambda **_: here)
-    monkeypatch.setattr("torch.cuda.current_device", lambda: 1)
-    assert [device_of(runtime) for runtime in ("onnxruntime-cpu", "torch")] == ["CPU, 2 cores", "second"]
-
-
 def test_verification_is_kept(tiny_bundle: Bundle, tmp_path: Path, photos: Path) -> None:
     bundle = Bundle.open(shutil.copytree(tiny_bundle.path, tmp_path / "bundle"))
     report = verify(bundle, "onnxruntime-cpu", images=find_images([photos]), count=2, progress=False)
     assert report.passed
-    kept = Bundle.open(bundle.path).fact("parity")["onnxruntime-cpu"]
-    assert kept["passed"] is True
-    assert kept["pictures"] == "photos"
-    assert kept["images"] == 2
-    assert kept["device"] == device_of("onnxruntime-cpu")
+    kept = Bundle.open(bundle.path).found(Parity, "onnxruntime-cpu")
+    assert kept == report
+    assert (kept.pictures, kept.images, kept.device) == ("photos", 2, device_name(cuda=False))
     verify(bundle, "torch", count=1, progress=False)
-    assert set(Bundle.open(bundle.path).fact("parity")) == {"onnxruntime-cpu", "torch"}
+    assert {one.runtime for one in Bundle.open(bundle.path).manifest.parity} == {"onnxruntime-cpu", "torch"}
 
 
 def test_whole_frames_pass_the_chain(wide_bundle: Bundle, tmp_path: Path, photos: Path) -> None:
@@ -295,17 +272,86 @@ def labelled(tmp_path: Path) -> Path:
 def test_evaluation_is_kept_by_threshold(tiny_bundle: Bundle, tmp_path: Path, labelled: Path) -> None:
     bundle = Bundle.open(shutil.copytree(tiny_bundle.path, tmp_path / "bundle"))
     dataset = open_dataset("folder", labelled)
-    own = evaluate(bundle, dataset, "torch", progress=False).record()
-    dense = evaluate(bundle, dataset, "torch", dense=True, progress=False).record()
-    assert own["images"] == dense["images"] == 2
-    assert own["tokens_after_clap_mean"] < dense["tokens_after_clap_mean"] == 64
-    assert len(Bundle.open(bundle.path).fact("evaluation")) == 2
+    own = evaluate(bundle, dataset, "torch", progress=False)
+    dense = evaluate(bundle, dataset, "torch", dense=True, progress=False)
+    assert own.images == dense.images == 2
+    assert tokens_by_merge(own.tokens)["clap_1"] < tokens_by_merge(dense.tokens)["clap_1"] == 64
+    assert own.device == device_name(cuda=False)
+    kept = Bundle.open(bundle.path)
+    assert len(kept.manifest.evaluations) == 2
+    assert kept.found(Evaluation, "torch") == dense
 
 
 def test_a_graph_built_anew_starts_its_own_evaluation(tiny_bundle: Bundle, tmp_path: Path, labelled: Path) -> None:
     bundle = Bundle.open(shutil.copytree(tiny_bundle.path, tmp_path / "bundle"))
     dataset = open_dataset("folder", labelled)
     first = evaluate(bundle, dataset, "onnxruntime-cpu", progress=False)
-    assert evaluate(bundle, dataset, "onnxruntime-cpu", progress=False).fingerprint == first.fingerprint
+    assert evaluate(bundle, dataset, "onnxruntime-cpu", progress=False).fingerprint_sha256 == first.fingerprint_sha256
     build(bundle, "onnxruntime-cpu")
-    assert evaluate(bundle, dataset, "onnxruntime-cpu", progress=False).fingerprint != first.fingerprint
+    assert evaluate(bundle, dataset, "onnxruntime-cpu", progress=False).fingerprint_sha256 != first.fingerprint_sha256
+
+
+# --- what a step takes -----------------------------------------------------------------------------------------------
+
+
+def test_steps_take_paths_and_texts(tiny_bundle: Bundle, copied: Callable[..., Bundle], photos: Path) -> None:
+    folder = str(copied(tiny_bundle).path)
+    report = verify(folder, "onnxruntime-cpu", images=str(photos), count=2, progress=False)
+    assert (report.passed, report.pictures, report.images) == (True, "photos", 2)
+    for nothing in ("", [""]):
+        with pytest.raises(DatasetError, match="got an empty one"):
+            verify(folder, "onnxruntime-cpu", images=nothing)
+    with pytest.raises(DatasetError, match="got an empty one"):
+        evaluate(folder, "")
+    with pytest.raises(DatasetError, match="got an empty one"):
+        export("", photos.parent / "new")
+
+
+def test_the_best_runtime_is_the_default_of_every_step(
+    tiny_bundle: Bundle, copied: Callable[..., Bundle], labelled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str | None] = []
+    monkeypatch.setattr("algm_deploy.predictor.default_runtime", lambda _, device: asked.append(device) or "torch")
+    bundle = copied(tiny_bundle)
+    assert build(bundle.path) == []
+    assert verify(bundle.path, count=1, progress=False).runtime == "torch"
+    assert evaluate(bundle.path, labelled, dataset="folder", device="cpu", progress=False).runtime == "torch"
+    bundle = Bundle.open(bundle.path)
+    effort = Effort(warmup=0, rounds=2, most_rounds=2)
+    request = Request("latency", count=1, effort=effort, variants=("merged",))
+    assert [one.runtime for one in bench(bundle, protocol=request, progress=False)] == ["torch"]
+    assert asked == [None, None, "cpu", None]
+
+
+def test_evaluation_opens_the_data_set_that_is_named(
+    tiny_bundle: Bundle, copied: Callable[..., Bundle], labelled: Path
+) -> None:
+    bundle = copied(tiny_bundle)
+    found = evaluate(
+        bundle, str(labelled), "torch", dataset="folder", slice_by="(.)", limit=1, tau=0.5, gbm=2.0, progress=False
+    )
+    assert (found.dataset, found.images, list(found.slices)) == ("folder", 1, ["0"])
+    assert found.thresholds == {"clap_threshold": np.float32(0.5), "gbm_threshold": 2.0}
+    with pytest.raises(DatasetError, match="camvid"):
+        evaluate(bundle, labelled, "torch", progress=False)
+    for given in ({"dataset": "folder"}, {"split": "test"}, {"slice_by": "folder"}):
+        with pytest.raises(DatasetError, match="got an opened data set: leave them out"):
+            evaluate(bundle, open_dataset("folder", labelled), "torch", **given)
+    with pytest.raises(BundleError, match="expected dense, which merges nothing, or a threshold"):
+        evaluate(bundle, labelled, "torch", dataset="folder", tau=0.5, dense=True)
+
+
+def test_thresholds_and_numbers_of_a_benchmark(
+    tiny_bundle: Bundle, copied: Callable[..., Bundle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Request] = []
+    monkeypatch.setattr("algm_deploy.deployment.check_verified", lambda *_: None)
+    monkeypatch.setattr(
+        "algm_deploy.deployment.benchmark", lambda _, __, windows, request, ___: asked.append(request) or {}
+    )
+    bundle = copied(tiny_bundle)
+    assert bench(bundle, "torch", protocol="mixed", count=3, batch=2, tau=0.5, gbm=2.0) == []
+    assert (asked[0].protocol, asked[0].count, asked[0].batch) == ("mixed", 3, 2)
+    assert asked[0].thresholds == {"clap_threshold": 0.5, "gbm_threshold": 2.0}
+    bench(bundle, "torch")
+    assert asked[1] == usual_request(bundle.recipe, "latency")

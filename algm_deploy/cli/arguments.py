@@ -266,7 +266,8 @@ def runtime_of(options: argparse.Namespace, bundle: Bundle | None = None) -> str
     """The runtime that --runtime names, or the best that can execute the bundle here, which is said aloud."""
     if options.runtime:
         return str(options.runtime)
-    name = default_runtime(bundle.files) if bundle else default_runtime()
+    device = getattr(options, "device", None)
+    name = default_runtime(bundle.files, device) if bundle else default_runtime(device=device)
     if not options.quiet:
         print(f"runtime: {name}, the best that can execute here (--runtime chooses another)", file=sys.stderr)
     return name

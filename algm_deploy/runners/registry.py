@@ -202,7 +202,7 @@ def row_of(runtime: str) -> Runtime:
     return RUNTIMES[runtime]
 
 
-def default_runtime(files: Collection[str] = (WEIGHTS, ONNX)) -> str:
+def default_runtime(files: Collection[str] = (WEIGHTS, ONNX), device: str | None = None) -> str:
     """Name of the best runtime that can execute a bundle here: on a GPU where there is one, else on the CPU.
 
     What is asked is cheap to find: whether the package is installed, whether PyTorch sees a CUDA device that the
@@ -211,15 +211,20 @@ def default_runtime(files: Collection[str] = (WEIGHTS, ONNX)) -> str:
 
     Args:
         files: those of the bundle; by default what every export writes.
+        device: the best that executes on this device, such as `cpu` or `cuda:1`.
 
     Raises:
-        RuntimeUnavailableError: no runtime is installed.
+        RuntimeUnavailableError: no runtime is installed, or none executes on that device.
     """
+    kind = (device or "").partition(":")[0]
     gpus = [gpu.compute_capability for gpu in cuda_devices()] if find_spec("torch") else []
     usable = [row for row in RUNTIMES.values() if row.executable(files) and _runs_here(row, gpus[:1])]
-    if not usable:
-        raise RuntimeUnavailableError("no runtime is installed here: `algm-deploy doctor` says what to install")
-    return min(usable, key=lambda row: (bool(gpus) and "cuda" not in row.devices, row.rank)).name
+    fitting = [row for row in usable if not kind or kind in row.devices]
+    if not fitting:
+        where = f" that executes on {device}" if usable else ""
+        raise RuntimeUnavailableError(f"no runtime{where} is installed here: `algm-deploy doctor` says what to install")
+    on_gpu = bool(gpus) and kind != "cpu"
+    return min(fitting, key=lambda row: (on_gpu and "cuda" not in row.devices, row.rank)).name
 
 
 def _runs_here(row: Runtime, gpu: list[str]) -> bool:

@@ -126,6 +126,17 @@ def test_the_default_with_a_gpu(here: Here) -> None:
     assert default_runtime((*EXPORTED, TRT)) == "torch"
 
 
+def test_the_default_on_a_device(here: Here) -> None:
+    here(ALL, ADA)
+    for device, name in (("cpu", "onnxruntime-cpu"), ("cuda", "tensorrt"), ("cuda:1", "tensorrt")):
+        assert default_runtime((*EXPORTED, TRT), device) == name
+    assert default_runtime((RTX,), "cuda") == "tensorrt-rtx"
+    with pytest.raises(RuntimeUnavailableError, match=r"no runtime that executes on cpu is installed here"):
+        default_runtime((RTX,), "cpu")
+    with pytest.raises(RuntimeUnavailableError, match=r"no runtime that executes on tpu:0 is installed here"):
+        default_runtime(device="tpu:0")
+
+
 def test_the_default_is_one_that_can_execute(here: Here) -> None:
     here(ALL, HOPPER)
     assert default_runtime((*EXPORTED, RTX)) == "torch", "TensorRT-RTX refuses this GPU"
