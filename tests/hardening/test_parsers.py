@@ -255,7 +255,7 @@ def _put(table: Any, path: tuple[Any, ...], value: object) -> None:
         table.pop(path[-1], None)
     elif isinstance(table, dict):
         table[path[-1]] = value
-    elif isinstance(table, list) and path[-1] < len(table):
+    elif isinstance(table, list) and isinstance(path[-1], int):
         table[path[-1] : path[-1] + 1] = [] if value is GONE else [value]
 
 
