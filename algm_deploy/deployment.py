@@ -54,7 +54,7 @@ from algm_deploy.runners.contract import Runner, runner, runner_type
 from algm_deploy.runners.registry import default_runtime, row_of
 from algm_deploy.timing.protocols import Request, benchmark, check_verified, natural, reading_ms, usual_request
 from algm_deploy.timing.timers import host_ms
-from algm_deploy.timing.variant_bundles import executables
+from algm_deploy.timing.variants import executables
 
 REBUILD_PICTURES = 4
 Images = AnyPath | Sequence[AnyPath]

@@ -6,7 +6,7 @@ import os
 import platform
 import re
 import subprocess
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -110,15 +110,19 @@ def device_name(cuda: bool, index: int | None = None) -> str:
 
 def gpu_state(uuid: str) -> GpuState | None:
     """State of the GPU with this UUID now; None where nvidia-smi is missing or does not know it."""
-    query = ["nvidia-smi", f"--id={uuid}", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
+    rows = nvidia_smi(_QUERY, f"--id={uuid}")
+    return GpuState(rows[0][0], *map(_figure, rows[0][1:])) if rows else None
+
+
+def nvidia_smi(query: str, *options: str, seconds: float = 10) -> list[list[str]]:
+    """What nvidia-smi tells of the fields of a query, a row a GPU; nothing where it is missing, finds none or hangs."""
+    command = ["nvidia-smi", *options, f"--query-gpu={query}", "--format=csv,noheader,nounits"]
     try:
-        told = subprocess.run(query, capture_output=True, text=True, check=True, timeout=10).stdout  # noqa: S603
+        told = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds).stdout  # noqa: S603
     except (OSError, subprocess.SubprocessError):
-        return None
-    driver, *figures = (value.strip() for value in told.strip().split(","))
-    if len(figures) + 1 != len(fields(GpuState)):
-        return None
-    return GpuState(driver, *map(_figure, figures))
+        return []
+    rows = [[value.strip() for value in line.split(",")] for line in told.splitlines()]
+    return [row for row in rows if len(row) == len(query.split(","))]
 
 
 def _figure(told: str) -> float | None:

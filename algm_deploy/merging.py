@@ -139,9 +139,14 @@ def insert_merging(model: Model, plan: MergePlan) -> Model:
     return merged
 
 
-def deployed(model: VitNetwork, recipe: Recipe) -> Deployed:
-    """The network with the recipe's merging and the deployed inputs and outputs, in evaluation mode."""
-    return Deployed(insert_merging(model, recipe.merging), recipe.network, recipe.output).eval()
+def deployed(model: VitNetwork, recipe: Recipe, rows: Mapping[int, int] = {}) -> Deployed:
+    """The network with the recipe's merging and the deployed inputs and outputs, in evaluation mode.
+
+    With `rows` it drops tokens instead, as `truncate` does.
+    """
+    plan = recipe.merging
+    filled = truncate(model, rows, plan.method) if rows else insert_merging(model, plan)
+    return Deployed(filled, recipe.network, recipe.output).eval()
 
 
 def tome_merges(plan: MergePlan, patches: int) -> dict[int, int]:

@@ -34,7 +34,8 @@ from algm_deploy.models.loading import load_network
 from algm_deploy.native_libraries import find_library
 from algm_deploy.parity.chain import verify
 from algm_deploy.pictures.sources import find_images
-from algm_deploy.timing.variants import VARIANTS, variant_graph
+from algm_deploy.timing.variants import VARIANTS
+from runtimes import variant_graph
 
 RUNTIME = "onnxruntime-cpu"
 CLOCKS = {"wall_ms": time.perf_counter, "processor_ms": time.process_time}

@@ -18,7 +18,7 @@ import dataclasses
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,9 @@ from algm_deploy.bundle.records import VariantName
 from algm_deploy.bundle.signature import CLAP_THRESHOLD, GBM_THRESHOLD, signature_of
 from algm_deploy.environment import environment
 from algm_deploy.errors import GateError
+from algm_deploy.lowering.export import base_onnx
+from algm_deploy.lowering.onnxruntime import Provider, rewrite, single_image
+from algm_deploy.lowering.portable import add_function_bodies
 from algm_deploy.lowering.writing import ALIGNMENT, EXTERNAL_BYTES
 from algm_deploy.merging import merge_inputs, replay_merging
 from algm_deploy.models.deployed import Deployed
@@ -47,7 +50,7 @@ from algm_deploy.recipe.schema import MergePlan, Network, Protocol, Recipe
 from algm_deploy.runners.onnxruntime.runner import LIBRARY
 from algm_deploy.runners.onnxruntime.sessions import CUDA_OPTIONS, CudaSession, placement
 from algm_deploy.timing.timers import merge_efficiency
-from algm_deploy.timing.variants import VARIANTS, variant_graph, variant_network
+from algm_deploy.timing.variants import VARIANTS, variant_network
 
 # width, depth, heads, 1-based block of GBM
 SIZES = {
@@ -145,6 +148,21 @@ def pictures(count: int) -> torch.Tensor:
 
 
 # --- graphs ----------------------------------------------------------------------------------------------------------
+
+
+def variant_graph(
+    model: VitNetwork, recipe: Recipe, variant: VariantName, tokens: Sequence[int], provider: Provider, custom: bool
+) -> ir.Model:
+    """A variant's graph for a provider of ONNX Runtime, weights inside; the first arguments as for `variant_network`.
+
+    `custom`: merges, unmerge and label map are custom operators. Outputs: labels or scores, token counts, and for
+    `merged` token maps.
+    """
+    network, named = variant_network(model, recipe, variant, tokens)
+    graph = base_onnx(network, named.merging, signature_of(named).image.dtype)
+    add_function_bodies(graph)
+    rewrite(graph, provider, custom, single_image(recipe, provider))
+    return graph
 
 
 def export(name: str, options: argparse.Namespace) -> None:

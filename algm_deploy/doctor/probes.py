@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from algm_deploy.environment import Device, environment
+from algm_deploy.environment import Device, environment, nvidia_smi
 from algm_deploy.native_libraries import LIBRARIES, find_library, missing_for
 from algm_deploy.runners.registry import RUNTIMES
 
@@ -104,15 +103,7 @@ def visible_gpus() -> tuple[tuple[Device, ...], str | None]:
 
     It ignores CUDA_VISIBLE_DEVICES; whether a runtime may use the GPUs is for PyTorch to say.
     """
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return (), None
-    query = [tool, "--query-gpu=name,compute_cap,memory.total,driver_version", "--format=csv,noheader,nounits"]
-    try:
-        listed = subprocess.run(query, capture_output=True, text=True, check=False, timeout=_PROBE_SECONDS)  # noqa: S603
-    except subprocess.TimeoutExpired:  # a driver that hangs shows no GPU
-        return (), None
-    rows = [line.split(", ") for line in listed.stdout.splitlines() if line.count(", ") == 3]
+    rows = nvidia_smi("name,compute_cap,memory.total,driver_version", seconds=_PROBE_SECONDS)
     gpus = tuple(
         Device(name, capability, int(memory) << 20) for name, capability, memory, _ in rows if memory.isdigit()
     )

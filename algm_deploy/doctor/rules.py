@@ -44,7 +44,7 @@ class Finding:
     cure: str = ""
 
 
-Check = Callable[[Machine], Problem | None]
+Check = Callable[[Machine, Runtime], Problem | None]
 
 
 def diagnose(machine: Machine | None = None) -> list[Finding]:
@@ -58,27 +58,25 @@ def diagnose(machine: Machine | None = None) -> list[Finding]:
 
 def _judged(machine: Machine, row: Runtime, step: Step) -> Finding:
     """The first problem counts."""
-    for check in checks(row, step):
-        if problem := check(machine):
+    for check, about in _checks(row, step):
+        if problem := check(machine, about):
             return Finding(row.name, step, False, *problem)
     return Finding(row.name, step, True, _success(machine, row, step))
 
 
-def checks(row: Runtime, step: Step) -> Iterator[Check]:
+def _checks(row: Runtime, step: Step) -> Iterator[tuple[Check, Runtime]]:
     """What a step of a runtime needs, in the order of mending: hardware, then packages, then libraries."""
     on_gpu = row.needs_gpu if step == "execute" else row.builds_on_gpu
+    packages = tuple(dict.fromkeys((row, TORCH)))  # PyTorch keeps the memory that runtimes work in
     if on_gpu:
-        yield _gpu
-        yield _capability(row)
-    for needed in dict.fromkeys((row, TORCH)):  # PyTorch keeps the memory that runtimes work in
-        yield _imports(needed)
-        yield _recent(needed)
+        yield from ((check, row) for check in (_gpu, _capability))
+    yield from ((check, about) for about in packages for check in (_imports, _recent))
     if on_gpu:
-        yield from (_cuda_provider, _driver_for(row)) if row.module_is_shared else (_driver_for(row),)
-        yield from (_driver_for(TORCH), _torch_sees_gpu, _torch_has_kernels)
-    yield _libraries(*row.libraries)
-    if on_gpu and row.module_is_shared:
-        yield _cuda_session
+        yield from ((check, row) for check in (_cuda_provider, _driver))
+        yield from ((check, TORCH) for check in (_driver, _torch_sees_gpu, _torch_has_kernels))
+    yield _libraries, row
+    if on_gpu:
+        yield _cuda_session, row
 
 
 def _facts(machine: Machine) -> Iterable[tuple[str, str]]:
@@ -114,9 +112,9 @@ def _general_problems(machine: Machine) -> Iterable[tuple[str, Problem]]:
                 "install a CUDA build of torch (https://pytorch.org/get-started)",
             ),
         )
-    if machine.gpus and torch.facts.get("cuda") and (problem := _libraries("kernels")(machine)):
+    if machine.gpus and torch.facts.get("cuda") and (problem := _missing(machine, "kernels")):
         yield "torch", Problem(f"{problem.found}: merging runs in PyTorch's operators, slower", problem.cure)
-    if machine.modules["onnxruntime"].packages and (problem := _libraries("ort_custom_op")(machine)):
+    if machine.modules["onnxruntime"].packages and (problem := _missing(machine, "ort_custom_op")):
         # On a CPU the library serves label maps alone: merging is as fast without it.
         steps = "merging and label maps run" if machine.gpus else "label maps run"
         yield "onnxruntime", Problem(f"{problem.found}: {steps} in standard operators, slower", problem.cure)
@@ -136,36 +134,30 @@ def _two_onnxruntimes(machine: Machine) -> Problem | None:
     )
 
 
-def _imports(row: Runtime) -> Check:
-    def check(machine: Machine) -> Problem | None:
-        found = machine.modules[row.module]
-        if not found.packages:
-            return Problem(f"the module {row.module} is not installed", f"pip install {row.install}")
-        if found.error is None:
-            return None
-        names = " ".join(sorted(found.packages))
-        mixed = f"pip uninstall -y {names} && pip install {row.install}"
-        cure = mixed if len(found.packages) > 1 else f"pip install --force-reinstall {names}"
-        return Problem(f"importing {row.module} fails: {found.error}", cure)
-
-    return check
+def _imports(machine: Machine, row: Runtime) -> Problem | None:
+    found = machine.modules[row.module]
+    if not found.packages:
+        return Problem(f"the module {row.module} is not installed", f"pip install {row.install}")
+    if found.error is None:
+        return None
+    names = " ".join(sorted(found.packages))
+    mixed = f"pip uninstall -y {names} && pip install {row.install}"
+    cure = mixed if len(found.packages) > 1 else f"pip install --force-reinstall {names}"
+    return Problem(f"importing {row.module} fails: {found.error}", cure)
 
 
-def _recent(row: Runtime) -> Check:
-    def check(machine: Machine) -> Problem | None:
-        module, oldest = machine.modules[row.module], ".".join(map(str, row.oldest))
-        found = module.facts["version"]
-        known = {other.package for other in RUNTIMES.values() if other.module == row.module} & set(module.packages)
-        cure = f"pip install -U '{min(known, default=row.package)}>={oldest}'"
-        if issue := WRONG.get((row.module, numbers(found)[:2])):
-            link = f"https://github.com/NVIDIA/TensorRT/issues/{issue}"
-            return Problem(f"{row.name} {found} computes plain ViTs wrongly ({link})", cure)
-        return None if numbers(found)[:2] >= row.oldest else Problem(f"{row.name} {found} is older than {oldest}", cure)
-
-    return check
+def _recent(machine: Machine, row: Runtime) -> Problem | None:
+    module, oldest = machine.modules[row.module], ".".join(map(str, row.oldest))
+    found = module.facts["version"]
+    known = {other.package for other in RUNTIMES.values() if other.module == row.module} & set(module.packages)
+    cure = f"pip install -U '{min(known, default=row.package)}>={oldest}'"
+    if issue := WRONG.get((row.module, numbers(found)[:2])):
+        link = f"https://github.com/NVIDIA/TensorRT/issues/{issue}"
+        return Problem(f"{row.name} {found} computes plain ViTs wrongly ({link})", cure)
+    return None if numbers(found)[:2] >= row.oldest else Problem(f"{row.name} {found} is older than {oldest}", cure)
 
 
-def _gpu(machine: Machine) -> Problem | None:
+def _gpu(machine: Machine, row: Runtime) -> Problem | None:
     if machine.driver is None:
         if machine.nvidia_card:
             return Problem("an NVIDIA GPU is present, its driver is not loaded", "install NVIDIA's driver 580 or newer")
@@ -177,36 +169,30 @@ def _gpu(machine: Machine) -> Problem | None:
     return None
 
 
-def _capability(row: Runtime) -> Check:
-    def check(machine: Machine) -> Problem | None:
-        first = machine.gpus[0]
-        if not row.capabilities or first.compute_capability in row.capabilities:
-            return None
-        return Problem(
-            f"{row.name} refuses {first.name} (compute capability {first.compute_capability}; it takes "
-            f"{', '.join(row.capabilities)})",
-            f"use the runtime tensorrt on this GPU: pip install {row_of('tensorrt').install}",
-        )
-
-    return check
+def _capability(machine: Machine, row: Runtime) -> Problem | None:
+    first = machine.gpus[0]
+    if not row.capabilities or first.compute_capability in row.capabilities:
+        return None
+    return Problem(
+        f"{row.name} refuses {first.name} (compute capability {first.compute_capability}; it takes "
+        f"{', '.join(row.capabilities)})",
+        f"use the runtime tensorrt on this GPU: pip install {row_of('tensorrt').install}",
+    )
 
 
-def _driver_for(row: Runtime) -> Check:
-    def check(machine: Machine) -> Problem | None:
-        cuda = machine.modules[row.module].cuda
-        oldest = DRIVERS.get(cuda or "")
-        if machine.driver is None or oldest is None or numbers(machine.driver)[0] >= oldest:
-            return None
-        return Problem(
-            f"{row.module} is built for CUDA {cuda}, which driver {machine.driver} cannot run",
-            f"update NVIDIA's driver to {oldest} or newer",
-        )
-
-    return check
+def _driver(machine: Machine, row: Runtime) -> Problem | None:
+    cuda = machine.modules[row.module].cuda
+    oldest = DRIVERS.get(cuda or "")
+    if machine.driver is None or oldest is None or numbers(machine.driver)[0] >= oldest:
+        return None
+    return Problem(
+        f"{row.module} is built for CUDA {cuda}, which driver {machine.driver} cannot run",
+        f"update NVIDIA's driver to {oldest} or newer",
+    )
 
 
-def _torch_has_kernels(machine: Machine) -> Problem | None:
-    facts, first = machine.modules["torch"].facts, machine.gpus[0]
+def _torch_has_kernels(machine: Machine, row: Runtime) -> Problem | None:
+    facts, first = machine.modules[row.module].facts, machine.gpus[0]
     oldest = min((int(name.split("_")[1].rstrip("af")) for name in facts["architectures"]), default=0)
     if round(float(first.compute_capability) * 10) >= oldest:
         return None
@@ -216,14 +202,14 @@ def _torch_has_kernels(machine: Machine) -> Problem | None:
     )
 
 
-def _torch_sees_gpu(machine: Machine) -> Problem | None:
+def _torch_sees_gpu(machine: Machine, row: Runtime) -> Problem | None:
     """PyTorch keeps the device memory of every GPU runtime."""
-    torch = machine.modules["torch"]
-    if torch.facts["devices"]:
+    facts = machine.modules[row.module].facts
+    if facts["devices"]:
         return None
-    if not torch.facts["cuda"]:
+    if not facts["cuda"]:
         return Problem(
-            f"torch {torch.facts['version']} is a CPU build and cannot hold device memory",
+            f"torch {facts['version']} is a CPU build and cannot hold device memory",
             "install a CUDA build of torch (https://pytorch.org/get-started)",
         )
     if machine.visible_devices is not None:
@@ -231,39 +217,42 @@ def _torch_sees_gpu(machine: Machine) -> Problem | None:
     return Problem("torch finds no GPU that nvidia-smi lists", "restart the machine or reload NVIDIA's driver")
 
 
-def _cuda_provider(machine: Machine) -> Problem | None:
-    facts, packages = machine.modules["onnxruntime"].facts, sorted(machine.modules["onnxruntime"].packages)
-    if "CUDAExecutionProvider" in facts["providers"]:
+def _cuda_provider(machine: Machine, row: Runtime) -> Problem | None:
+    """A package for CPUs brings the same module."""
+    module = machine.modules[row.module]
+    if not row.module_is_shared or "CUDAExecutionProvider" in module.facts["providers"]:
         return None
     return Problem(
-        f"the package {facts['package']} {facts['version']} has no CUDA provider",
-        f"pip uninstall -y {' '.join(packages)} && pip install {row_of('onnxruntime-cuda').install}",
+        f"the package {module.facts['package']} {module.facts['version']} has no CUDA provider",
+        f"pip uninstall -y {' '.join(sorted(module.packages))} && pip install {row.install}",
     )
 
 
-def _cuda_session(machine: Machine) -> Problem | None:
-    facts = machine.modules["onnxruntime"].facts
-    if facts["cuda_session"]:
+def _cuda_session(machine: Machine, row: Runtime) -> Problem | None:
+    """ONNX Runtime alone tells: it looks for its CUDA libraries when a session opens."""
+    module = machine.modules[row.module]
+    if module.facts.get("cuda_session", True):
         return None
-    cuda = f" {machine.modules['onnxruntime'].cuda}" if machine.modules["onnxruntime"].cuda else ""
+    cuda = f"CUDA {module.cuda}" if module.cuda else "CUDA"
     return Problem(
-        f"onnxruntime {facts['version']} cannot load the CUDA{cuda} or cuDNN libraries of its CUDA provider",
+        f"onnxruntime {module.facts['version']} cannot load the {cuda} or cuDNN libraries of its CUDA provider",
         "pip install 'onnxruntime-gpu[cuda,cudnn]'",
     )
 
 
-def _libraries(*names: str) -> Check:
-    def check(machine: Machine) -> Problem | None:
-        for name in names:
-            library = machine.libraries[name]
-            if library.path is None and library.lacks:
-                lack, _, ways = library.lacks[0].partition(" (")
-                return Problem(f"the library {name} is not built, which needs {lack}", ways.removesuffix(")"))
-            if library.path is None:
-                return Problem(f"the library {name} is not built", f"{REBUILD} {name}")
-        return None
+def _libraries(machine: Machine, row: Runtime) -> Problem | None:
+    return next(filter(None, (_missing(machine, name) for name in row.libraries)), None)
 
-    return check
+
+def _missing(machine: Machine, name: str) -> Problem | None:
+    """A native library that is not built."""
+    library = machine.libraries[name]
+    if library.path is not None:
+        return None
+    if not library.lacks:
+        return Problem(f"the library {name} is not built", f"{REBUILD} {name}")
+    lack, _, ways = library.lacks[0].partition(" (")
+    return Problem(f"the library {name} is not built, which needs {lack}", ways.removesuffix(")"))
 
 
 def _success(machine: Machine, row: Runtime, step: Step) -> str:

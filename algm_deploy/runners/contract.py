@@ -9,8 +9,8 @@ Checks are done here, once; a runtime fills in `_open`, `_infer` and `_close`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from importlib import import_module
+from collections.abc import Iterable, Mapping, Sequence
+from pkgutil import resolve_name
 from shlex import quote
 from types import TracebackType
 from typing import Any, ClassVar, NamedTuple, Self
@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
+from algm_deploy.bundle import signature
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.environment import device_name
 from algm_deploy.errors import (
-    AlgmDeployError,
     BundleError,
     ExecutionError,
     RuntimeUnavailableError,
@@ -225,17 +225,16 @@ class Runner(ABC):
         try:
             return self._infer(image, thresholds, outputs, to)
         except self.failures as error:
-            raise self._failure(error, len(image)) from error
-
-    def _failure(self, error: Exception, images: int) -> AlgmDeployError:
-        said = next(iter(str(error).splitlines()), type(error).__name__)[:300]
-        if out_of_memory(error):
-            return RuntimeUnavailableError(
-                f"expected enough memory for a batch of {images} on {self.runtime}, got {said!r}: send smaller batches"
-            )
-        return ExecutionError(
-            f"expected {self.runtime} to run the network, it failed with {said!r}: export and build the bundle again"
-        )
+            said = next(iter(str(error).splitlines()), type(error).__name__)[:300]
+            if out_of_memory(error):
+                raise RuntimeUnavailableError(
+                    f"expected enough memory for a batch of {len(image)} on {self.runtime}, got {said!r}: send smaller "
+                    "batches"
+                ) from error
+            raise ExecutionError(
+                f"expected {self.runtime} to run the network, it failed with {said!r}: export and build the bundle "
+                "again"
+            ) from error
 
     # --- what a runtime fills in --------------------------------------------------------------------------------------
 
@@ -268,10 +267,11 @@ class Runner(ABC):
         """The outputs that are wanted, and all thresholds."""
         self._check_open()
         wanted = tuple(outputs) if outputs is not None else tuple(t.name for t in self.signature.outputs[:2])
-        self._check_outputs(wanted)
-        known = [t.name for t in self.signature.inputs]
-        if unknown := sorted(set(feeds) - set(known)):
-            raise BundleError(f"this bundle has no input {unknown[0]!r}: choose from {', '.join(known)}")
+        if not wanted:
+            known = ", ".join(t.name for t in self.signature.outputs)
+            raise BundleError(f"no output was asked for: choose from {known}")
+        _check_names("output", wanted, self.signature.outputs)
+        _check_names("input", feeds, self.signature.inputs)
         if "image" not in feeds:
             raise BundleError("the input 'image' is missing")
         return wanted, {n: _threshold(n, feeds.get(n, d)) for n, d in self.signature.defaults.items()}
@@ -280,12 +280,11 @@ class Runner(ABC):
         if not self._opened:
             raise RuntimeUnavailableError(f"the {self.runtime} runner is closed: use it inside a `with` block")
 
-    def _check_outputs(self, wanted: Sequence[str]) -> None:
-        known = [t.name for t in self.signature.outputs]
-        if not wanted:
-            raise BundleError(f"no output was asked for: choose from {', '.join(known)}")
-        if unknown := sorted(set(wanted) - set(known)):
-            raise BundleError(f"this bundle has no output {unknown[0]!r}: choose from {', '.join(known)}")
+
+def _check_names(kind: str, given: Iterable[str], tensors: Iterable[signature.Tensor]) -> None:
+    known = [tensor.name for tensor in tensors]
+    if unknown := sorted(set(given) - set(known)):
+        raise BundleError(f"this bundle has no {kind} {unknown[0]!r}: choose from {', '.join(known)}")
 
 
 def _threshold(name: str, value: Any) -> float:
@@ -329,9 +328,8 @@ def runner_type(runtime: str) -> type[Runner]:
         RuntimeUnavailableError: an unknown name, or the runtime's package is not installed.
     """
     row = row_of(runtime)
-    module, name = row.runner.split(":")
     try:
-        found: type[Runner] = getattr(import_module(module), name)
+        found: type[Runner] = resolve_name(row.runner)
     except ModuleNotFoundError as error:
         raise RuntimeUnavailableError(
             f"runtime {runtime} needs the package {error.name}: `pip install {row.install}`"

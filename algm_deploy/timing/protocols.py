@@ -57,8 +57,7 @@ from algm_deploy.timing.timers import (
     take_turns,
     typical_ms,
 )
-from algm_deploy.timing.variant_bundles import executables, variant_bundle, variant_runner
-from algm_deploy.timing.variants import VARIANTS
+from algm_deploy.timing.variants import VARIANTS, executables, variant_bundle, variant_runner
 
 _STAGE_EFFORT = Effort(warmup=1, rounds=2, most_rounds=2)
 

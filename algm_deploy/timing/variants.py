@@ -1,25 +1,29 @@
 """The networks that merging is timed against: dense, and truncated, which drops tokens instead of merging them.
 
 Dense is another graph, without merges: a threshold that nothing reaches would still pay for looking. Truncated has the
-cost a merge of zero cost would leave; its labels mean nothing.
+cost a merge of zero cost would leave; its labels mean nothing. Both are bundles inside the bundle, which every runtime
+runs like any other.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
+from dataclasses import replace
 
-import onnx_ir as ir
-
-from algm_deploy.bundle.records import VariantName
-from algm_deploy.bundle.signature import signature_of
-from algm_deploy.lowering.export import base_onnx
-from algm_deploy.lowering.onnxruntime import Provider, rewrite, single_image
-from algm_deploy.lowering.portable import add_function_bodies
-from algm_deploy.merging import insert_merging, truncate
+from algm_deploy.bundle.files import ONNX, WEIGHTS
+from algm_deploy.bundle.manifest import MANIFEST
+from algm_deploy.bundle.records import VariantName, VariantOrigin
+from algm_deploy.bundle.signature import Signature, signature_of
+from algm_deploy.bundle.store import Bundle, BundleWriter
+from algm_deploy.errors import BundleError
+from algm_deploy.lowering.writing import write_network
+from algm_deploy.merging import deployed
 from algm_deploy.models.deployed import Deployed
+from algm_deploy.models.loading import load_network
 from algm_deploy.models.vit import VitNetwork
 from algm_deploy.recipe.schema import DENSE, Recipe
+from algm_deploy.runners.contract import Runner, runner, runner_type
+from algm_deploy.runners.registry import row_of
 
 VARIANTS: tuple[VariantName, ...] = ("dense", "merged", "truncated")
 
@@ -35,37 +39,79 @@ def variant_network(
         variant: dense, merged or truncated.
         tokens: patch tokens behind each merge of the plan, for `truncated`.
     """
-    plan = recipe.merging
-    if variant == "merged":
-        network = insert_merging(model, plan)
-    elif variant == "dense":
-        network = model
-    else:
-        prefix = model.encoder.prefix
-        network = truncate(
-            model, {layer: prefix + n for layer, n in zip(plan.layers, tokens, strict=True)}, plan.method
-        )
-    return Deployed(network, recipe.network, recipe.output).eval(), variant_recipe(recipe, variant)
+    named = _named(recipe, variant)
+    return deployed(model, named, dict(_rows(recipe, variant, tokens))), named
 
 
-def variant_recipe(recipe: Recipe, variant: VariantName) -> Recipe:
-    """The recipe that names a variant's inputs and outputs: without merges, but for `merged`."""
-    if variant == "merged":
-        return recipe
-    plan = recipe.merging
-    return dataclasses.replace(recipe, merging=dataclasses.replace(DENSE, batch=plan.batch, method=plan.method))
+def _named(recipe: Recipe, variant: VariantName) -> Recipe:
+    """The recipe without merges, but for `merged`."""
+    none = replace(DENSE, batch=recipe.merging.batch, method=recipe.merging.method)
+    return recipe if variant == "merged" else replace(recipe, merging=none)
 
 
-def variant_graph(
-    model: VitNetwork, recipe: Recipe, variant: VariantName, tokens: Sequence[int], provider: Provider, custom: bool
-) -> ir.Model:
-    """A variant's graph for a provider of ONNX Runtime, weights inside; the first arguments as for `variant_network`.
+def _rows(recipe: Recipe, variant: VariantName, tokens: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Pairs of layer and rows that a truncated network keeps behind it, prefix counted; none for the others."""
+    pairs = zip(recipe.merging.layers, tokens, strict=True) if variant == "truncated" else ()
+    return tuple((layer, recipe.network.prefix + count) for layer, count in pairs)
 
-    `custom`: merges, unmerge and label map are custom operators. Outputs: labels or scores, token counts, and for
-    `merged` token maps.
+
+def variant_bundle(bundle: Bundle, variant: VariantName, tokens: Sequence[int]) -> Bundle:
+    """`variants/dense` or `variants/truncated` of a bundle, written where it is missing or of another make.
+
+    Args:
+        bundle: with merging; returned as it is for `merged`.
+        variant: which network.
+        tokens: patch tokens that `truncated` keeps behind each merge of the plan.
     """
-    network, named = variant_network(model, recipe, variant, tokens)
-    graph = base_onnx(network, named.merging, signature_of(named).image.dtype)
-    add_function_bodies(graph)
-    rewrite(graph, provider, custom, single_image(recipe, provider))
-    return graph
+    if variant == "merged":
+        return bundle
+    target = bundle.path / "variants" / variant
+    made_from = {name: bundle.files[name].sha256 for name in (WEIGHTS, ONNX)}
+    origin = VariantOrigin(name=variant, made_from=made_from, rows_by_layer=_rows(bundle.recipe, variant, tokens))
+    named = _named(bundle.recipe, variant)
+    if (target / MANIFEST).is_file():
+        found = Bundle.open(target)
+        if found.manifest.variant == origin and found.recipe == named:
+            return found
+    model = load_network(bundle)
+    network, _ = variant_network(model, bundle.recipe, variant, tokens)
+    with BundleWriter(target, named) as writer:
+        write_network(writer, model, network, {WEIGHTS: made_from[WEIGHTS]})
+        if variant == "truncated":
+            writer.describe(signature=_with_counts(signature_of(named), len(tokens)))
+        writer.describe(variant=origin, preprocessing_sha256=bundle.manifest.preprocessing_sha256)
+    return Bundle.open(target)
+
+
+def _with_counts(signature: Signature, merges: int) -> Signature:
+    """A truncated network names no merges, and still counts the tokens after each."""
+    main, counts, *maps = signature.outputs
+    return replace(signature, outputs=(main, replace(counts, shape=(-1, merges)), *maps))
+
+
+def executables(bundle: Bundle, runtime: str) -> dict[str, str]:
+    """SHA-256 of each file that a runtime's results depend on, by name: what it executes, and what every export has."""
+    names = (WEIGHTS, ONNX, *row_of(runtime).executed(bundle.files))
+    return {name: bundle.files[name].sha256 for name in names if name in bundle.files}
+
+
+def variant_runner(bundle: Bundle, runtime: str, like: Bundle) -> Runner:
+    """A closed runner of a variant, whose executable is built as that of the bundle `like` was.
+
+    Raises:
+        BundleError: the two end in different tails, as the native library came or went in between.
+    """
+    wanted = runner(like, runtime)
+    if _made(found := runner(bundle, runtime)) != _made(wanted):
+        runner_type(runtime).build(bundle)
+    if _made(found) != _made(wanted):
+        raise BundleError(
+            f"expected {bundle.path} to make its label map as {like.path} does, got another operator: run "
+            f"`{wanted.build_command}` and verify again"
+        )
+    return found
+
+
+def _made(run: Runner) -> tuple[str | None, bool]:
+    """What a runner executes, and whether a native library computes its label maps."""
+    return run.row().executable(run.bundle.files), "label_map" in run.custom_operators

@@ -114,6 +114,8 @@ def test_tensors_give_what_arrays_give(run: Runner, images: np.ndarray) -> None:
         assert {tensor.device for tensor in found.values()} == {run.device}
         expected = run.infer({"image": images, **{n: np.float32(v) for n, v in thresholds.items()}}, names)
         assert_equal(to_arrays(found), expected)
+        scalars = {name: torch.tensor(value, device=run.device) for name, value in thresholds.items()}
+        assert_equal(to_arrays(run.infer_device({"image": on_device(run, images), **scalars}, names)), expected)
     assert list(run.infer_device({"image": on_device(run, images)})) == ["scores", "token_counts"]
 
 

@@ -58,7 +58,7 @@ def test_bench_of_batches(bundle: Path, capsys: pytest.CaptureFixture[str]) -> N
         (("--runtime", "torch", "--batch", "2"), 2, "expected a batch of 1 for latency, got 2"),
         (("--runtime", "torch", "--protocol", "mixed", "--batch", "4", "--count", "3"), 2, "at least 4 different"),
         (("--runtime", "torch", "--rounds", "1"), 2, "2 rounds or more"),
-        (("--runtime", "torch", "--images", "nowhere"), 2, "nowhere: expected a picture or a folder"),
+        (("--runtime", "torch", "--images", "nowhere"), 2, "nowhere: expected pictures or a folder"),
     ],
 )
 def test_bench_refuses(

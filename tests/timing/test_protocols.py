@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from algm_deploy.errors import BundleError, GateError, RuntimeUnavailableError
 from algm_deploy.evaluation.flops import multiply_adds
 from algm_deploy.pictures.shipped import scene
 from algm_deploy.recipe.schema import DENSE
-from algm_deploy.report.records import Measured, measured
+from algm_deploy.report.records import Measured, measured, rows_of
 from algm_deploy.report.tables import markdown_table, speed_notes, speed_table
 from algm_deploy.runners.contract import Placement, Runner, runner, runner_type
 from algm_deploy.runners.onnxruntime import runner as onnxruntime
@@ -30,7 +31,7 @@ from algm_deploy.runners.torch.runner import TorchRunner
 from algm_deploy.timing import protocols
 from algm_deploy.timing.protocols import Request, batches_of, benchmark, natural, reading_ms, usual_request
 from algm_deploy.timing.timers import Effort
-from algm_deploy.timing.variant_bundles import executables, variant_bundle, variant_runner
+from algm_deploy.timing.variants import executables, variant_bundle, variant_runner
 
 QUICK = Effort(warmup=1, rounds=2, most_rounds=2)
 CPU = "onnxruntime-cpu"
@@ -57,6 +58,10 @@ def failed(bundle: Bundle, runtime: str) -> Parity:
     assert record is not None
     *links, last = record.links
     return structs.replace(record, links=(*links, structs.replace(last, passed=False)))
+
+
+def timed(bundle: Bundle, runtime: str, request: Request, images: Sequence[Path] = ()) -> list[Measured[Speed]]:
+    return rows_of(bundle, bench(bundle, runtime, images=images, protocol=request, progress=False))
 
 
 def timed_as(monkeypatch: pytest.MonkeyPatch, **ms: float) -> None:
@@ -126,7 +131,7 @@ def test_natural_pictures() -> None:
 
 
 def test_nothing_unverified_is_timed(tiny_bundle: Bundle, windows: np.ndarray) -> None:
-    with pytest.raises(BundleError, match=r"was not: run `algm-deploy verify .*tiny --runtime onnxruntime-cpu` first"):
+    with pytest.raises(BundleError, match=r"was not: run `algm-deploy verify .* --runtime onnxruntime-cpu` first"):
         benchmark(tiny_bundle, CPU, windows, Request("latency"), progress=False)
 
 
@@ -239,7 +244,7 @@ def test_latency_from_pictures_to_records(verified: Bundle, tmp_path: Path) -> N
         Image.fromarray(scene(index)[0]).save(tmp_path / f"{index}.png")
     photos = sorted(tmp_path.glob("*.png"))
     request = Request("latency", count=2, effort=QUICK)
-    rows = bench(verified, CPU, images=photos, protocol=request, progress=False)
+    rows = timed(verified, CPU, request, photos)
     assert [row.record.variant for row in rows] == ["dense", "merged", "truncated"]
     dense, merged, truncated = (row.record for row in rows)
     assert (merged.pictures, merged.representative, merged.pictures_timed) == ("photos", True, 2)
@@ -308,7 +313,7 @@ def test_speed_up_efficiency_and_throughput(
 
 def test_stages_are_told_where_times_are(verified: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     timed_as(monkeypatch, dense=8.0, merged=5.0, truncated=4.0)
-    rows = bench(verified, CPU, protocol=Request("latency", count=2, effort=QUICK), progress=False)
+    rows = timed(verified, CPU, Request("latency", count=2, effort=QUICK))
     notes = speed_notes(rows)
     assert "p50 of merged: network 1.0 ms, label map 0.2 ms, copies and calls 0.5 ms" in notes
     (ran,) = [note for note in notes if note.startswith("merged ran ")]
@@ -328,7 +333,7 @@ def test_how_a_network_ran_is_recorded_and_told(verified: Bundle, monkeypatch: p
     monkeypatch.setattr(kind, "execution", property(lambda _: {"cuda_graph": "no, shapes vary"}))
     placed = Placement({"CUDAExecutionProvider": 140, "CPUExecutionProvider": 3}, copies=2)
     monkeypatch.setattr(kind, "placement", lambda self, feeds: placed)
-    rows = bench(verified, CPU, protocol=Request("latency", count=1, effort=QUICK), progress=False)
+    rows = timed(verified, CPU, Request("latency", count=1, effort=QUICK))
     record = rows[1].record
     assert record.execution == {"cuda_graph": "no, shapes vary"}
     assert (record.nodes_by_provider, record.host_device_copies) == (placed.nodes, 2)
@@ -347,7 +352,7 @@ def test_the_spread_of_an_efficiency_stands_beside_it(verified: Bundle, monkeypa
 
     monkeypatch.setattr(protocols, "_times", told)
     monkeypatch.setattr(protocols, "steady", lambda _: True)
-    rows = bench(verified, CPU, protocol=Request("latency", count=1, effort=QUICK), progress=False)
+    rows = timed(verified, CPU, Request("latency", count=1, effort=QUICK))
     found = rows[1].record.merge_efficiency_by_round
     assert found is not None
     assert structs.asdict(found) == pytest.approx({"rounds": 3, "min": 0.8, "p25": 0.85, "p75": 0.9375, "max": 0.975})
@@ -371,7 +376,7 @@ def test_threshold_of_a_run_is_recorded(verified: Bundle, windows: np.ndarray, m
     timed_as(monkeypatch, dense=8.0, merged=8.0, truncated=8.0)
     off = {"clap_threshold": float("inf")}
     request = Request("latency", count=1, effort=QUICK, thresholds=off, variants=("dense", "merged"))
-    rows = bench(verified, CPU, protocol=request, progress=False)
+    rows = timed(verified, CPU, request)
     merged = rows[1].record
     assert merged.thresholds == {"clap_threshold": "inf", "gbm_threshold": 1.0}
     assert tokens_by_merge(merged.tokens)["clap_1"] == 64
@@ -389,7 +394,7 @@ def test_an_unsteady_run_prints_no_time(verified: Bundle, monkeypatch: pytest.Mo
         return times, {name: {"network_ms_p50": 1.0} for name in contestants}
 
     monkeypatch.setattr(protocols, "_times", told)
-    rows = bench(verified, CPU, protocol=Request("latency", count=2, effort=QUICK), progress=False)
+    rows = timed(verified, CPU, Request("latency", count=2, effort=QUICK))
     assert [row.record.stable for row in rows] == [False] * 3  # a ratio of a steady and an unsteady time is neither
     table = speed_table(rows)
     merged = dict(zip(table.header, table.rows[1], strict=True))
@@ -406,7 +411,7 @@ def test_scenes_and_noise_are_stamped(verified: Bundle, tmp_path: Path, monkeypa
 
     def stamp(paths: list[Path]) -> tuple[str | None, bool | None]:
         request = Request("latency", count=1, effort=QUICK, variants=("merged",))
-        rows = bench(verified, "torch", images=paths, protocol=request, progress=False)
+        rows = timed(verified, "torch", request, paths)
         return rows[0].record.pictures, rows[0].record.representative
 
     noise = np.random.default_rng(0).integers(0, 256, (128, 128, 3), np.uint8)
@@ -441,9 +446,7 @@ def test_times_on_the_device_are_labelled_so(verified: Bundle) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("protocol", ["duplicate", "latency"])
 def test_on_a_cuda_device(verified: Bundle, windows: np.ndarray, protocol: protocols.ProtocolName) -> None:
-    rows: list[Measured[Speed]] = bench(
-        verified, "torch", protocol=Request(protocol, count=1, effort=Effort(2, 4, 8)), progress=False
-    )
+    rows = timed(verified, "torch", Request(protocol, count=1, effort=Effort(2, 4, 8)))
     for row in rows:
         assert row.record.clock == "CUDA events"
         assert row.record.batch_ms_mean_of_medians is not None

@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -26,7 +25,7 @@ import torch
 
 from algm_deploy.bundle.signature import CLAP_THRESHOLD, GBM_THRESHOLD
 from algm_deploy.lowering.onnxruntime_segments import ROWS
-from algm_deploy.runners.onnxruntime.sessions import DEVICE, numpy_dtype
+from algm_deploy.runners.onnxruntime.sessions import DEVICE, in_turn, numpy_dtype
 
 STEP = 32  # rows
 MOST_GRAPHS = 128  # of one segment
@@ -145,21 +144,14 @@ class SegmentedSession:
         outputs: Sequence[str],
         to: torch.device | None = None,
     ) -> dict[str, torch.Tensor]:
-        """One run between the past and the future work of the caller's current stream.
-
-        Args:
-            image: (b, 3, H, W) in any layout, on the device or the host.
-            thresholds: those that the network does not have are left out.
-            outputs: names.
-            to: device of the results, if not this one.
-        """
+        """As `CudaSession.run`."""
         with DEVICE:
             axes, where = {"batch": len(image)}, to or self.device
             results = {
                 name: torch.empty(self._resolved(name, axes), dtype=self._dtypes[name], device=where)
                 for name in outputs
             }
-            with self._ordered():
+            with in_turn(self._stream):
                 self._in_thread(self._run, image, thresholds, results)
         return results
 
@@ -168,19 +160,6 @@ class SegmentedSession:
         with DEVICE:
             self._in_thread(self._capture_all, images)
         return self._use
-
-    @contextmanager
-    def _ordered(self) -> Iterator[None]:
-        """Between the past and the future work of the caller's stream."""
-        if self._stream is None:
-            yield
-            return
-        caller = torch.cuda.current_stream(self.device)
-        self._stream.wait_stream(caller)
-        try:
-            yield
-        finally:  # behind an error too, or the caller may give memory away that is still written
-            caller.wait_stream(self._stream)
 
     def _in_thread(self, work: Callable[..., None], *arguments: Any) -> None:
         """Runs `work` where the graphs of the calling thread are, on the session's stream."""

@@ -6,7 +6,8 @@ import json
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,20 @@ def numpy_dtype(tensor: torch.Tensor) -> np.dtype[Any]:
     return np.dtype(str(tensor.dtype).removeprefix("torch."))
 
 
+@contextmanager
+def in_turn(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Work on `stream` inside the block stands between the past and the future work of the caller's current stream."""
+    if stream is None:
+        yield
+        return
+    caller = torch.cuda.current_stream(stream.device)
+    stream.wait_stream(caller)
+    try:
+        yield
+    finally:  # behind an error too, or the caller may give memory away that is still written
+        caller.wait_stream(stream)
+
+
 class CudaSession:
     """A graph on a CUDA device, on a stream of its own, with PyTorch tensors in and out by address.
 
@@ -168,23 +183,19 @@ class CudaSession:
         self, image: torch.Tensor, thresholds: Mapping[str, float], outputs: Sequence[str]
     ) -> dict[str, torch.Tensor]:
         tensors = {"image": image.to(self.device).contiguous(), **{n: self._scalar(v) for n, v in thresholds.items()}}
-        binding = self._session.io_binding()
-        for name in self._inputs & set(tensors):
-            tensor = tensors[name]
-            binding.bind_input(
-                name, "cuda", self.device.index, numpy_dtype(tensor).type, tuple(tensor.shape), tensor.data_ptr()
-            )
         results = {name: self._empty(name, len(image)) for name in outputs}
         written = {name: tensor for name, tensor in results.items() if tensor.numel()}  # counts of no merge are empty
-        for name, tensor in written.items():
-            binding.bind_output(
-                name, "cuda", self.device.index, numpy_dtype(tensor).type, tuple(tensor.shape), tensor.data_ptr()
-            )
-        caller = torch.cuda.current_stream(self.device)
-        self._stream.wait_stream(caller)
-        if written:
-            self._session.run_with_iobinding(binding, self._run_options)
-        caller.wait_stream(self._stream)
+        binding = self._session.io_binding()
+        for bind, bound in (
+            (binding.bind_input, {name: tensors[name] for name in self._inputs & set(tensors)}),
+            (binding.bind_output, written),
+        ):
+            for name, tensor in bound.items():
+                place = "cuda", self.device.index, numpy_dtype(tensor).type
+                bind(name, *place, tuple(tensor.shape), tensor.data_ptr())
+        with in_turn(self._stream):
+            if written:
+                self._session.run_with_iobinding(binding, self._run_options)
         return results
 
     def _empty(self, name: str, images: int) -> torch.Tensor:

@@ -36,19 +36,6 @@ _DTYPES = {
 }
 
 
-@dataclass(frozen=True)
-class Binding:
-    """An input or output of an engine. `low` and `high` are an input's smallest and largest shape; an output's shape
-    follows from them and stands in both with -1 for the batch.
-    """
-
-    name: str
-    is_input: bool
-    dtype: torch.dtype
-    low: tuple[int, ...]
-    high: tuple[int, ...]
-
-
 class Cuda:
     """Memory and streams of a CUDA device, through torch."""
 
@@ -116,7 +103,8 @@ class _Session:
     log: Log
     runtime: Any
     engine: Any
-    bindings: dict[str, Binding]
+    outputs: dict[str, torch.dtype]
+    limits: tuple[tuple[int, ...], tuple[int, ...]]
     lanes: queue.Queue[_Lane]
     scalars: dict[float, Tensor] = field(default_factory=dict)
 
@@ -197,7 +185,7 @@ class TensorRTRunner(Runner):
                     f"{'; '.join(log.errors[:2]) or 'nothing'}: free memory, or build with a smaller --max-batch"
                 )
             lanes.put(_Lane(context, self._cuda.new_stream()))
-        return _Session(log, runtime, engine, _bindings(trt, engine), lanes)
+        return _Session(log, runtime, engine, _outputs(trt, engine), _limits(engine), lanes)
 
     def _close(self) -> None:
         with self._cuda.current():
@@ -209,7 +197,12 @@ class TensorRTRunner(Runner):
     ) -> dict[str, Tensor]:
         assert self._session is not None
         session = self._session
-        _check_profile(session.bindings["image"], tuple(image.shape))
+        low, high = session.limits
+        if not low[0] <= len(image) <= high[0]:
+            raise BundleError(
+                f"expected image of shape {low} to {high}, got {tuple(image.shape)}: send another batch or rebuild the "
+                "engine with a wider profile"
+            )
         with self._cuda.current():
             image = image if image.device == self.device else self._cuda.upload(image)
             inputs = {"image": image, **{name: self._scalar(session, v) for name, v in thresholds.items()}}
@@ -232,11 +225,9 @@ class TensorRTRunner(Runner):
             context.set_input_shape(name, tuple(tensor.shape))
             context.set_tensor_address(name, tensor.data_ptr())
         results = {}
-        for binding in session.bindings.values():
-            if not binding.is_input:
-                shape = tuple(context.get_tensor_shape(binding.name))
-                results[binding.name] = self._cuda.empty(shape, binding.dtype)
-                context.set_tensor_address(binding.name, results[binding.name].data_ptr())
+        for name, dtype in session.outputs.items():
+            results[name] = self._cuda.empty(tuple(context.get_tensor_shape(name)), dtype)
+            context.set_tensor_address(name, results[name].data_ptr())
         before = len(session.log.errors)
         if not context.execute_async_v3(lane.stream.cuda_stream):
             said = "; ".join(session.log.errors[before:]) or "it gives no reason"
@@ -308,26 +299,17 @@ def _check_device(runtime: str, here: str) -> None:
         )
 
 
-def _bindings(trt: Any, engine: Any) -> dict[str, Binding]:
-    found = {}
-    for i in range(engine.num_io_tensors):
-        name = engine.get_tensor_name(i)
-        is_input = engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT
-        shape = tuple(engine.get_tensor_shape(name))
-        low = high = shape
-        if is_input and -1 in shape:
-            low, _, high = (tuple(s) for s in engine.get_tensor_profile_shape(name, 0))
-        found[name] = Binding(name, is_input, _DTYPES[engine.get_tensor_dtype(name).name], low, high)
-    return found
+def _outputs(trt: Any, engine: Any) -> dict[str, torch.dtype]:
+    names = [engine.get_tensor_name(i) for i in range(engine.num_io_tensors)]
+    written = [name for name in names if engine.get_tensor_mode(name) != trt.TensorIOMode.INPUT]
+    return {name: _DTYPES[engine.get_tensor_dtype(name).name] for name in written}
 
 
-def _check_profile(image: Binding, shape: tuple[int, ...]) -> None:
-    """Refuses images beyond the limits that the engine was built for."""
-    if not all(low <= size <= high for low, size, high in zip(image.low, shape, image.high, strict=True)):
-        raise BundleError(
-            f"expected image of shape {image.low} to {image.high}, got {shape}: send another batch or rebuild the "
-            "engine with a wider profile"
-        )
+def _limits(engine: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Smallest and largest shape of the image that the engine was built for."""
+    fixed = tuple(engine.get_tensor_shape("image"))
+    low, _, high = engine.get_tensor_profile_shape("image", 0) if -1 in fixed else (fixed, fixed, fixed)
+    return tuple(low), tuple(high)
 
 
 @contextmanager

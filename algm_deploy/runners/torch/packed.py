@@ -314,14 +314,14 @@ class PackedSegmenter:
         self.graphs = Graphs(self._device, most_graphs) if on_cuda and graphs else None
         self._segments = _segments(model)
         self._thresholds = torch.zeros(2, device=self._device)
-        self._given: tuple[float, float] | None = None  # thresholds there, where they are numbers
+        self._given: tuple[float, float] | None = None  # the thresholds there
         self._memories: OrderedDict[int, _Memory] = OrderedDict()
         self._lock = threading.Lock()  # one memory, one run at a time
         self._done = torch.cuda.Event() if on_cuda else None  # type: ignore[no-untyped-call]
         self._stream: torch.cuda.Stream | None = None  # of the last run
 
     @contextmanager
-    def run(self, image: Tensor, clap: Tensor | float, gbm: Tensor | float) -> Iterator[Merged]:
+    def run(self, image: Tensor, clap: float, gbm: float) -> Iterator[Merged]:
         """One batch (B, 3, H, W) of any device's memory, behind the past work of the current stream.
 
         The results are there inside the block; the next run overwrites them.
@@ -333,7 +333,9 @@ class PackedSegmenter:
             try:
                 memory = self._memory(len(image))
                 memory.image.copy_(image)
-                self._set_thresholds(clap, gbm)
+                if self._given != (clap, gbm):
+                    self._given = clap, gbm
+                    self._thresholds.copy_(torch.tensor((clap, gbm)))
                 scores = self._advance(memory)
                 maps = tuple(outcome.map for outcome in memory.outcomes)
                 lengths = tuple(outcome.length for outcome in memory.outcomes)
@@ -351,15 +353,6 @@ class PackedSegmenter:
         if self._stream is not None and self._stream != stream:
             stream.wait_event(self._done)
         self._stream = stream
-
-    def _set_thresholds(self, clap: Tensor | float, gbm: Tensor | float) -> None:
-        if isinstance(clap, Tensor) or isinstance(gbm, Tensor):
-            self._given = None
-            for i, value in enumerate((clap, gbm)):
-                self._thresholds[i] = value
-        elif self._given != (clap, gbm):
-            self._given = clap, gbm
-            self._thresholds.copy_(torch.tensor((clap, gbm)))
 
     def _memory(self, images: int) -> _Memory:
         if images not in self._memories:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from algm_deploy.bundle.signature import CLAP_THRESHOLD, GBM_THRESHOLD
 from algm_deploy.bundle.store import Bundle
-from algm_deploy.merging import deployed, merge_inputs, truncate
+from algm_deploy.merging import deployed, merge_inputs
 from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.loading import load_network
 from algm_deploy.models.scores import labels_of, upsample_scores
@@ -59,13 +59,9 @@ class TorchRunner(Runner):
                 self._packed = PackedSegmenter(self._model, getattr(torch, self.signature.image.dtype))
 
     def _network(self) -> Deployed:
-        model, recipe = load_network(self.bundle, self._dtype), self.bundle.recipe
-        variant = self.bundle.manifest.variant
-        if variant is None or not variant.rows_by_layer:
-            return deployed(model, recipe)
-        # Dropping tokens is no merge plan: such a network is told by the manifest.
-        truncated = truncate(model, dict(variant.rows_by_layer), recipe.merging.method)
-        return Deployed(truncated, recipe.network, recipe.output).eval()
+        # A network that drops tokens has no merge plan for it: the manifest tells how many rows it keeps.
+        rows = self.bundle.manifest.variant.rows_by_layer if self.bundle.manifest.variant else ()
+        return deployed(load_network(self.bundle, self._dtype), self.bundle.recipe, dict(rows))
 
     @torch.inference_mode()
     def _infer(

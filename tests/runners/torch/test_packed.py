@@ -218,14 +218,12 @@ def test_memory_of_few_batch_sizes_is_kept(blob_images: Images) -> None:
     assert {key[0] for key in graphs.keys} == {3, 4, 1, 5}
 
 
-def test_scalar_tensors_are_thresholds_too(blob_images: Images) -> None:
+def test_thresholds_are_those_of_the_call(blob_images: Images) -> None:
     packed = PackedSegmenter(deployed(PLANS[USUAL]), torch.uint8)
     image = torch.from_numpy(blob_images(2))
-    numbers = run(packed, image, 0.9, 0.0)
-    run(packed, image, NEVER, NEVER)
-    tensors = run(packed, image, torch.tensor(0.9), torch.tensor(0.0))  # type: ignore[arg-type]
-    assert torch.equal(numbers[0], tensors[0])
-    assert torch.equal(numbers[0], run(packed, image, 0.9, 0.0)[0])
+    first = run(packed, image, 0.9, 0.0)
+    assert not torch.equal(first[0], run(packed, image, NEVER, NEVER)[0])
+    assert torch.equal(first[0], run(packed, image, 0.9, 0.0)[0])
 
 
 def test_float_pixels(blob_images: Images) -> None:
