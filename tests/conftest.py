@@ -113,8 +113,8 @@ def tiny_checkpoint(vectors_dir: Path, made_once: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def exported(tiny_checkpoint: Path, made_once: Callable[..., Path]) -> Callable[..., Bundle]:
-    """The tiny network as a bundle: `exported({"output": "labels"})`. Bundles are shared by all processes of a run, so a
-    test that changes one takes a copy: `copied(exported())`."""
+    """The tiny network as a bundle: `exported({"output": "labels"})`. Bundles are shared by all processes of a run, so
+    a test that changes one takes a copy: `copied(exported())`."""
 
     def bundle(settings: dict[str, Any] | None = None) -> Bundle:
         from algm_deploy.bundle.store import Bundle
