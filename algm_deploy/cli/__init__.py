@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from algm_deploy.cli.parser import parser
+from algm_deploy.cli.saying import note
 from algm_deploy.errors import AlgmDeployError, out_of_memory
 
 
@@ -19,6 +20,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         run: Callable[[argparse.Namespace], int] = options.run
         code = run(options)
+        if chosen := getattr(options, "chosen", None):
+            note(options, f"ran on {chosen}, the best that can execute here; --runtime chooses another")
         sys.stdout.flush()  # here, where a failure is caught
         return code
     except AlgmDeployError as error:

@@ -263,14 +263,12 @@ def given_thresholds(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def runtime_of(options: argparse.Namespace, bundle: Bundle | None = None) -> str:
-    """The runtime that --runtime names, or the best that can execute the bundle here, which is said aloud."""
+    """The runtime that --runtime names, or the best that can execute the bundle here; `main` says which that was."""
     if options.runtime:
         return str(options.runtime)
     device = getattr(options, "device", None)
-    name = default_runtime(bundle.files, device) if bundle else default_runtime(device=device)
-    if not options.quiet:
-        print(f"runtime: {name}, the best that can execute here (--runtime chooses another)", file=sys.stderr)
-    return name
+    options.chosen = default_runtime(bundle.files, device) if bundle else default_runtime(device=device)
+    return str(options.chosen)
 
 
 def listed(values: Sequence[object]) -> str:

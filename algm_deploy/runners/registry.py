@@ -32,7 +32,7 @@ from typing import Literal
 
 from algm_deploy.bundle.files import ONNX, WEIGHTS
 from algm_deploy.environment import cuda_devices, device_name, installed_version
-from algm_deploy.errors import BuildError, RuntimeUnavailableError
+from algm_deploy.errors import BuildError, BundleError, RuntimeUnavailableError
 from algm_deploy.native_libraries import find_library
 
 DeviceKind = Literal["cuda", "cpu"]
@@ -214,8 +214,13 @@ def default_runtime(files: Collection[str] = (WEIGHTS, ONNX), device: str | None
         device: the best that executes on this device, such as `cpu` or `cuda:1`.
 
     Raises:
+        BundleError: no runtime executes any of these files.
         RuntimeUnavailableError: no runtime is installed, or none executes on that device.
     """
+    if not any(row.executable(files) for row in RUNTIMES.values()):
+        raise BundleError(
+            "expected a bundle with a file that a runtime executes, its manifest lists none: export it again"
+        )
     kind = (device or "").partition(":")[0]
     gpus = [gpu.compute_capability for gpu in cuda_devices()] if find_spec("torch") else []
     usable = [row for row in RUNTIMES.values() if row.executable(files) and _runs_here(row, gpus[:1])]

@@ -202,7 +202,7 @@ CASES: dict[str, tuple[Edit, tuple[str, ...], str]] = {
     "variant with a number of a mile": (
         variant(lambda text: text.replace("d_model: 64", "d_model: 0x" + "f" * 9000)),
         EXPORT,
-        "expected a positive whole number as net_kwargs.d_model, got a number of thousands of digits",
+        "expected a whole number as net_kwargs.d_model, got a number of thousands of digits",
     ),
     "variant of a megabyte": (variant(lambda text: text + "#" * 1_000_000), EXPORT, "a few kilobytes"),
     "setting of a mile": (
@@ -213,7 +213,7 @@ CASES: dict[str, tuple[Edit, tuple[str, ...], str]] = {
     # files of a bundle
     "a file is missing": (rename(ONNX_DATA, "elsewhere"), VERIFY, "expected model.onnx.data, found none"),
     "two files are swapped": (swap(ONNX_DATA, WEIGHTS), VERIFY, "bytes, got"),
-    "no files are listed": (fact("files", {}), VERIFY, "expected a file of this bundle"),
+    "no files are listed": (fact("files", {}), VERIFY, "expected a bundle with a file that a runtime executes"),
     "the weights are cut": (content(WEIGHTS, lambda b: b[:-100]), ON_TORCH, "expected weights as safetensors"),
     "the weights are text": (content(WEIGHTS, lambda b: b"weights" * 50), VERIFY, "expected weights as safetensors"),
     "the weights are of another network": (
@@ -299,7 +299,6 @@ CASES: dict[str, tuple[Edit, tuple[str, ...], str]] = {
     "a name of five thousand letters": (nothing, ("verify", "x" * 5000), "File name too long: name another one"),
     "a new name of five thousand letters": (nothing, (*EXPORT[:-1], "x" * 5000), "File name too long"),
     # numbers
-    "a threshold that is no number": (nothing, (*ON_TORCH, "--tau", "nan"), "clap_threshold is one number"),
     "a threshold beyond cosines": (nothing, (*EXPORT, "--tau", "3"), "clap_threshold between -2 and 2"),
     "a batch of thousands": (nothing, (*EXPORT, "--max-batch", "5000"), "max_batch between 1 and 1024"),
 }
@@ -332,7 +331,6 @@ def test_memory_that_ran_out_is_one_sentence(
     def exhausted(*_: object) -> None:
         np.empty(1 << 48)
 
-    monkeypatch.setattr("algm_deploy.predictor.read_photo", exhausted)
     monkeypatch.setattr("algm_deploy.report.pictures.read_photo", exhausted)
     assert main([word.format(**vars(place)) for word in ON_TORCH]) == 2
     errors = capfd.readouterr().err
