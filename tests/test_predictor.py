@@ -391,7 +391,7 @@ def test_the_default_runtime_is_told(
     tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr("algm_deploy.predictor.default_runtime", lambda files: asked.append(files) or "torch")
+    monkeypatch.setattr("algm_deploy.predictor.default_runtime", lambda files, _: asked.append(files) or "torch")
     with caplog.at_level(logging.INFO, "algm_deploy"), Predictor(str(tiny_bundle.path)) as predictor:
         assert predictor.runtime == "torch"
         assert repr(predictor) == f"Predictor('{tiny_bundle.path}', runtime='torch')"
