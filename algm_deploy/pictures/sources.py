@@ -22,7 +22,7 @@ from algm_deploy.pictures.video import VIDEO_SUFFIXES, Video
 
 IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff"}
 WRITTEN = (".labels", ".overlay", ".tokens")
-"""Before the suffix of files that `predict` writes (label map, overlay, merged tokens): these are no input."""
+"""Ends of the names, without suffix, of what `predict` writes (label map, overlay, merged tokens): it is no input."""
 
 AnyPath = str | os.PathLike[str]
 Source = AnyPath | Image.Image | NDArray[np.uint8]
@@ -167,6 +167,6 @@ def _found(paths: AnyPath | Sequence[AnyPath], suffixes: set[str], what: str) ->
 
 
 def _is_input(path: Path, folder: Path, suffixes: set[str]) -> bool:
-    hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-    written = path.stem.endswith(WRITTEN)
-    return path.suffix.lower() in suffixes and not hidden and not written and path.is_file()
+    names = (*path.relative_to(folder).parts[:-1], path.stem)
+    left_out = any(name.startswith(".") or name.endswith(WRITTEN) for name in names)
+    return path.suffix.lower() in suffixes and not left_out and path.is_file()

@@ -33,9 +33,10 @@ def folder(tmp_path: Path) -> Path:
     (root / "readme.txt").write_text("no picture")
     # A Mac's resource fork, a hidden file and folder, a folder called like a picture, a link to nothing, own results.
     (root / ".hidden").mkdir()
+    (root / "clip.labels").mkdir()
     (root / "folder.jpg").mkdir()
     (root / "link.png").symlink_to(root / "nowhere.png")
-    written = ("b.labels.png", "b.overlay.png", "b.tokens.png", "clip.overlay.mp4")
+    written = ("b.labels.png", "b.overlay.png", "b.tokens.png", "clip.overlay.mp4", "clip.labels/000000.png")
     for name in ("._a.jpg", ".b.png", ".hidden/d.png", *written):
         (root / name).write_bytes(b"not meant to be read")
     return root
