@@ -390,7 +390,7 @@ def test_merging_option_of_a_bundle_that_reads_none(run: Run, bundle: Path, phot
 def test_a_data_set_without_a_usable_picture(run: Run, bundle: Path, data: Path) -> None:
     for path in (data / "images" / "test").iterdir():
         path.write_text("not a picture")
-    sentence(run("evaluate", bundle, "--data", data), "evaluate", "none of 3 images could be evaluated")
+    sentence(run("evaluate", bundle, "--data", data), "evaluate", "none of 3 can be evaluated")
 
 
 def test_executable_that_cannot_run_here(run: Run, bundle: Path, photo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
