@@ -131,7 +131,9 @@ def bench_flags(command: arguments.Parser) -> None:
         help="batches of one picture repeated, of different pictures, or single pictures until the label map is back "
         "on the host (default)",
     )
-    command.add_argument("--batch", type=arguments.positive, help="pictures in a batch; default: the bundle's maximum")
+    command.add_argument(
+        "--batch", type=arguments.positive, help="pictures in a batch (default the bundle's maximum, 1 with latency)"
+    )
     command.add_argument(
         "--count", type=arguments.up_to(1024), help="how many pictures (default 8, or a batch of them)"
     )
