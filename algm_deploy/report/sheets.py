@@ -112,7 +112,7 @@ def scale(low: float, threshold: float, width: int) -> Rgb:
     mark = round(min((threshold - low) / (1 - low), 2) * width)  # an infinite threshold lies off the scale as well
     if 0 <= mark < width:
         ImageDraw.Draw(page).line((mark, top - 8, mark, bottom + 8), fill=INK, width=3)
-    texts = [(left, f"<= {low:.2f}"), (right - text_width("1.00", TEXT), "1.00")]
+    texts = [(left, f"<= {round(low, 2) + 0.0:.2f}"), (right - text_width("1.00", TEXT), "1.00")]
     label = f"threshold {threshold:.4g}"
     texts.append((min(max(mark - text_width(label, TEXT) // 2, 100), right - 60 - text_width(label, TEXT)), label))
     for x, text in texts:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,10 +39,8 @@ def tampered(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Outputs, Ar
 
     def register(change: Callable[[Outputs, Array], Outputs]) -> str:
         class Tampered(TorchRunner):
-            runtime = "tampered"
-
-            def _infer(self, feeds: Outputs, outputs: Sequence[str]) -> Outputs:
-                return change(super()._infer(feeds, outputs), feeds["image"])
+            def infer(self, feeds: Mapping[str, Any], outputs: Sequence[str] | None = None) -> Outputs:
+                return change(super().infer(feeds, outputs), feeds["image"])
 
         def runner(bundle: Bundle, runtime: str) -> contract.Runner:
             return Tampered(bundle) if runtime == "tampered" else contract.runner(bundle, runtime)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -390,8 +390,8 @@ def _shifted(
     edit_manifest(bundle, lambda manifest: manifest["recipe"]["gates"].update(excused_decisions=gate))
 
     class Shifted(TorchRunner):
-        def _infer(self, feeds: dict[str, Array], outputs: Sequence[str]) -> dict[str, Array]:
-            return super()._infer({**feeds, "clap_threshold": feeds["clap_threshold"] - np.float32(shift)}, outputs)
+        def infer(self, feeds: Mapping[str, Array], outputs: Sequence[str] | None = None) -> dict[str, Array]:
+            return super().infer(_less(self, feeds, shift), outputs)
 
     monkeypatch.setattr(chain, "runner", lambda bundle, name: (Shifted if name == "shifted" else TorchRunner)(bundle))
     monkeypatch.setattr(replay, "NOISE_FLOOR", noise)
@@ -420,14 +420,20 @@ def test_labels_behind_excused_decisions_are_those_of_pytorch_deciding_alike(
     assert labels.facts["label_agreement_mean"] == labels.facts["label_agreement_min"] == 1
     assert labels.passed
     # Deciding otherwise than it told excuses nothing.
-    monkeypatch.setattr(TorchRunner, "_infer", _deciding_otherwise_without_maps(TorchRunner._infer))
+    monkeypatch.setattr(TorchRunner, "infer", _deciding_otherwise_without_maps(TorchRunner.infer))
     assert "labels" in broken(_shifted(own_bundle, windows, monkeypatch, 1.0, 0.06))
 
 
+def _less(run: TorchRunner, feeds: Mapping[str, Array], shift: float) -> dict[str, Array]:
+    """Feeds with a lower CLAP threshold than the one they hold, or than the bundle's."""
+    tau = feeds.get("clap_threshold", run.signature.defaults["clap_threshold"])
+    return {**feeds, "clap_threshold": np.asarray(tau - shift, np.float32)}
+
+
 def _deciding_otherwise_without_maps(infer: Any) -> Any:
-    def changed(run: TorchRunner, feeds: dict[str, Array], outputs: Sequence[str]) -> dict[str, Array]:
-        if run.runtime == "torch" and type(run) is not TorchRunner and len(outputs) == 2:
-            feeds = {**feeds, "clap_threshold": feeds["clap_threshold"] - np.float32(0.3)}
+    def changed(run: TorchRunner, feeds: Mapping[str, Array], outputs: Sequence[str] | None = None) -> dict[str, Array]:
+        if type(run) is not TorchRunner and outputs is None:
+            feeds = _less(run, feeds, 0.3)
         found: dict[str, Array] = infer(run, feeds, outputs)
         return found
 
