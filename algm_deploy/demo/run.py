@@ -30,7 +30,7 @@ from algm_deploy.timing.timers import Effort
 from algm_deploy.wording import counted
 
 PICTURES = 6
-SHORT = Request("latency", count=2, effort=Effort(warmup=2, rounds=6, most_rounds=12), variants=("dense", "merged"))
+SHORT = Request("latency", count=2, effort=Effort(warmup=2, rounds=6, most_rounds=8), variants=("dense", "merged"))
 
 Say = Callable[[str], None]
 
