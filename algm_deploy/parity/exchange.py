@@ -27,7 +27,7 @@ def save_inputs(feeds: Sequence[Named], path: Path) -> Path:
     from polygraphy.json import save_json
 
     with write_atomically(path) as temporary:
-        save_json([{name: np.asarray(value) for name, value in one.items()} for one in feeds], str(temporary))
+        save_json([_plain(one) for one in feeds], str(temporary))
     return path
 
 
@@ -40,7 +40,7 @@ def save_outputs(outputs: Sequence[Named], runner: str, path: Path) -> Path:
     from polygraphy.comparator import IterationResult, RunResults
 
     results = RunResults()
-    results.append((runner, [IterationResult(dict(one), runner_name=runner) for one in outputs]))
+    results.append((runner, [IterationResult(_plain(one), runner_name=runner) for one in outputs]))
     with write_atomically(path) as temporary:
         results.save(str(temporary))
     return path
@@ -73,6 +73,10 @@ def load_outputs(path: Path) -> tuple[str, list[dict[str, Array]]]:
         raise BundleError(f"{path}: expected outputs as `polygraphy run --save-outputs` writes them, got none")
     runner, runs = found[0]
     return str(runner), [_arrays(one, path) for one in runs]
+
+
+def _plain(named: Named) -> dict[str, Array]:
+    return {name: np.asarray(value) for name, value in named.items()}  # Polygraphy knows no scalars of NumPy
 
 
 def _loaded(load: Any, path: Path) -> Any:
