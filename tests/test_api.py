@@ -49,4 +49,4 @@ def test_the_module_is_the_command_line() -> None:
     assert (done.returncode, done.stdout.split()) == (0, [algm_deploy.__version__])
     wrong = subprocess.run([sys.executable, "-P", "-m", "algm_deploy", "nonsense"], capture_output=True, text=True)
     assert wrong.returncode == 2
-    assert "usage: algm-deploy" in wrong.stderr
+    assert "algm-deploy: argument COMMAND: invalid choice: 'nonsense'" in wrong.stderr
