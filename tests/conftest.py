@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import hashlib
 import os
 import shutil
@@ -17,7 +18,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     import numpy as np
 
@@ -97,6 +98,31 @@ def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callab
         return target
 
     return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def translated_once() -> Iterator[None]:
+    """Bundles of the same network are written from one translation to ONNX, which takes ten seconds a time.
+
+    The key is all that a translation reads: weights, network, plan, output and dtype. Tests of the translation itself
+    call `base_onnx` where it is defined, and processes that tests start translate for themselves.
+    """
+    from algm_deploy.lowering import writing
+
+    original, made = writing.base_onnx, dict[str, Any]()
+
+    def remembered(network: Any, plan: Any, image_dtype: str) -> Any:
+        digest = hashlib.sha256(repr((network.network, network.output, plan, image_dtype)).encode())
+        for name, tensor in network.state_dict().items():
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode() + tensor.numpy().tobytes())
+        key = digest.hexdigest()
+        if key not in made:
+            made[key] = original(network, plan, image_dtype)
+        return made[key].clone()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writing, "base_onnx", remembered)
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -187,6 +213,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, torch sees none"))
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: Python need not look through it for garbage again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -124,7 +124,7 @@ def killed_anywhere(run: Run, words: Callable[[int], list[object]], check: Calla
 
 @pytest.fixture(scope="session")
 def kills(long_form: bool) -> int:
-    return 40 if long_form else 4
+    return 40 if long_form else 3
 
 
 def test_killed_exports(run: Run, tiny_checkpoint: Path, tmp_path: Path, kills: int) -> None:
