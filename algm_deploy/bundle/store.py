@@ -201,8 +201,8 @@ class Bundle:
 
     def _check_hash(self, name: str) -> FileEntry:
         if name not in self._verified:
-            self._check_presence(name)
             with reading_errors(self.path / name):
+                self._check_presence(name)
                 sha256 = sha256_of(self.path / name)
             found = [entry for entry in self._candidates(name) if entry.sha256 == sha256]
             if not found:
