@@ -7,10 +7,12 @@ the new one. Nothing beside the bundle's folder is touched, so that it may be a 
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from shlex import quote
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -30,7 +32,7 @@ from algm_deploy.bundle.files import (
     workspace,
 )
 from algm_deploy.bundle.manifest import MANIFEST, checked_name, read_manifest, write_manifest
-from algm_deploy.bundle.records import FileEntry, Manifest, Measurement, NotRun, Step, Stored
+from algm_deploy.bundle.records import FileEntry, Manifest, Measurement, NotRun, Parity, Step, Stored
 from algm_deploy.bundle.signature import Signature
 from algm_deploy.environment import environment
 from algm_deploy.errors import BundleError
@@ -38,6 +40,7 @@ from algm_deploy.recipe.schema import Recipe
 
 Found = TypeVar("Found", bound=Measurement)
 
+_LOG = logging.getLogger("algm_deploy")
 # A complete bundle whose files wait to be put in place.
 _COMPLETE = ".complete"
 # What may lie in a folder that is free for a bundle: names of ours, and what a new file system is born with.
@@ -54,6 +57,7 @@ class Bundle:
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path, self.manifest = path, manifest
         self._verified: dict[str, FileEntry] = {}
+        self._warned: set[str] = set()
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
@@ -134,6 +138,24 @@ class Bundle:
             return replace(manifest, **{record.section: (*kept, record)}, not_run=excuses)
 
         self._change(change)
+
+    def warn_of_failed_parity(self, runtimes: Iterable[str]) -> None:
+        """Logs a line, once, for each of these runtimes on which the parity chain failed when it last ran."""
+        for runtime in runtimes:
+            record = self.found(Parity, runtime)
+            if record is None or record.passed or runtime in self._warned:
+                continue
+            self._warned.add(runtime)
+            failed = ", ".join(f"{link.number} {link.name}" for link in record.links if not link.passed)
+            _LOG.error(
+                "WARNING: %s FAILED the parity chain on %s (%s): trust no result of it before `algm-deploy verify %s "
+                "--runtime %s` passes",
+                self.path,
+                runtime,
+                f"link {failed}" if failed else "nothing was compared",
+                quote(str(self.path)),
+                runtime,
+            )
 
     def note_not_run(self, steps: Iterable[Step], runtime: str, reason: str) -> None:
         """Notes, atomically, why steps did not run on a runtime."""
