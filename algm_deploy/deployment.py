@@ -84,7 +84,8 @@ def export(
     """Exports a checkpoint to a bundle.
 
     Args:
-        checkpoint: `checkpoint.pth` or its folder, in the official format; or another file of torch.save or safetensors.
+        checkpoint: `checkpoint.pth` or its folder, in the official format; or another file of torch.save, or of
+            safetensors.
         bundle: folder of the new bundle; an existing bundle there is replaced once the new one is complete.
         recipe: name or TOML file; without it `variant.yml` beside the checkpoint decides.
         settings: dotted recipe settings that win over both sources, such as {"merging.clap_threshold": 0.9}.

@@ -168,13 +168,13 @@ def storage_errors(path: Path, folder: Path | None = None) -> Iterator[None]:
 
 
 @contextmanager
-def reading_errors(path: Path) -> Iterator[None]:
-    """Turns what keeps a file of a bundle from being read into one sentence."""
+def reading_errors(path: Path, otherwise: str = "copy it again") -> Iterator[None]:
+    """Turns what keeps a file of a bundle from being read into one sentence, `otherwise` as its remedy."""
     try:
         yield
     except OSError as error:
         came = error.strerror or str(error)
-        raise BundleError(f"expected to read {path}, got {came}: {remedy(error, 'copy it again')}") from error
+        raise BundleError(f"expected to read {path}, got {came}: {remedy(error, otherwise)}") from error
 
 
 def _concerns(error: OSError, path: Path, folder: Path) -> bool:

@@ -63,7 +63,7 @@ class Bundle:
     def open(cls, path: str | Path) -> Self:
         """Opens a bundle; BundleError when it is missing, incomplete, unreadable or of another schema."""
         path = Path(path)
-        with reading_errors(path):
+        with reading_errors(path, "name another one"):
             if not path.exists():
                 raise BundleError(f"expected a bundle at {path}, found nothing: make one with `algm-deploy deploy`")
             _recover(path)

@@ -1,4 +1,4 @@
-"""Where bundles lie and who may read them: mount points, read-only parents, the umask, and what ended processes leave."""
+"""Where bundles lie and who may read them: mount points, read-only parents, the umask, what ended processes leave."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -63,9 +64,7 @@ def child(act: Callable[[], object]) -> int:
             code = 0
         except SystemExit as error:
             code = int(error.code or 0)
-        except BaseException:
-            import traceback
-
+        except BaseException:  # noqa: BLE001 - whatever it is, pytest must not go on in here
             traceback.print_exc()
         finally:
             os._exit(code)

@@ -365,7 +365,7 @@ def kill_everywhere(tmp_path: Path, act: Callable[[Path], None], check: Callable
             try:
                 die_after(deaths)
                 act(folder / "bundle")
-            except BaseException:
+            except BaseException:  # noqa: BLE001 - whatever it is, pytest must not go on in here
                 traceback.print_exc()
                 os._exit(1)
             os._exit(0)

@@ -33,7 +33,7 @@ _VARIANT_NODES = 10_000
 _VARIANT_DEPTH = 32  # published files have four
 _ENTRIES = ("model", "state_dict")
 _SUFFIXES = (".pth", ".pt", ".bin", ".safetensors")
-# What DataParallel, Lightning, moving averages and others put in front of all names, and compilers and sharders anywhere.
+# What DataParallel, Lightning, moving averages and others put before all names, and compilers and sharders anywhere.
 _WRAPPERS = ("module.", "model.", "net.", "segmentor.", "ema.", "ema_model.", "model_ema.", "module_ema.")
 _WRAPPERS_INSIDE = re.compile(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 # What calls weights a moving average of the training's: an entry of the file, names of tensors.
@@ -118,8 +118,8 @@ def _state_dict(path: Path) -> tuple[dict[str, Tensor], list[str]]:
     if not isinstance(content, dict) or (entry is None and not is_bare):
         if isinstance(content, dict) and (place := _average(content)):
             raise CheckpointError(
-                f"{path}: expected the weights under {' or '.join(map(repr, _ENTRIES))}, got their moving average (EMA) "
-                f"alone: where that is what you want, save it as torch.save({{'model': torch.load(path){place}}}, other)"
+                f"{path}: expected the weights under {' or '.join(map(repr, _ENTRIES))}, got their moving average "
+                f"(EMA) alone: where you want that, save it as torch.save({{'model': torch.load(path){place}}}, other)"
             )
         came = f"entries {names_of(content)}" if isinstance(content, dict) else type(content).__name__
         raise CheckpointError(
