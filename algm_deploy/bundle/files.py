@@ -178,8 +178,10 @@ def reading_errors(path: Path, otherwise: str = "copy it again") -> Iterator[Non
 
 
 def _concerns(error: OSError, path: Path, folder: Path) -> bool:
-    named = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else None
-    return named is not None and (named in (path, *path.parents) or folder in named.parents)
+    if not isinstance(error.filename, str | bytes | os.PathLike):
+        return False
+    named = Path(os.fsdecode(error.filename))
+    return named in (path, *path.parents) or folder in named.parents
 
 
 def sync(path: Path) -> None:

@@ -213,7 +213,7 @@ class Decisions:
         equal = sum(not any(count.unequal for count in image) for image in self._images)
         decisions, others, own = (sum(count[i] for count in merges) for i in (1, 2, 3))
         share, own_share = (n / decisions if decisions else 1.0 for n in (others, own))
-        allowed = min(max(self._gate, ERROR_FACTOR * own_share), 1.0)
+        allowed = max(self._gate, ERROR_FACTOR * own_share)
         # Whole decisions: of an image with fewer than a hundred, one is more than 1 %.
         limit = sum(math.ceil(allowed * sum(count.decisions for count in image)) for image in self._images)
         problems = self._unexcused.copy()
