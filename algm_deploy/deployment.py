@@ -64,7 +64,7 @@ Images = AnyPath | Sequence[AnyPath]
 @dataclass(frozen=True)
 class Exported:
     """A new bundle, and what its owner should know about its settings, one printable line each: those on which their
-    sources disagreed (`conflicts`), and those that no source decided (`notes`)."""
+    sources disagreed (`conflicts`), and what no source decided or what was taken for granted (`notes`)."""
 
     bundle: Bundle
     conflicts: tuple[str, ...]
@@ -84,7 +84,8 @@ def export(
     """Exports a checkpoint to a bundle.
 
     Args:
-        checkpoint: `checkpoint.pth` or its folder, in the official format.
+        checkpoint: `checkpoint.pth` or its folder, in the official format; or another file of torch.save, or of
+            safetensors.
         bundle: folder of the new bundle; an existing bundle there is replaced once the new one is complete.
         recipe: name or TOML file; without it `variant.yml` beside the checkpoint decides.
         settings: dotted recipe settings that win over both sources, such as {"merging.clap_threshold": 0.9}.
@@ -107,7 +108,7 @@ def export(
     layers.append((source, {key: checked(key, value) for key, value in asked.items()}))
     decided, conflicts = resolve(layers)
     written = write_bundle(content, _with_classes(decided), Path(bundle), preprocessing_fingerprint(decided.protocol))
-    return Exported(written, conflicts, _threshold_note(decided, layers))
+    return Exported(written, conflicts, (*content.notes, *_threshold_note(decided, layers)))
 
 
 def _with_classes(recipe: Recipe) -> Recipe:

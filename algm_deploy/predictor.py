@@ -73,6 +73,7 @@ class Predictor:
         batch: int | None = None,
     ) -> None:
         self.bundle, self.runtime = chosen(bundle, runtime, device)
+        self.bundle.warn_of_failed_parity([self.runtime])
         _check_preprocessing(self.bundle)
         self.signature = self.bundle.signature
         given = given_thresholds(self.bundle, tau, gbm, dense)

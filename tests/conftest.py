@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import gc
 import hashlib
 import os
 import shutil
 from collections import Counter
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
     import numpy as np
 
@@ -183,6 +186,31 @@ def labels_bundle(tiny_export: Callable[..., Bundle]) -> Bundle:
 def wide_bundle(tiny_export: Callable[..., Bundle]) -> Bundle:
     """The tiny network for whole frames of 96x160 pixels; shared."""
     return tiny_export({"network.image_size": (96, 160), "max_batch": 2})
+
+
+@pytest.fixture(scope="session")
+def unprivileged() -> Callable[[], AbstractContextManager[None]]:
+    """`with unprivileged():` this thread obeys permissions, also where root runs the tests."""
+    libc, words = ctypes.CDLL(None, use_errno=True), ctypes.c_uint32 * 6  # effective, permitted, inheritable; 64 bits
+    header, overrides = (ctypes.c_uint32 * 2)(0x20080522, 0), 0b110  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
+
+    def call(name: str, data: ctypes.Array[ctypes.c_uint32]) -> None:
+        if getattr(libc, name)(header, data):
+            raise OSError(ctypes.get_errno(), name)
+
+    @contextmanager
+    def obey() -> Iterator[None]:
+        before, after = words(), words()
+        for data in (before, after):
+            call("capget", data)
+        after[0] &= ~overrides
+        call("capset", after)
+        try:
+            yield
+        finally:
+            call("capset", before)
+
+    return obey
 
 
 @pytest.fixture(scope="session")

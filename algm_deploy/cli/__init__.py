@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from algm_deploy.cli.parser import parser
 from algm_deploy.cli.saying import note
-from algm_deploy.errors import AlgmDeployError, out_of_memory
+from algm_deploy.errors import AlgmDeployError, out_of_memory, remedy
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,7 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 141  # as a shell counts a process that ended by SIGPIPE
     except OSError as error:
         place, reason = f"{error.filename or 'a file'!s:.200}", error.strerror or str(error)
-        message, code = f"expected to use {place}, got {reason}: name another one", AlgmDeployError.exit_code
+        message = f"expected to use {place}, got {reason}: {remedy(error, 'name another one')}"
+        code = AlgmDeployError.exit_code
     except Exception as error:
         if not out_of_memory(error):
             raise

@@ -238,7 +238,7 @@ def test_a_read_only_bundle_predicts_and_explains_what_it_cannot(
     bundle = Path(shutil.copytree(tiny_bundle.path, archive / "bundle"))
     verified = Bundle.open(bundle)
     verified.record(PARITY)
-    (archive / ".bundle.lock").unlink()
+    (bundle / ".lock").unlink()
     for path in (bundle, archive):
         path.chmod(0o555)
     before = snapshot(archive)

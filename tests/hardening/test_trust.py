@@ -30,7 +30,9 @@ def watch(event, args):
     if event == "open" and isinstance(args[0], str) and args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
         events.append(["write", os.path.abspath(args[0])])
     if event in ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.truncate"):
-        events.append(["write", os.path.abspath(str(args[0]))])
+        place = args[2 if event in ("os.rename", "os.mkdir") else 1] if event != "os.truncate" else -1
+        folder = os.readlink(f"/proc/self/fd/{place}") if place >= 0 else ""  # the folder that a name is of
+        events.append(["write", os.path.abspath(os.path.join(folder, str(args[0])))])
 sys.addaudithook(watch)
 from algm_deploy.cli import main
 codes = []
