@@ -15,10 +15,11 @@ from PIL import Image
 
 from algm_deploy.bundle.records import Evaluation, Parity, Rebuilds, tokens_by_merge
 from algm_deploy.bundle.store import Bundle
-from algm_deploy.deployment import bench, build, evaluate, export, parity_windows, repeat_build, verify
+from algm_deploy.deployment import bench, build, compare, evaluate, export, parity_windows, repeat_build, verify
 from algm_deploy.environment import device_name
-from algm_deploy.errors import BundleError, CheckpointError, DatasetError, NotExecutedError, RecipeError
+from algm_deploy.errors import BundleError, CheckpointError, DatasetError, ImageError, NotExecutedError, RecipeError
 from algm_deploy.evaluation.datasets import SPECS, open_dataset
+from algm_deploy.parity.exchange import save_inputs
 from algm_deploy.pictures.shipped import scene, scene_paths
 from algm_deploy.pictures.sources import find_images
 from algm_deploy.timing.protocols import Request, usual_request
@@ -355,3 +356,39 @@ def test_thresholds_and_numbers_of_a_benchmark(
     assert asked[0].thresholds == {"clap_threshold": 0.5, "gbm_threshold": 2.0}
     bench(bundle, "torch")
     assert asked[1] == usual_request(bundle.recipe, "latency")
+    with pytest.raises(BundleError, match="expected a request alone"):
+        bench(bundle, "torch", protocol=asked[1], tau=0.5)
+
+
+def test_no_argument_is_dropped(
+    tiny_bundle: Bundle, tiny_checkpoint: Path, photos: Path, tmp_path: Path, labelled: Path
+) -> None:
+    """What contradicts another argument, or would be read by nobody, is refused."""
+    with pytest.raises(RecipeError, match=r"expected merging\.clap_threshold once"):
+        export(tiny_checkpoint, tmp_path / "b", settings={"merging.clap_threshold": 0.9}, tau=0.8)
+    with pytest.raises(BundleError, match="expected pictures or a file of inputs, got both"):
+        compare(tiny_bundle, runtimes=["torch"], images=photos, inputs=tmp_path / "inputs.json")
+    with pytest.raises(DatasetError, match="expected a folder for dataset, split or slice_by"):
+        evaluate(tiny_bundle, open_dataset("folder", labelled), "torch", dataset="")
+
+
+def test_an_empty_name_is_not_the_current_folder(tiny_bundle: Bundle, tiny_checkpoint: Path, labelled: Path) -> None:
+    for kind, step in (
+        (CheckpointError, lambda: export("", "b")),
+        (BundleError, lambda: export(tiny_checkpoint, "")),
+        (BundleError, lambda: verify("")),
+        (BundleError, lambda: compare(tiny_bundle, inputs="")),
+        (DatasetError, lambda: verify(tiny_bundle, "torch", images=[""])),
+        (DatasetError, lambda: evaluate(tiny_bundle, "", "torch", dataset="folder")),
+        (DatasetError, lambda: evaluate(tiny_bundle, labelled, "torch", dataset="")),
+        (DatasetError, lambda: evaluate(tiny_bundle, labelled, "torch", dataset="folder", slice_by="")),
+    ):
+        with pytest.raises(kind, match=r"got (an empty|the data set '')"):
+            step()
+
+
+def test_inputs_that_are_no_pixels_are_not_compared(tiny_bundle: Bundle, tmp_path: Path) -> None:
+    window = np.full((1, 3, 128, 128), np.nan, np.float32)
+    save_inputs([{"image": window}], tmp_path / "inputs.json")
+    with pytest.raises(ImageError, match=r"expected RGB pixels in 0\.\.255, got values from nan"):
+        compare(tiny_bundle, runtimes=["torch"], inputs=tmp_path / "inputs.json")

@@ -51,7 +51,7 @@ from algm_deploy.tuning.photos import content_of
 
 ALL = "all"
 WINDOWS = range(2, 9)
-STATE_VERSION = 2
+STATE_VERSION = 3
 _SCOPES: dict[int | None, str] = {**{side: f"{side}x{side}" for side in WINDOWS}, None: "global"}
 
 
@@ -242,29 +242,24 @@ def windows_of(
     """The protocol's windows of a photo: pixels (3, H, W), and the class of each patch (N,) where it has labels.
 
     Raises:
-        DatasetError: the labels are of another size than their photo.
+        DatasetError: the labels do not lie on their photo.
         ImageError: a file cannot be read.
     """
-    photo = read_photo(sample.image_path if isinstance(sample, Sample) else sample)
+    labels: NDArray[np.uint8] | None = None
+    if isinstance(sample, Sample) and dataset:
+        photo, labels = dataset.read(sample)
+    else:
+        photo = read_photo(sample.image_path if isinstance(sample, Sample) else sample)
     canvas = canvas_of(photo, recipe.protocol)
-    labels = _labels(sample, dataset, photo, canvas) if isinstance(sample, Sample) and dataset else None
+    if labels is not None:
+        size = canvas.shape[1::-1]
+        labels = np.asarray(cv2.resize(labels, size, interpolation=cv2.INTER_NEAREST_EXACT), np.uint8)
     side, network = recipe.protocol.window, recipe.network
     for top, left in window_anchors(canvas.shape[:2], recipe.protocol):
         crop = slice(top, top + side), slice(left, left + side)
         pixels = canvas[crop].transpose(2, 0, 1).copy()
         known = None if labels is None else patch_classes(labels[crop], network.patch_size, network.classes)
         yield pixels, known
-
-
-def _labels(sample: Sample, dataset: Dataset, photo: NDArray[np.uint8], canvas: Pixels) -> NDArray[np.uint8]:
-    """A photo's class indices at the size of its canvas."""
-    labels = dataset.labels_of(sample)
-    if labels.shape != photo.shape[:2]:
-        raise DatasetError(
-            f"{sample.label_path}: expected the photo's height and width {photo.shape[:2]}, got {labels.shape}: "
-            "the files do not belong together"
-        )
-    return np.asarray(cv2.resize(labels, canvas.shape[1::-1], interpolation=cv2.INTER_NEAREST_EXACT), np.uint8)
 
 
 def _measured(windows: Windows, encoder: VisionTransformer, recipe: Recipe, layers: Sequence[int]) -> dict[int, Groups]:

@@ -181,12 +181,12 @@ def test_labels_part_the_pairs(bundle: Bundle, halved: Dataset) -> None:
 
 
 def test_an_interrupted_measurement_goes_on(bundle: Bundle, halved: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    from algm_deploy.tuning import similarity
+    from algm_deploy.evaluation import datasets
 
     whole = measured(bundle, halved, (1, 2))
     for state in (bundle.path / "reports").glob("similarity-*.json"):
         state.unlink()
-    read, seen = similarity.read_photo, []
+    read, seen = datasets.read_photo, []
 
     def stopping(path: Path) -> np.ndarray:
         if len(seen) == 2:
@@ -194,10 +194,10 @@ def test_an_interrupted_measurement_goes_on(bundle: Bundle, halved: Dataset, mon
         seen.append(path)
         return read(path)
 
-    monkeypatch.setattr(similarity, "read_photo", stopping)
+    monkeypatch.setattr(datasets, "read_photo", stopping)
     with pytest.raises(KeyboardInterrupt):
         measured(bundle, halved, (1, 2))
-    monkeypatch.setattr(similarity, "read_photo", lambda path: seen.append(path) or read(path))
+    monkeypatch.setattr(datasets, "read_photo", lambda path: seen.append(path) or read(path))
     assert measured(bundle, halved, (1, 2)) == whole
     assert seen == [sample.image_path for sample in halved.samples]
     assert measured(bundle, halved.subset(3), (1, 2)) != whole
