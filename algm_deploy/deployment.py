@@ -36,9 +36,9 @@ from algm_deploy.models.checkpoints.variant import settings_from_variant
 from algm_deploy.parity.chain import verify as verify_chain
 from algm_deploy.parity.exchange import load_inputs, load_outputs, save_inputs, save_outputs
 from algm_deploy.parity.pairwise import Comparison, check_comparable, difference
-from algm_deploy.pictures.preprocessing import check_pixels, preprocessing_fingerprint, read_photo
+from algm_deploy.pictures.preprocessing import check_pixels, preprocessing_fingerprint
 from algm_deploy.pictures.shipped import scene
-from algm_deploy.pictures.sources import AnyPath, find_images, named
+from algm_deploy.pictures.sources import AnyPath, find_images, named, read_photos
 from algm_deploy.predictor import (
     AnyBundle,
     Predictor,
@@ -197,7 +197,7 @@ def parity_windows(recipe: Recipe, paths: Sequence[Path], count: int) -> NDArray
     Without paths they are `count` of the drawn street scenes that ship, which exercise merging better than noise would:
     day, dusk and night are mixed, all differ, and beyond 24 they are mirror images and crops (`pictures.shipped`).
     """
-    photos = [read_photo(path) for path in spread(paths, count)] if paths else [scene(n)[0] for n in range(count)]
+    photos = read_photos(spread(paths, count)) if paths else [scene(n)[0] for n in range(count)]
     windows = []
     height, width = recipe.network.image_size
     for index, photo in enumerate(photos):

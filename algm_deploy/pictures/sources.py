@@ -170,6 +170,23 @@ def _is_several(source: Sources) -> TypeGuard[Iterable[Source]]:
     return isinstance(source, Iterable) and not other
 
 
+def read_photos(paths: Iterable[Path]) -> list[NDArray[np.uint8]]:
+    """The pixels of photos, as `read_photo` reads them.
+
+    Raises:
+        ImageError: some cannot be read; all of them are named, so that the next try finds no further one.
+    """
+    photos, failures = [], []
+    for path in paths:
+        try:
+            photos.append(read_photo(path))
+        except ImageError as error:
+            failures.append(str(error))
+    if failures:
+        raise ImageError("; ".join(failures))
+    return photos
+
+
 def named(path: AnyPath, kind: type[AlgmDeployError] = DatasetError) -> Path:
     """A path; an error of a kind where it is empty, which would be the current folder."""
     if not os.fspath(path):

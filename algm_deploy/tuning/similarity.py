@@ -33,7 +33,7 @@ from tqdm import tqdm
 from algm_deploy.bundle.files import write_atomically
 from algm_deploy.bundle.records import BlockSimilarity, ClassSimilarity, PairSimilarity, RuleTuning
 from algm_deploy.bundle.store import Bundle
-from algm_deploy.errors import BundleError, DatasetError
+from algm_deploy.errors import BundleError, DatasetError, ImageError
 from algm_deploy.evaluation.datasets import IGNORE, Dataset, Sample
 from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.loading import load_network
@@ -47,7 +47,7 @@ from algm_deploy.pictures.preprocessing import (
     window_anchors,
 )
 from algm_deploy.recipe.schema import Recipe, Size, patch_margins
-from algm_deploy.tuning.photos import content_of
+from algm_deploy.tuning.photos import check_all_measured, content_of
 
 ALL = "all"
 WINDOWS = range(2, 9)
@@ -105,8 +105,8 @@ def tune_by_rule(
         progress: show a bar.
 
     Raises:
-        DatasetError: no photo, or labels of another size than their photo.
-        ImageError: a photo or its labels cannot be read.
+        DatasetError: no photo; or, when the others are measured, photos or labels that cannot be read or do not fit.
+        ImageError: a file is not there.
         BundleError: the state file cannot be used.
     """
     dataset = photos if isinstance(photos, Dataset) else None
@@ -114,17 +114,22 @@ def tune_by_rule(
     if not samples:
         raise DatasetError("expected photos to measure, got none")
     file = _state_file(bundle, samples, dataset, layers)
-    sums = _read(file, layers) if file.exists() else _Sums(0, {layer: {} for layer in layers})
+    sums = _read(file, layers) if file.exists() else _Sums(0, {layer: {} for layer in layers}, [])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     encoder = dense_encoder(bundle, max(layers)).to(device)
     with tqdm(samples, "similarity", unit="image", disable=None if progress else True, initial=sums.done) as bar:
         for sample in samples[sums.done :]:
-            windows = windows_of(sample, bundle.recipe, dataset)
-            for layer, groups in _measured(list(windows), encoder, bundle.recipe, layers).items():
-                _join(sums.layers[layer], groups)
+            try:
+                windows = list(windows_of(sample, bundle.recipe, dataset))
+            except (ImageError, DatasetError) as error:
+                sums.failures.append(str(error))
+            else:
+                for layer, groups in _measured(windows, encoder, bundle.recipe, layers).items():
+                    _join(sums.layers[layer], groups)
             sums.done += 1
             _write(file, sums)
             bar.update()
+    check_all_measured(dataset.title if dataset else "the photos", sums.failures)
     pooled = sum((groups[ALL] for groups in sums.layers.values()), Moments())
     return RuleTuning(
         title="Threshold by the rule",
@@ -295,10 +300,11 @@ def _join(groups: Groups, more: Groups) -> None:
 
 
 class _Sums(Struct, forbid_unknown_fields=True):
-    """The sums so far, of one measurement: photos that are done, and their statistics by layer."""
+    """The sums so far, of one measurement: photos that are done, their statistics by layer, and why some are not in."""
 
     done: int
     layers: dict[int, Groups]
+    failures: list[str]
 
 
 def _state_file(

@@ -12,8 +12,9 @@ from algm_deploy.bundle.records import Candidate, Evaluation, HeldOut, Point, Sp
 from algm_deploy.errors import DatasetError
 from algm_deploy.evaluation.datasets import Dataset
 from algm_deploy.recipe.schema import DENSE, MergePlan
+from algm_deploy.tuning.photos import check_all_measured
 from algm_deploy.tuning.search import Found, Goal
-from algm_deploy.wording import dataset_title, first_few
+from algm_deploy.wording import dataset_title
 
 Evaluate = Callable[[MergePlan, Dataset], Evaluation]
 """Evaluates the network that is tuned with a merge plan, thresholds included; with `DENSE` it merges nothing."""
@@ -74,11 +75,7 @@ def miou_of(evaluation: Evaluation) -> float:
         DatasetError: images could not be evaluated, or none has a labelled pixel.
     """
     title = dataset_title(evaluation.dataset, evaluation.split)
-    if failed := list(evaluation.failures.values()):
-        raise DatasetError(
-            f"{title}: expected photos and labels to tune on, {len(failed)} cannot be evaluated ({first_few(failed)}): "
-            "mend these files and run it again, what is done is kept"
-        )
+    check_all_measured(title, list(evaluation.failures.values()))
     if evaluation.miou_percent is None:
         raise DatasetError(f"{title}: expected labelled pixels, got none, so there is no mIoU to tune for")
     return evaluation.miou_percent

@@ -264,6 +264,14 @@ def test_photos_must_be_there_and_fit_their_labels(bundle: Bundle, halved: Datas
         measured(bundle, halved, (1,))
 
 
+def test_photos_that_cannot_be_read_are_named_when_the_others_are_measured(bundle: Bundle, halved: Dataset) -> None:
+    for index in (0, 2):
+        halved.samples[index].image_path.write_bytes(b"no picture")
+    for _ in range(2):  # measured, and read from the state file
+        with pytest.raises(DatasetError, match=r"2 cannot be \(.*0\.png: expected a picture.*; .*2\.png: expected"):
+            measured(bundle, halved, (1,))
+
+
 def test_the_record_is_json(bundle: Bundle, dataset: Dataset) -> None:
     found = measured(bundle, dataset, (1, 2))
     assert (found.dataset, found.split, found.images) == ("folder", "all", 4)

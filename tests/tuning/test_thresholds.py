@@ -131,7 +131,7 @@ def test_an_evaluation_without_labels_has_no_miou() -> None:
 def test_a_search_over_a_part_of_the_photos_is_none() -> None:
     """Photos that could not be evaluated would be missing in every figure without a word."""
     part = msgspec.structs.replace(evaluation(50.0, split="all"), failures={"a": "a.png: cut", "b": "b.png: cut"})
-    with pytest.raises(DatasetError, match=r"2 cannot be evaluated \(a\.png: cut; b\.png: cut\): mend these files"):
+    with pytest.raises(DatasetError, match=r"2 cannot be \(a\.png: cut; b\.png: cut\): mend these files"):
         miou_of(part)
 
 
