@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Literal, NoReturn, Self, get_args, overload
 
@@ -19,9 +18,15 @@ from PIL import Image
 from algm_deploy.bundle.signature import CLAP_THRESHOLD, GBM_THRESHOLD
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BundleError, ImageError, RuntimeUnavailableError
-from algm_deploy.pictures.preprocessing import Pixels, canvas_of, preprocessing_fingerprint, window_anchors
+from algm_deploy.pictures.preprocessing import (
+    Pixels,
+    canvas_of,
+    check_pixels,
+    preprocessing_fingerprint,
+    window_anchors,
+)
 from algm_deploy.pictures.sliding import MAP_PREFIX, Labels, Pending, Prediction, predict_all
-from algm_deploy.pictures.sources import AnyPath, Failure, Picture, Source, Sources, is_single, pictures_of
+from algm_deploy.pictures.sources import AnyPath, Failure, Picture, Source, Sources, is_single, named, pictures_of
 from algm_deploy.recipe.schema import Recipe, Size
 from algm_deploy.runners.contract import runner
 from algm_deploy.runners.registry import default_runtime
@@ -222,6 +227,7 @@ class Predictor:
         """The network's outputs for windows, with this predictor's thresholds.
 
         Raises:
+            ImageError: pixels that are no numbers from 0 to 255.
             RuntimeUnavailableError: in a process that was forked after the predictor had been opened.
         """
         if os.getpid() != self._process:
@@ -275,6 +281,7 @@ class Predictor:
 
     def _fitting(self, windows: NDArray[Any]) -> NDArray[Any]:
         """Pixels in the network's dtype; a photo longer than the protocol allows is interpolated, then rounded."""
+        check_pixels(windows)
         wanted = self.signature.image.dtype
         if wanted == "uint8" and windows.dtype != np.uint8:
             windows = np.clip(np.rint(windows), 0, 255)
@@ -296,7 +303,7 @@ os.register_at_fork(after_in_child=_alone_after_fork)
 
 def chosen(bundle: AnyBundle, runtime: str | None, device: str | None = None) -> tuple[Bundle, str]:
     """The opened bundle, and the runtime that was named or is the best that can execute it here, on that device."""
-    opened = bundle if isinstance(bundle, Bundle) else Bundle.open(Path(bundle))
+    opened = bundle if isinstance(bundle, Bundle) else Bundle.open(named(bundle, BundleError))
     return opened, runtime or default_runtime(opened.files, device)
 
 
