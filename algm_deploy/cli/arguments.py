@@ -7,13 +7,13 @@ may stand in any order.
 from __future__ import annotations
 
 import argparse
-import sys
 import tomllib
 from collections.abc import Callable, Sequence
 from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from algm_deploy.cli.saying import tell
 from algm_deploy.errors import RecipeError
 from algm_deploy.recipe.reading import checked
 from algm_deploy.recipe.schema import DENSE
@@ -47,7 +47,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """One sentence and where help is; argparse would print every flag first."""
-        print(f"{self.prog}: {message}; `{self.prog} --help` tells more", file=sys.stderr)
+        tell(f"{self.prog}: {message}; `{self.prog} --help` tells more")
         raise SystemExit(2)
 
 

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from algm_deploy.cli import arguments, proving
-from algm_deploy.cli.saying import say
+from algm_deploy.cli.saying import output, say
 from algm_deploy.errors import ImageError
 
 
@@ -53,8 +53,9 @@ def predict(options: argparse.Namespace) -> int:
             except ImageError as error:
                 failures.append(str(error))
                 continue
-            for path in written:
-                tqdm.write(str(path))
+            with output():
+                for path in written:
+                    tqdm.write(str(path))
     if failures:
         listed = "\n  ".join(failures) if len(sources) > 1 else failures[0]
         raise ImageError(
