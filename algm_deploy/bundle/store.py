@@ -15,7 +15,7 @@ from typing import Any, Self, TypeVar
 
 from msgspec.structs import replace
 
-from algm_deploy.bundle.files import beside, locked, sha256_of, storage_errors, sync, write_atomically
+from algm_deploy.bundle.files import beside, locked, require_utf8, sha256_of, storage_errors, sync, write_atomically
 from algm_deploy.bundle.manifest import MANIFEST, checked_name, read_manifest, write_manifest
 from algm_deploy.bundle.records import FileEntry, Manifest, Measurement, NotRun, Step, Stored
 from algm_deploy.bundle.signature import Signature
@@ -41,6 +41,7 @@ class Bundle:
     def open(cls, path: str | Path) -> Self:
         """Opens a bundle; BundleError when it is missing, incomplete or of another schema."""
         path = Path(path)
+        require_utf8(path, BundleError)
         _recover(path)
         if not path.exists():
             raise BundleError(f"expected a bundle at {path}, found nothing: make one with `algm-deploy deploy`")
@@ -228,6 +229,7 @@ class BundleWriter:
         self._entries: dict[str, FileEntry] = {}
 
     def __enter__(self) -> Self:
+        require_utf8(self.target, BundleError)
         _recover(self.target)
         _check_free(self.target)
         self.folder = beside(self.target, ".partial")

@@ -380,6 +380,7 @@ def _kept(
     if plan and reached and not getattr(options, "variant", None):
         comments = (f"By algm-deploy tune: {found.title}.", *tuning_page(found).lines)
         with write_atomically(options.output) as path:
-            path.write_text(recipe_toml(replace(bundle.recipe, merging=plan), comments), encoding="utf-8")
+            text = recipe_toml(replace(bundle.recipe, merging=plan), comments)
+            path.write_bytes(text.encode("utf-8", "backslashreplace"))  # slices are called as files are
         say(str(options.output))
     return 0 if reached else GateError.exit_code
