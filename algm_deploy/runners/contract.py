@@ -342,13 +342,16 @@ _AFTER_FORK = _AfterFork()
 
 
 def host_array(value: Any) -> Array:
-    """What NumPy makes of a value: a tensor of the host is taken where it lies.
+    """The array of numbers that NumPy makes of a value: a tensor of the host is taken where it lies.
 
     Raises:
-        BundleError: nothing, as of a tensor of a GPU or of rows of different lengths.
+        BundleError: it makes none, as of a tensor of a GPU, of a text or of rows of different lengths.
     """
     try:
-        return np.asarray(value.detach() if isinstance(value, Tensor) else value)
+        made = np.asarray(value.detach() if isinstance(value, Tensor) else value)
+        if made.dtype.kind not in "biuf":
+            raise TypeError(f"an array of {made.dtype}")
+        return made
     except (TypeError, ValueError, RuntimeError) as error:
         place = f" in the memory of {value.device}" if isinstance(value, Tensor) else ""
         raise BundleError(
