@@ -46,7 +46,7 @@ def beside(path: Path, suffix: str) -> Path:
 
 
 def require_utf8(path: Path, refusal: type[AlgmDeployError]) -> None:
-    """`refusal` for a path that is no UTF-8: ONNX Runtime, PyTorch and safetensors open none of these.
+    """`refusal` for a path that is no UTF-8: ONNX Runtime, PyTorch and safetensors do not open it, OpenCV crashes.
 
     Photos may be called anything.
     """

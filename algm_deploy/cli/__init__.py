@@ -6,10 +6,11 @@ import argparse
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from algm_deploy.cli.parser import parser
 from algm_deploy.cli.saying import note, output, prepare_streams, tell
-from algm_deploy.errors import AlgmDeployError, out_of_memory
+from algm_deploy.errors import AlgmDeployError, OutputError, out_of_memory
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,6 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         said = next(iter(str(error).splitlines()), type(error).__name__)[:200]
         message = f"expected more free memory ({said}): use smaller pictures or batches"
         code = AlgmDeployError.exit_code
+    with suppress(OutputError, BrokenPipeError), output():
+        sys.stdout.flush()  # what was printed before, if it can be
     tell(f"{command}: {message}")
     return code
 

@@ -32,8 +32,9 @@ def prepare_streams() -> None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest free number, which is this one
         stream = getattr(sys, name)
         if stream is None or stream.closed:
-            setattr(sys, name, Path(os.devnull).open("r+", encoding="utf-8"))  # noqa: SIM115 - stays open
-        elif descriptor and isinstance(stream, io.TextIOWrapper):
+            stream = Path(os.devnull).open("r+", encoding="utf-8")  # noqa: SIM115 - stays open
+            setattr(sys, name, stream)
+        if descriptor and isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
