@@ -43,7 +43,9 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def _names_last(self, given: Sequence[str]) -> list[str]:
-        flags, names, words = [], [], iter(given)
+        flags: list[str] = []
+        names: list[str] = []
+        words = iter(given)
         for word in words:
             if word == "--":
                 names += words

@@ -42,6 +42,10 @@ class Used(NamedTuple):
     gpu: int
 
 
+def entries(name: str) -> int:
+    return len(list(Path("/proc/self", name).iterdir()))
+
+
 def used() -> Used:
     gc.collect()
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -51,7 +55,7 @@ def used() -> Used:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()  # of all libraries in the process, PyTorch's own count is not enough
         gpu = total - free
-    return Used(resident, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), gpu)
+    return Used(resident, entries("fd"), entries("task"), gpu)
 
 
 @pytest.fixture
@@ -62,13 +66,12 @@ def settled(record_property: Callable[[str, object], None]) -> Iterator[Callable
         after = used()
         grown = Used(*(new - old for new, old in zip(after, before, strict=True)))
         record_property("grown", {**grown._asdict(), "steps": steps})
-        print(f"{steps} steps: {grown}")
         assert grown.memory < MOST_BYTES, grown
         assert grown.files <= 0, grown
         assert grown.threads <= 0, grown
         assert grown.gpu <= MOST_BYTES, grown
 
-    yield check
+    return check
 
 
 @pytest.fixture(scope="module")
