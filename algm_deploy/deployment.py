@@ -368,7 +368,7 @@ def bench(
     reading: dict[str, float] = {}
     if paths and request.protocol == "latency":
         reading = reading_ms(spread(paths, request.count), bundle.recipe)
-    speeds = [structs.replace(one, **facts, stages={**reading, **one.stages}) for one in records.values()]
+    speeds = [structs.replace(one, **facts, reading=reading) for one in records.values()]
     for record in speeds:
         bundle.record(record)
     return speeds

@@ -103,6 +103,10 @@ class ExecutionError(AlgmDeployError):
     """A runtime took the executable and failed while running it."""
 
 
+class OutputError(AlgmDeployError):
+    """The standard output does not take what is printed."""
+
+
 class GateError(AlgmDeployError):
     """A measured value missed its gate."""
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-from algm_deploy.errors import BundleError, remedy
+from algm_deploy.errors import AlgmDeployError, BundleError, remedy
 
 # What every export writes: the network itself, the portable graph, and the graph's own weights.
 WEIGHTS, ONNX, ONNX_DATA = "weights.safetensors", "model.onnx", "model.onnx.data"
@@ -50,6 +50,19 @@ def sha256_of(path: Path) -> str:
 def beside(path: Path, suffix: str) -> Path:
     """A hidden name of its own in the same folder, so that a rename stays on one file system."""
     return path.with_name(f".{path.stem}.{secrets.token_hex(4)}{suffix}")
+
+
+def require_utf8(path: Path, refusal: type[AlgmDeployError]) -> None:
+    """`refusal` for a path that is no UTF-8: ONNX Runtime, PyTorch and safetensors do not open it, OpenCV crashes.
+
+    Photos may be called anything.
+    """
+    try:
+        str(path).encode()
+    except UnicodeEncodeError as error:
+        raise refusal(
+            f"expected a path in UTF-8, which libraries take, got {os.fsencode(path)!r:.200}: rename it"
+        ) from error
 
 
 # --------------------------------------------------------------------------------------------------- several processes

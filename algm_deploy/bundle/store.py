@@ -26,6 +26,7 @@ from algm_deploy.bundle.files import (
     ended_in_order,
     locked,
     reading_errors,
+    require_utf8,
     sha256_of,
     storage_errors,
     sync,
@@ -63,6 +64,7 @@ class Bundle:
     def open(cls, path: str | Path) -> Self:
         """Opens a bundle; BundleError when it is missing, incomplete, unreadable or of another schema."""
         path = Path(path)
+        require_utf8(path, BundleError)
         with reading_errors(path, "name another one"):
             if not path.exists():
                 raise BundleError(f"expected a bundle at {path}, found nothing: make one with `algm-deploy deploy`")
@@ -273,6 +275,7 @@ class BundleWriter:
         self._entries: dict[str, FileEntry] = {}
 
     def __enter__(self) -> Self:
+        require_utf8(self.target, BundleError)
         _check_free(self.target)
         with ExitStack() as held:
             held.enter_context(ended_in_order())

@@ -7,13 +7,14 @@ may stand in any order.
 from __future__ import annotations
 
 import argparse
-import sys
 import tomllib
 from collections.abc import Callable, Sequence
+from itertools import islice
 from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from algm_deploy.cli.saying import tell
 from algm_deploy.errors import DatasetError, RecipeError
 from algm_deploy.recipe.reading import checked
 from algm_deploy.recipe.schema import DENSE
@@ -33,21 +34,32 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, prog: str | None = None, **options: Any) -> None:
         super().__init__(prog, **options)
-        self.allow_abbrev, self._any_order = False, False
+        self.allow_abbrev = False
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse, names and flags intermixed; what it calls in turn is argparse's own."""
-        if self._any_order or self._subparsers is not None:
-            return super().parse_known_args(args, namespace)
-        self._any_order = True
-        try:
-            return self.parse_known_intermixed_args(args, namespace)
-        finally:
-            self._any_order = False
+        """As argparse, names and flags intermixed; a name that begins with a dash stands after two dashes."""
+        if args is not None and self._subparsers is None:
+            args = self._names_last(args)
+        return super().parse_known_args(args, namespace)
+
+    def _names_last(self, given: Sequence[str]) -> list[str]:
+        flags: list[str] = []
+        names: list[str] = []
+        words = iter(given)
+        for word in words:
+            if word == "--":
+                names += words
+            elif word.startswith("-") and word != "-":
+                action = self._option_string_actions.get(word)
+                count = 1 if action and action.nargs is None else action.nargs if action else 0
+                flags += [word, *islice(words, count)]  # type: ignore[arg-type]  # no flag takes a varying number
+            else:
+                names.append(word)
+        return [*flags, "--", *names] if names else flags
 
     def error(self, message: str) -> NoReturn:
         """One sentence and where help is; argparse would print every flag first."""
-        print(f"{self.prog}: {message}; `{self.prog} --help` tells more", file=sys.stderr)
+        tell(f"{self.prog}: {message}; `{self.prog} --help` tells more")
         raise SystemExit(2)
 
 

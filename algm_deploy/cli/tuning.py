@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from algm_deploy.cli import arguments
-from algm_deploy.cli.saying import say
+from algm_deploy.cli.saying import say, tell
 from algm_deploy.errors import GateError, PlanError, RecipeError
 
 if TYPE_CHECKING:
@@ -328,8 +327,7 @@ def _told(evaluate: Evaluate, base: MergePlan) -> Evaluate:
         found = evaluate(plan, dataset)
         gmacs = found.gmacs_per_window_mean if plan.layers else None
         cost = "" if gmacs is None else f", {gmacs:.2f} GMACs per window"
-        told = f"{dataset.title}, {plan_name(plan, base)}: mIoU {miou_of(found):.2f} %{cost}"
-        print(told, file=sys.stderr, flush=True)
+        tell(f"{dataset.title}, {plan_name(plan, base)}: mIoU {miou_of(found):.2f} %{cost}")
         return found
 
     return once
@@ -391,6 +389,7 @@ def _kept(
     if plan and reached and not getattr(options, "variant", None):
         comments = (f"By algm-deploy tune: {found.title}.", *tuning_page(found).lines)
         with write_atomically(options.output) as path:
-            path.write_text(recipe_toml(replace(bundle.recipe, merging=plan), comments), encoding="utf-8")
+            text = recipe_toml(replace(bundle.recipe, merging=plan), comments)
+            path.write_bytes(text.encode("utf-8", "backslashreplace"))  # slices are called as files are
         say(str(options.output))
     return 0 if reached else GateError.exit_code

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from algm_deploy.cli import arguments, proving
-from algm_deploy.cli.saying import say
+from algm_deploy.cli.saying import output, say
 from algm_deploy.errors import ImageError
 
 
@@ -54,8 +54,9 @@ def predict(options: argparse.Namespace) -> int:
             except ImageError as error:
                 failures.append(str(error))
                 continue
-            for path in written:
-                tqdm.write(str(path))
+            with output():
+                for path in written:
+                    tqdm.write(str(path))
     _check_all_done(failures, len(sources), "predicted")
     return 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import resource
 import shutil
 import signal
@@ -185,8 +186,10 @@ def everything(bundle: Path, checkpoint: Path, photo: Path, data: Path, place: P
     """Every command that writes, into `bundle` or below `place`."""
     return [
         ("export", checkpoint, "-o", place / "new"),
+        ("deploy", checkpoint, "-o", place / "deployed", "--runtime", "torch"),
         ("build", bundle),
         ("verify", bundle, "--count", 1, "--runtime", "torch"),
+        ("compare", bundle, "--count", 1, "--runtimes", "torch", "-o", place / "compared"),
         ("evaluate", bundle, "--data", data, "--runtime", "torch"),
         ("bench", bundle, "--count", 1, "--rounds", 2, "--runtime", "torch"),
         ("tune", "rule", bundle, "--images", photo, "-o", place / "tuned.toml"),
@@ -241,6 +244,9 @@ def test_a_read_only_bundle_predicts_and_explains_what_it_cannot(
     (bundle / ".lock").unlink()
     for path in (bundle, archive):
         path.chmod(0o555)
+    if os.getuid() == 0:  # a folder of another owner's, as far as this machine lets us make one
+        os.chown(archive, 4242, 4242)
+        archive.chmod(0o755)
     before = snapshot(archive)
     predict = ("predict", bundle, photo, "-o", tmp_path / "pictures", "--runtime", "torch")
     words = everything(bundle, tiny_checkpoint, photo, data, archive)

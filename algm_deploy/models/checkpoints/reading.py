@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from algm_deploy.bundle.files import require_utf8
 from algm_deploy.errors import CheckpointError, remedy, shown
 
 CHECKPOINT_FILE = "checkpoint.pth"
@@ -76,6 +77,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     Raises CheckpointError for whatever is not such a file; code inside a file is never run.
     """
     path = Path(path)
+    require_utf8(path, CheckpointError)
     files = _files(path)
     if len(files) == 1:
         (path,) = files
