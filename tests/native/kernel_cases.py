@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -26,9 +26,9 @@ def pick_from(rng: np.random.Generator) -> Pick:
     return lambda options: options[int(rng.integers(len(options)))]
 
 
-def many(dtype: Any, check: Callable[[Pick, np.random.Generator], None]) -> None:
-    """A check on as many cases as `CASES` says."""
-    for seed in range(CASES):
+def many(dtype: Any, check: Callable[[Pick, np.random.Generator], None], count: int = CASES) -> None:
+    """A check on so many cases."""
+    for seed in range(count):
         rng = np.random.default_rng([seed, DTYPES.index(dtype)])
         try:
             check(pick_from(rng), rng)
@@ -146,6 +146,25 @@ def gbm_case(pick: Pick, rng: np.random.Generator, dtype: Any, exact: bool) -> G
     return GbmCase(tokens, size, token_map, length, threshold if np.isfinite(threshold) else 0.0, attributes)
 
 
+def wild(case: Case, pick: Pick, rng: np.random.Generator) -> Case:
+    """The same with what no network should produce: NaN, infinities, rows of -0.0, lengths that cannot be."""
+    tokens = case.tokens.copy()
+    images, rows, width = tokens.shape
+    tokens[rng.integers(images), rng.integers(rows)] = -0.0
+    for _ in range(pick((0, 1, 4))):
+        tokens[rng.integers(images), rng.integers(rows), rng.integers(width)] = pick((np.nan, np.inf, -np.inf))
+    size = np.maximum(case.size, 1)
+    if isinstance(case, ClapCase):
+        return replace(case, tokens=tokens, size=size)
+    prefix = case.attributes["prefix"]
+    none = (-1, 0, -(2**63), 0xFFFFFFFF00F00000 - 2**64, -(2**32) + rows) if prefix else ()  # a map needs a row to name
+    lengths = (*none, rows, rows + 1, 2**32 + 1, 2**63 - 1, *case.length.tolist())
+    length = np.array([pick(lengths) for _ in range(images)])
+    exist = np.clip(length, prefix, rows)[:, None]
+    token_map = (rng.random(case.map.shape) * exist).astype(np.int64)
+    return replace(case, tokens=tokens, size=size, length=length, map=token_map)
+
+
 def crowd(dtype: Any, batch: str) -> tuple[ClapCase, GbmCase]:
     """Seventy images, more than a block of the decision kernels has warps, whose counts all differ in principle."""
     rng, images = np.random.default_rng(70), 70
@@ -213,6 +232,12 @@ def check_exact(kernels: Kernels, case: Case) -> None:
     expected = getattr(reference, case.op)(*case.inputs, **case.attributes)
     for out_rows in (None, ROWS_ON_DEVICE):
         assert_equal_outputs(getattr(kernels, case.op)(*case.inputs, out_rows=out_rows, **case.attributes), expected)
+
+
+def check_same(kernels: Kernels, others: Kernels, case: Case) -> None:
+    """Two versions of the kernels give equal outputs, NaN where the other has NaN."""
+    found, expected = (getattr(some, case.op)(*case.inputs, **case.attributes) for some in (kernels, others))
+    assert_equal_outputs(found, expected)
 
 
 def check_decided(kernels: Kernels, case: Case, rows: tuple[np.ndarray, np.ndarray], given: Any = None) -> None:
