@@ -128,8 +128,10 @@ def clap_case(pick: Pick, rng: np.random.Generator, dtype: Any, exact: bool) -> 
     return ClapCase(tokens, size, pick((observed, 0.0, -1.0, 1.5, 0.5)), attributes)
 
 
-def gbm_case(pick: Pick, rng: np.random.Generator, dtype: Any, exact: bool) -> GbmCase:
-    prefix, images, rows = pick((0, 1, 2, 5)), pick((1, 2, 3)), pick((5, 6, 7, 8, 13, 40, 75))
+def gbm_case(
+    pick: Pick, rng: np.random.Generator, dtype: Any, exact: bool, sizes: Sequence[int] = (5, 6, 7, 8, 13, 40, 75)
+) -> GbmCase:
+    prefix, images, rows = pick((0, 1, 2, 5)), pick((1, 2, 3)), pick(sizes)
     tokens, size = case_tokens(pick, rng, images, rows, dtype, exact)
     shortest = min(rows, prefix + 1)
     length = rng.integers(shortest, rows + 1, size=images) if pick((True, False)) else np.full(images, rows)
@@ -144,6 +146,11 @@ def gbm_case(pick: Pick, rng: np.random.Generator, dtype: Any, exact: bool) -> G
     observed = float(best[int(rng.integers(best.size))]) if best.size else 0.0
     threshold = pick((1.0, 0.0, -3.0, 9.0)) if words["mode"] == "adaptive" else pick((observed, 0.0, -1.0, 1.5))
     return GbmCase(tokens, size, token_map, length, threshold if np.isfinite(threshold) else 0.0, attributes)
+
+
+def long_gbm_case(pick: Pick, rng: np.random.Generator, dtype: Any, exact: bool) -> GbmCase:
+    """One whose rows are several tiles of a device."""
+    return gbm_case(pick, rng, dtype, exact, (129, 257, 400, 641))
 
 
 def wild(case: Case, pick: Pick, rng: np.random.Generator) -> Case:
@@ -234,9 +241,10 @@ def check_exact(kernels: Kernels, case: Case) -> None:
         assert_equal_outputs(getattr(kernels, case.op)(*case.inputs, out_rows=out_rows, **case.attributes), expected)
 
 
-def check_same(kernels: Kernels, others: Kernels, case: Case) -> None:
+def check_same(kernels: Kernels, others: Kernels, case: Case, given: Any = None) -> None:
     """Two versions of the kernels give equal outputs, NaN where the other has NaN."""
-    found, expected = (getattr(some, case.op)(*case.inputs, **case.attributes) for some in (kernels, others))
+    versions = (kernels, others)
+    found, expected = (getattr(some, case.op)(*case.inputs, given=given, **case.attributes) for some in versions)
     assert_equal_outputs(found, expected)
 
 
