@@ -211,8 +211,9 @@ class OnnxRuntimeCudaRunner(OnnxRuntimeRunner):
 
     def _close(self) -> None:
         with DEVICE.alone(), torch.cuda.device(self.device):  # sessions that end make theirs the current one
-            for session in filter(None, (self._whole, self._segmented)):
-                session.close()
+            for session in (self._whole, self._segmented):
+                if session is not None:
+                    session.close()
             self._whole = self._segmented = None
 
     def _session_for(self, images: int) -> CudaSession | SegmentedSession:
