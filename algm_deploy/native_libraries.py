@@ -8,6 +8,7 @@ calls `build`.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import re
 import shutil
@@ -15,11 +16,14 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from algm_deploy import __version__
 from algm_deploy.errors import BuildError
 from algm_deploy.package_data import content
+
+_LOG = logging.getLogger("algm_deploy")
 
 REBUILD = "algm-deploy build-native"
 # The GPU generations the kernels are compiled for; the newest one is added as PTX for GPUs that come later.
@@ -98,6 +102,28 @@ def find_library(name: str) -> Path | None:
     """The built library `name` (a key of `LIBRARIES`), or None where it has not been built from these sources."""
     path = cache_folder() / LIBRARIES[name].file_name
     return path if path.is_file() else None
+
+
+def missing_here(name: str, runtime: str, then: str = "") -> bool:
+    """Whether the library `name` is missing where a runtime would merge faster with it; says so, once a process.
+
+    Args:
+        name: key of `LIBRARIES`.
+        runtime: the one that runs, for the line.
+        then: what is to be done after building the library, such as "then build the bundle again".
+    """
+    missing = find_library(name) is None
+    if missing:
+        _say_missing(name, runtime, then)
+    return missing
+
+
+@cache
+def _say_missing(name: str, runtime: str, then: str) -> None:
+    cure = ", ".join(filter(None, (f"run `{REBUILD} {name}`", then)))
+    _LOG.warning(
+        "merging with %s takes several times longer on this device without the native library: %s", runtime, cure
+    )
 
 
 def require_library(name: str) -> Path:

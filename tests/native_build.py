@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 from algm_deploy.native_libraries import LIBRARIES, build, cache_folder, missing_for
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """A folder, made where it is missing, in which one process at a time compiles."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 @cache
@@ -23,9 +34,7 @@ def built(name: str, *architectures: int) -> Path:
         pytest.skip(f"needs {'; and '.join(lacks)}")
     folder = cache_folder() / ("sm_" + "_".join(map(str, architectures)) if cuda else "cpu")
     path = folder / LIBRARIES[name].file_name
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(folder):
         if not path.is_file():
             # Both libraries of the CPU share what takes long to compile.
             others = [] if cuda else [n for n in ("kernels", "ort_custom_op") if not missing_for(n, cuda)]

@@ -165,3 +165,17 @@ def test_a_failed_build_shows_the_compiler_s_last_words(sources: Path, tools: Ca
     with pytest.raises(BuildError, match=r"failed with code 3[\s\S]*expected a ;"):
         native.build(["kernels"], progress=False)
     assert native.find_library("kernels") is None
+
+
+def test_a_missing_library_is_said_once_with_the_cure(sources: Path, caplog: pytest.LogCaptureFixture) -> None:
+    native._say_missing.cache_clear()
+    for _ in range(3):
+        assert native.missing_here("kernels", "torch")
+    (line,) = (record.message for record in caplog.records)
+    assert line.startswith("merging with torch takes several times longer")
+    assert line.endswith("run `algm-deploy build-native kernels`")
+    assert native.missing_here("ort_custom_op", "onnxruntime-cuda", "then build again")
+    assert caplog.records[-1].message.endswith("run `algm-deploy build-native ort_custom_op`, then build again")
+    native.cache_folder().mkdir(parents=True)
+    (native.cache_folder() / native.LIBRARIES["kernels"].file_name).touch()
+    assert not native.missing_here("kernels", "torch")

@@ -23,13 +23,12 @@ from algm_deploy.lowering.onnxruntime import (
     Provider,
     write_onnxruntime_onnx,
 )
-from algm_deploy.native_libraries import REBUILD, find_library, require_library
+from algm_deploy.native_libraries import REBUILD, find_library, missing_here, require_library
 from algm_deploy.runners.contract import Array, Placement, Runner
 from algm_deploy.runners.onnxruntime.graphs import GraphUse, SegmentedSession
 from algm_deploy.runners.onnxruntime.sessions import (
     CUDA_OPTIONS,
     CUDA_PROVIDER,
-    DEVICE,
     ORT_ERRORS,
     CudaSession,
     check_cuda,
@@ -37,6 +36,7 @@ from algm_deploy.runners.onnxruntime.sessions import (
     device_options,
     placement,
 )
+from algm_deploy.runners.turns import DEVICE
 
 LIBRARY = "ort_custom_op"
 GRAPH_BYTES = 8192  # images times bytes of a token up to which CUDA graphs gain: in 16 bits 10 images of S, 4 of L
@@ -194,27 +194,30 @@ class OnnxRuntimeCudaRunner(OnnxRuntimeRunner):
 
     def placement(self, feeds: Mapping[str, Array]) -> Placement:
         """As on a CPU, on the runner's device."""
-        with DEVICE, torch.cuda.device(self.device):  # ONNX Runtime leaves its device the current one
+        with DEVICE.alone(), torch.cuda.device(self.device):  # ONNX Runtime leaves its device the current one
             return super().placement(feeds)
 
     def _provider_options(self) -> dict[str, str]:
         return CUDA_OPTIONS | device_options(self.device.index)
 
     def _open(self) -> None:
-        with DEVICE, torch.cuda.device(self.device):
+        if self.signature.defaults and not self.custom_operators:
+            missing_here(LIBRARY, self.runtime, f"then build the bundle again: `{self.build_command}`")
+        with DEVICE.alone(), torch.cuda.device(self.device):
             if self.graph_images:
                 self._segmented = self._open_segments()
             else:
                 self._whole = self._open_whole()
 
     def _close(self) -> None:
-        if self._segmented is not None:
-            self._segmented.close()
-        with torch.cuda.device(self.device):  # sessions that end make theirs the current one
+        with DEVICE.alone(), torch.cuda.device(self.device):  # sessions that end make theirs the current one
+            for session in (self._whole, self._segmented):
+                if session is not None:
+                    session.close()
             self._whole = self._segmented = None
 
     def _session_for(self, images: int) -> CudaSession | SegmentedSession:
-        with DEVICE, torch.cuda.device(self.device):
+        with DEVICE.alone(), torch.cuda.device(self.device):
             if self._segmented is not None and images <= self.graph_images and self._segmented.claim(images):
                 return self._segmented
             if self._whole is None:
