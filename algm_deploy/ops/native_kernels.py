@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from algm_deploy.errors import ExecutionError
-from algm_deploy.native_libraries import find_library
+from algm_deploy.native_libraries import say_once, slower_without, usable_library
 from algm_deploy.ops.clap import clap
 from algm_deploy.ops.gbm import gbm
 from algm_deploy.ops.kernel_library import KernelLibrary, clap_params, gbm_params, label_map_params
@@ -146,9 +146,12 @@ class Kernels:
 
 @cache
 def use_kernels() -> Kernels | None:
-    """Loads the kernel library and makes the operators use it on CUDA devices; None where it is not built."""
-    path = find_library(LIBRARY)
-    if path is None or not torch.cuda.is_available():
+    """Loads the kernel library and makes the operators use it on CUDA devices; None without it, which one line says."""
+    if not torch.cuda.is_available():
+        return None
+    path = usable_library(LIBRARY)
+    if path is None:
+        say_once(slower_without(LIBRARY, gpu=True))
         return None
     kernels = Kernels(path)
     for operator, kernel in ((clap, kernels.clap), (gbm, kernels.gbm), (label_map, kernels.label_map)):
