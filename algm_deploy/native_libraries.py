@@ -254,8 +254,8 @@ def _compiled_once(name: str, architectures: tuple[int, ...], folder: Path) -> P
         with _locked(folder):
             if not path.is_file():  # another process may have made it while this one waited
                 _LOG.warning(
-                    "compiling native libraries for compute capability %s, once; takes about half a minute, %s=0 in the "
-                    "environment leaves it out",
+                    "compiling native libraries for compute capability %s, once, which takes half a minute; %s=0 in "
+                    "the environment leaves it out",
                     " and ".join(f"{number / 10:.1f}" for number in architectures),
                     COMPILE,
                 )

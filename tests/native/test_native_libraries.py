@@ -184,7 +184,7 @@ def test_the_first_use_compiles_once_for_the_gpus_of_this_machine(
     configure, _ = (tmp_path / "calls").read_text().splitlines()
     assert "-DCMAKE_CUDA_ARCHITECTURES=89-real;89-virtual" in configure
     (line,) = caplog.messages
-    assert line.startswith("compiling native libraries for compute capability 8.9, once; takes about half a minute")
+    assert line.startswith("compiling native libraries for compute capability 8.9, once, which takes half a minute")
     gpu_box("7.5", "12.0")
     assert native.find_library("kernels") is None, "a home may be shared by machines with other GPUs"
     assert native.usable_library("kernels") != path
