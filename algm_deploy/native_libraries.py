@@ -4,7 +4,7 @@
     usable_library("kernels")      the same for work on a GPU: where it is absent and compilers are here, it is compiled
                                    for the GPUs of this machine, once
     require_library("trt_plugin")  the same for what cannot do without: BuildError with the cure
-    slower_without("kernels", gpu) one line for `say_once`: what its absence costs, and what mends it
+    missing_here("kernels", "torch")  whether a runtime must do without it; logs what that costs and what mends it
     build(...)                     compiles by order: `algm-deploy build-native`
 
 A library is used only where it was made from these very sources: the wheel tells in `made-from.txt`, the folder of the
@@ -192,9 +192,21 @@ def require_library(name: str) -> Path:
 
 
 def slower_without(name: str, gpu: bool) -> str:
-    """One line for a command that does without the library `name`: what that costs on a GPU or a CPU, and the cure."""
+    """One line for what does without the library `name`: what that costs on a GPU or a CPU, and the cure."""
     found, cure = _absence_here(name)
     return f"{found}: {LIBRARIES[name].instead[0 if gpu else 1]}; faster with: {cure}"
+
+
+def missing_here(name: str, runtime: str, then: str = "", gpu: bool = True) -> bool:
+    """Whether a runtime must do without the library `name`, which on a GPU is compiled first where that is possible.
+
+    One line of the log says so, once a process, with what that costs and the cure; `then` is what is to be done after
+    it, such as "then build the bundle again".
+    """
+    missing = (usable_library(name) if gpu else find_library(name)) is None
+    if missing:
+        say_once(", ".join(filter(None, (f"{runtime}: {slower_without(name, gpu)}", then))))
+    return missing
 
 
 @cache

@@ -216,6 +216,19 @@ def test_a_failure_is_said_once_and_stops_nothing(
     assert "expected a ;" in said
 
 
+def test_a_runtime_that_does_without_says_so_once(
+    gpu_box: Callable[..., None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(native.COMPILE, "0")
+    for _ in range(2):
+        assert native.missing_here("kernels", "torch", "then go on")
+    (line,) = caplog.messages
+    assert re.fullmatch("torch: the library kernels is not built: .*; faster with: .* kernels, then go on", line)
+    monkeypatch.delenv(native.COMPILE)
+    assert native.missing_here("kernels", "torch", gpu=False), "nothing is compiled for a CPU"
+    assert not native.missing_here("kernels", "torch")
+
+
 @pytest.mark.parametrize("gpu", [True, False])
 def test_what_is_slower_says_so_with_the_cure(
     sources: Path, tools: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch, gpu: bool

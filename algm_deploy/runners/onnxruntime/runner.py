@@ -23,7 +23,14 @@ from algm_deploy.lowering.onnxruntime import (
     Provider,
     write_onnxruntime_onnx,
 )
-from algm_deploy.native_libraries import find_library, require_library, say_once, slower_without, usable_library
+from algm_deploy.native_libraries import (
+    find_library,
+    missing_here,
+    require_library,
+    say_once,
+    slower_without,
+    usable_library,
+)
 from algm_deploy.runners.contract import Array, Placement, Runner
 from algm_deploy.runners.onnxruntime.graphs import GraphUse, SegmentedSession
 from algm_deploy.runners.onnxruntime.sessions import (
@@ -60,7 +67,7 @@ class OnnxRuntimeRunner(Runner):
         rewrites = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
         lines = [f"{row.own}: {rewrites}"]
         if cls._gains(bundle) and not custom:
-            lines.append(f"{slower_without(LIBRARY, gpu)}; then build again")
+            lines.append(f"{slower_without(LIBRARY, gpu)}, then build again")
         return lines
 
     @classmethod
@@ -87,8 +94,9 @@ class OnnxRuntimeRunner(Runner):
 
     def _session_options(self) -> ort.SessionOptions:
         if self._built and not self.custom_operators and self._gains(self.bundle):
-            again = f"{self.executable} was built without the library {LIBRARY}: built again, it is faster"
-            say_once(again if find_library(LIBRARY) else slower_without(LIBRARY, self.target == "cuda"))
+            then = "then build the bundle again"
+            if not missing_here(LIBRARY, self.runtime, then, self.target == "cuda"):
+                say_once(f"{self.executable} was built without the library {LIBRARY}: built again, it is faster")
         options = ort.SessionOptions()
         options.log_severity_level = 4  # it warns about shapes that merging makes unavoidable; its errors are raised
         if self.custom_operators:
