@@ -19,6 +19,8 @@ import pytest
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+os.environ.setdefault("ALGM_COMPILE", "0")  # no test compiles by the way, on a machine with a GPU
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
@@ -156,6 +158,15 @@ def tiny_export(tiny_checkpoint: Path, made_once: Callable[..., Path]) -> Callab
         return Bundle.open(folder)
 
     return bundle
+
+
+@pytest.fixture
+def no_native_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Native libraries are neither installed nor built; the cache is an empty folder."""
+    from algm_deploy import native_libraries
+
+    monkeypatch.setattr(native_libraries, "wheel_folder", lambda: None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "no-cache"))
 
 
 @pytest.fixture

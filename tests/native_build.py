@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from algm_deploy.native_libraries import LIBRARIES, build, cache_folder, missing_for
+from algm_deploy.native_libraries import LIBRARIES, build, cache_folder, find_library, missing_for
 
 
 @contextmanager
@@ -24,12 +24,14 @@ def locked(folder: Path) -> Iterator[None]:
 
 @cache
 def built(name: str, *architectures: int) -> Path:
-    """A library for some GPU architectures, or for the CPU alone, from the cache of these very sources.
+    """A library for some GPU architectures, or for the CPU: the installed one, else one for the CPU alone.
 
-    It lies beside what `find_library` finds, so that no test changes what the product runs with. The first process that
-    asks compiles it. Skips the test where a tool is missing.
+    The first process that asks for what is absent compiles it, into the cache beside what `find_library` finds, so that
+    no test changes what the product runs with. Skips the test where a tool is missing.
     """
     cuda = bool(architectures)
+    if not cuda and (found := find_library(name)):
+        return found
     if lacks := missing_for(name, cuda):
         pytest.skip(f"needs {'; and '.join(lacks)}")
     folder = cache_folder() / ("sm_" + "_".join(map(str, architectures)) if cuda else "cpu")

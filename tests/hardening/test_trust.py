@@ -204,7 +204,9 @@ def test_installed_versions_are_the_pinned_ones(pinned: dict[str, str]) -> None:
         pytest.skip("not the environment of .ci/run, which sets ALGM_PINNED")
     found = {re.sub(r"[-_.]+", "-", one.name).lower(): one.version.partition("+")[0] for one in distributions()}
     others = {name: version for name, version in found.items() if version != pinned.get(name)}
-    own = re.compile("pip|setuptools|algm-deploy|(nvidia|cuda|triton).*")  # venv's, ours, and what torch pins itself
+    own = re.compile(
+        "pip|setuptools|algm-deploy(-native)?|(nvidia|cuda|triton).*"
+    )  # venv's, ours, and what torch pins itself
     assert [name for name in others if not own.fullmatch(name)] == []
 
 

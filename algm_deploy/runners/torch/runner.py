@@ -20,7 +20,7 @@ from algm_deploy.merging import deployed, merge_inputs
 from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.loading import load_network
 from algm_deploy.models.scores import labels_of, upsample_scores
-from algm_deploy.native_libraries import REBUILD, missing_here
+from algm_deploy.native_libraries import REBUILD
 from algm_deploy.ops.native_kernels import LIBRARY, use_kernels
 from algm_deploy.runners.contract import Runner
 from algm_deploy.runners.torch.packed import Merged, PackedSegmenter, supports
@@ -57,8 +57,6 @@ class TorchRunner(Runner):
         with self._turn():
             self._model = self._network().to(self.device)
             if self.device.type == "cuda":
-                if self.signature.defaults:
-                    missing_here(LIBRARY, self.runtime)
                 use_kernels()
                 if supports(self._model):
                     self._packed = PackedSegmenter(self._model, getattr(torch, self.signature.image.dtype))

@@ -255,20 +255,16 @@ def test_an_fp32_bundle_in_fp16(rtx: None, tiny_bundle: Bundle, tmp_path: Path) 
 # --- what goes wrong -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("bindings")
-def test_plugin_library_missing(models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(BuildError, match=r"libalgm_trt_plugin\.so.*run `algm-deploy build-native trt_plugin` first"):
+@pytest.mark.usefixtures("bindings", "no_native_libraries")
+def test_plugin_library_missing(models: Any) -> None:
+    with pytest.raises(BuildError, match=r"libalgm_trt_plugin\.so, but .* is not built"):
         build(models["labels", "fp32"])
 
 
-@pytest.mark.usefixtures("bindings")
-def test_what_is_missing_shows_before_the_export(
-    tiny_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+@pytest.mark.usefixtures("bindings", "no_native_libraries")
+def test_what_is_missing_shows_before_the_export(tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensorrt_build, "write_tensorrt_onnx", lambda *_: pytest.fail("exported first"))
-    with pytest.raises(BuildError, match="run `algm-deploy build-native trt_plugin` first"):
+    with pytest.raises(BuildError, match="the library trt_plugin is not built"):
         build_engine(tiny_bundle, "tensorrt-rtx", progress=False)
 
 
