@@ -109,15 +109,19 @@ def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callab
 def translated_once() -> Iterator[None]:
     """Bundles of the same network are written from one translation to ONNX, which takes ten seconds a time.
 
-    The key is all that a translation reads: weights, network, plan, output and dtype. Tests of the translation itself
-    call `base_onnx` where it is defined, and processes that tests start translate for themselves.
+    The key is all that a translation reads: weights, what the modules are and what they were given, plan and dtype.
+    Tests of the translation itself call `base_onnx` where it is defined, and processes that tests start translate for
+    themselves.
     """
     from algm_deploy.lowering import writing
 
     original, made = writing.base_onnx, dict[str, Any]()
 
     def remembered(network: Any, plan: Any, image_dtype: str) -> Any:
-        digest = hashlib.sha256(repr((network.network, network.output, plan, image_dtype)).encode())
+        digest = hashlib.sha256(repr((plan, image_dtype)).encode())
+        for name, module in network.named_modules():
+            given = {key: value for key, value in vars(module).items() if not key.startswith("_")}
+            digest.update(repr((name, type(module), given)).encode())
         for name, tensor in network.state_dict().items():
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode() + tensor.numpy().tobytes())
         key = digest.hexdigest()
