@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,46 +14,61 @@ from algm_deploy.errors import PlanError
 from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.vit import Block, KeepTokens, MergeInputs, Model, Tokens, VitNetwork, share_parameters
 from algm_deploy.ops._rows import merge_rows, row_of, sum_rows
+from algm_deploy.ops.gbm import most_joins
 from algm_deploy.ops.tome import most_merges
 from algm_deploy.recipe.schema import MergePlan, Method, Recipe, Size
 
 
 class Clap(nn.Module):
-    """CLAP in a merge slot."""
+    """CLAP in a merge slot; `budget` windows merge where that is the rule, whatever the inputs."""
 
-    def __init__(self, plan: MergePlan, grid: Size, prefix: int) -> None:
+    def __init__(self, plan: MergePlan, grid: Size, prefix: int, budget: int = 0) -> None:
         super().__init__()
-        self.plan, self.grid, self.prefix = plan, grid, prefix
+        self.plan, self.grid, self.prefix, self.budget = plan, grid, prefix, budget
 
-    def forward(self, tokens: Tokens, inputs: MergeInputs) -> Tokens:
+    @property
+    def attributes(self) -> tuple[Any, ...]:
+        """The operator's, in its order."""
         plan = self.plan
-        values, size, map, length = torch.ops.algm.clap(
-            tokens.values,
-            tokens.size,
-            inputs.clap,
-            self.grid,
-            plan.window,
-            self.prefix,
-            plan.semantics,
-            plan.batch,
-            plan.order,
-        )
-        return Tokens(values, size, map, length, padded=plan.batch == "per_image")
+        places = self.grid, plan.window, self.prefix
+        return *places, plan.semantics, plan.batch, plan.order, plan.clap, self.budget
+
+    @property
+    def decides(self) -> bool:
+        """Whether the picture decides how many merge."""
+        return self.plan.clap != "budget"
+
+    def forward(self, tokens: Tokens, inputs: MergeInputs | None) -> Tokens:
+        threshold = inputs.clap if inputs is not None and self.decides else None
+        values, size, map, length = torch.ops.algm.clap(tokens.values, tokens.size, threshold, *self.attributes)
+        return Tokens(values, size, map, length, padded=self.decides and self.plan.batch == "per_image")
 
 
 class Gbm(nn.Module):
-    """GBM in a merge slot; the published code divides the standard deviation by the 1-based layer."""
+    """GBM in a merge slot; the published code divides the standard deviation by the 1-based layer.
 
-    def __init__(self, plan: MergePlan, layer: int, prefix: int) -> None:
+    `budget` tokens merge where that is the rule, whatever the inputs.
+    """
+
+    def __init__(self, plan: MergePlan, layer: int, prefix: int, budget: int = 0) -> None:
         super().__init__()
-        self.plan, self.layer, self.prefix = plan, layer, prefix
+        self.plan, self.layer, self.prefix, self.budget = plan, layer, prefix, budget
 
-    def forward(self, tokens: Tokens, inputs: MergeInputs) -> Tokens:
+    @property
+    def attributes(self) -> tuple[Any, ...]:
+        """The operator's, in its order."""
         plan = self.plan
-        values, size, map, length = torch.ops.algm.gbm(
-            *tokens[:4], inputs.gbm, self.prefix, plan.gbm_mode, float(self.layer), plan.semantics, plan.batch
-        )
-        return Tokens(values, size, map, length, padded=plan.batch == "per_image")
+        return self.prefix, plan.gbm, float(self.layer), plan.semantics, plan.batch, self.budget
+
+    @property
+    def decides(self) -> bool:
+        """Whether the picture decides how many merge."""
+        return self.plan.gbm != "budget"
+
+    def forward(self, tokens: Tokens, inputs: MergeInputs | None) -> Tokens:
+        threshold = inputs.gbm if inputs is not None and self.decides else None
+        values, size, map, length = torch.ops.algm.gbm(*tokens[:4], threshold, *self.attributes)
+        return Tokens(values, size, map, length, padded=self.decides and self.plan.batch == "per_image")
 
 
 class Tome(nn.Module):
@@ -130,10 +146,11 @@ def insert_merging(model: Model, plan: MergePlan) -> Model:
     encoder.outlet = KeepTokens()
     for block in cast(Iterable[Block], merged.blocks):
         block.merge, block.proportional = KeepTokens(), False
+    budgets = merge_budgets(plan, encoder.grid, encoder.prefix)
     for layer in plan.clap_layers:
-        merged.blocks[layer - 1].merge = Clap(plan, encoder.grid, encoder.prefix)
+        merged.blocks[layer - 1].merge = Clap(plan, encoder.grid, encoder.prefix, budgets.get(layer, 0))
     for layer in plan.gbm_layers:
-        merged.blocks[layer - 1].merge = Gbm(plan, layer, encoder.prefix)
+        merged.blocks[layer - 1].merge = Gbm(plan, layer, encoder.prefix, budgets.get(layer, 0))
     if plan.method == "tome":
         _insert_tome(merged, plan)
     return merged
@@ -156,6 +173,27 @@ def tome_merges(plan: MergePlan, patches: int) -> dict[int, int]:
         merges[layer] = min(plan.tome_r[layer - 1], most_merges(patches, 0))
         patches -= merges[layer]
     return merges
+
+
+def merge_budgets(plan: MergePlan, grid: Size, prefix: int) -> dict[int, int]:
+    """By layer with the rule `budget`, how many windows or tokens merge there: no more than there are."""
+    budgets = {}
+    patches = grid[0] * grid[1]
+    for layer in plan.layers if plan.method != "tome" else ():
+        if layer in plan.clap_layers and plan.clap == "budget":
+            windows, members = (grid[0] // plan.window[0]) * (grid[1] // plan.window[1]), math.prod(plan.window)
+            budgets[layer] = _counted(plan.clap_budget, windows, windows)
+            patches -= budgets[layer] * (members - 1)
+        elif layer in plan.gbm_layers and plan.gbm == "budget":
+            most = most_joins(prefix + patches, prefix, plan.semantics)
+            budgets[layer] = _counted(plan.gbm_budget, patches, most)
+            patches -= budgets[layer]
+    return budgets
+
+
+def _counted(budget: int | float, of: int, most: int) -> int:
+    """A count as it is, a share rounded to the nearest one."""
+    return min(budget if isinstance(budget, int) else math.floor(budget * of + 0.5), most)
 
 
 def _insert_tome(merged: VitNetwork, plan: MergePlan) -> None:

@@ -38,7 +38,7 @@ PHOTOS = 20
 # The paper takes tau as the threshold of both merges.
 SEMANTICS: dict[str, dict[str, Any]] = {
     "code": {},
-    "paper": {"merging.semantics": "paper", "merging.gbm_mode": "fixed", "merging.gbm_threshold": TAU},
+    "paper": {"merging.semantics": "paper", "merging.gbm": "fixed", "merging.gbm_threshold": TAU},
 }
 ORDERS = ("published", "raster")
 

@@ -3,6 +3,7 @@
 
 #include <algm_kernels.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <sstream>
@@ -92,11 +93,17 @@ struct Launch {
 
 // What `attributes` tells of one beside name and member: the least number, or the words, whose places are the values.
 inline constexpr int32_t kMaxAttribute = 1 << 24;
-using Words = std::array<char const *, 2>;
+struct Words {
+    std::array<char const *, 4> word;
+    size_t count;
+
+    template <class... Word>
+    constexpr Words(Word... words) : word{words...}, count(sizeof...(words)) {}
+};
 inline constexpr Words kSemantics{"code", "paper"};
 inline constexpr Words kBatch{"per_image", "batch_min"};
 inline constexpr Words kOrder{"published", "raster"};
-inline constexpr Words kMode{"adaptive", "fixed"};
+inline constexpr Words kRule{"threshold", "adaptive", "fixed", "budget"};
 
 // The outputs of both merges; the last one counts the rows, S' or S''.
 inline constexpr std::array<Port, 5> kMerged{{{"tokens", Type::kTokens, 3},
@@ -113,7 +120,7 @@ struct Clap {
         {{"tokens", Type::kTokens, 3}, {"size", Type::kFloat, 2}, {"threshold", Type::kFloat, 0}}};
     static constexpr auto kOutputs = kMerged;
 
-    int32_t grid[2]{}, window[2]{}, prefix{}, semantics{}, batch{}, order{};
+    int32_t grid[2]{}, window[2]{}, prefix{}, semantics{}, batch{}, order{}, rule{}, budget{};
 
     template <class Visit>
     void attributes(Visit &&visit) {
@@ -123,9 +130,18 @@ struct Clap {
         visit("semantics", semantics, kSemantics);
         visit("batch", batch, kBatch);
         visit("order", order, kOrder);
+        visit("rule", rule, kRule);
+        visit("budget", budget, 0);
     }
 
     int64_t patches(Shapes) const { return int64_t{grid[0]} * grid[1]; }
+
+    // Rows that every image keeps by the rule `budget`, as many as there are by the others.
+    int64_t mostRows(Shapes in) const {
+        int64_t const windows = int64_t{grid[0] / window[0]} * (grid[1] / window[1]);
+        int64_t const merged = rule == ALGM_RULE_BUDGET ? std::min<int64_t>(budget, windows) : 0;
+        return in[0][1] - merged * (int64_t{window[0]} * window[1] - 1);
+    }
 
     void checkShapes(Shapes in) const {
         expectEqual(in[0][1], prefix + patches(in), "rows of tokens (prefix + grid)");
@@ -155,7 +171,8 @@ struct Clap {
 private:
     algm_clap_params params(Shapes in, int32_t dtype) const {
         auto const *d = in[0];
-        return {d[0], d[1], d[2], grid[0], grid[1], window[0], window[1], prefix, dtype, semantics, batch, order};
+        return {d[0], d[1], d[2], grid[0], grid[1], window[0], window[1], prefix, budget, dtype, semantics,
+                batch, order, rule};
     }
 };
 
@@ -171,20 +188,30 @@ struct Gbm {
                                                   {"threshold", Type::kFloat, 0}}};
     static constexpr auto kOutputs = kMerged;
 
-    int32_t prefix{}, mode{};
+    int32_t prefix{}, rule{};
     float divisor{};
-    int32_t semantics{}, batch{};
+    int32_t semantics{}, batch{}, budget{};
 
     template <class Visit>
     void attributes(Visit &&visit) {
         visit("prefix", prefix, 0);
-        visit("mode", mode, kMode);
+        visit("rule", rule, kRule);
         visit("divisor", divisor);
         visit("semantics", semantics, kSemantics);
         visit("batch", batch, kBatch);
+        visit("budget", budget, 0);
     }
 
     int64_t patches(Shapes in) const { return in[2][1]; }
+
+    // As for CLAP. Rows are [prefix | A and B in turn], where A is first but for the published program's odd prefix.
+    int64_t mostRows(Shapes in) const {
+        int64_t const behind = std::max<int64_t>(in[0][1] - prefix, 0);
+        bool const bFirst = semantics == ALGM_SEMANTICS_CODE && prefix % 2 == 1;
+        int64_t const sources = bFirst ? behind / 2 : (behind + 1) / 2, targets = behind - sources;
+        int64_t const most = targets > 0 ? sources : 0;
+        return in[0][1] - (rule == ALGM_RULE_BUDGET ? std::min<int64_t>(budget, most) : 0);
+    }
 
     void checkShapes(Shapes in) const {
         expectEqual(in[1][0], in[0][0], "images of size");
@@ -216,7 +243,7 @@ struct Gbm {
 private:
     algm_gbm_params params(Shapes in, int32_t dtype) const {
         auto const *d = in[0];
-        return {d[0], d[1], d[2], patches(in), prefix, divisor, dtype, semantics, batch, mode};
+        return {d[0], d[1], d[2], patches(in), prefix, budget, divisor, dtype, semantics, batch, rule};
     }
 };
 

@@ -14,8 +14,22 @@ import numpy as np
 Array = np.ndarray
 KINDS = ("signs", "few", "constant", "pairs", "zeros")
 # Attributes as the published program has them, for one class token before the patches.
-CLAP: dict[str, Any] = {"prefix": 1, "semantics": "code", "batch": "per_image", "order": "published"}
-GBM: dict[str, Any] = {"prefix": 1, "mode": "adaptive", "divisor": 5.0, "semantics": "code", "batch": "per_image"}
+CLAP: dict[str, Any] = {
+    "prefix": 1,
+    "semantics": "code",
+    "batch": "per_image",
+    "order": "published",
+    "rule": "threshold",
+    "budget": 0,
+}
+GBM: dict[str, Any] = {
+    "prefix": 1,
+    "rule": "adaptive",
+    "divisor": 5.0,
+    "semantics": "code",
+    "batch": "per_image",
+    "budget": 0,
+}
 
 
 def exact_tokens(rng: np.random.Generator, kind: str, shape: tuple[int, int, int], dtype: Any = np.float32) -> Array:

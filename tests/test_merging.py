@@ -24,7 +24,7 @@ Golden = Callable[[str], Segmenter]
 PLAN = MergePlan(clap_layers=(1,), gbm_layers=(3,), clap_threshold=0.7)
 PLANS = {
     "published": PLAN,
-    "paper": replace(PLAN, semantics="paper", gbm_mode="fixed", gbm_threshold=0.8),
+    "paper": replace(PLAN, semantics="paper", gbm="fixed", gbm_threshold=0.8),
     "batch_min": replace(PLAN, batch="batch_min"),
     "raster": replace(PLAN, order="raster"),
     "several_gbm": replace(PLAN, gbm_layers=(2, 4)),

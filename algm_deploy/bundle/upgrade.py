@@ -44,6 +44,7 @@ def upgraded(old: Table) -> Table:
     reasons = converted(dict[str, str], old.get("not_run", {}), "not_run")
     return {
         **{key: part for key, part in old.items() if key not in _SECTIONS},
+        **({"recipe": _recipe(old["recipe"])} if "recipe" in old else {}),
         "not_run": [_not_run(key, reason) for key, reason in reasons.items()],
         "parity": records("parity", _parity),
         "evaluations": records("evaluation", lambda key, one: _evaluation(key, one, merges)),
@@ -53,6 +54,14 @@ def upgraded(old: Table) -> Table:
         "rebuilds": records("rebuilds", lambda key, one: {"runtime": key, **one}),
         "tunings": records("tuning", _tuning),
     }
+
+
+def _recipe(old: Any) -> Any:
+    """GBM's rule was `gbm_mode`. What is no recipe stays as it is, for the reader to refuse."""
+    plan = old.get("merging") if isinstance(old, dict) else None
+    if not isinstance(plan, dict) or "gbm_mode" not in plan:
+        return old
+    return {**old, "merging": {"gbm" if key == "gbm_mode" else key: value for key, value in plan.items()}}
 
 
 def _merges(names: tuple[str, ...]) -> dict[str, str]:

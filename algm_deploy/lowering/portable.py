@@ -41,11 +41,14 @@ def function_of(node: ir.Node, name: str) -> ir.Function:
     """A function of the given name that computes what `node`, an operator of domain `algm`, stands for."""
     schema = SCHEMAS[node.op_type]
     present = [value is not None for value in node.inputs]
-    inputs = [ir.Value(name=p.name) for p in schema.inputs[: len(present)]]
+    shapes = _shapes(node)
+    inputs = [ir.Value(name=p.name, shape=s) for p, s in zip(schema.inputs, shapes, strict=False)]
     arguments = [value if there else None for value, there in zip(inputs, present, strict=True)]
     dtypes = [output.dtype or ir.DataType.UNDEFINED for output in node.outputs]
     body = Body(dtypes)
     outputs = BODIES[node.op_type](body, _attributes(node), *arguments)
+    for value in (*inputs, *(made for one in body.nodes for made in one.outputs)):
+        value.shape = None  # has served its purpose
     taken = {value.name for value in inputs}
     for value, parameter in zip(outputs, schema.outputs, strict=True):
         value.name = f"{parameter.name}_out" if parameter.name in taken else parameter.name
@@ -76,4 +79,12 @@ def _attributes(node: ir.Node) -> dict[str, Any]:
 def _variant(node: ir.Node) -> Hashable:
     """What makes two nodes need different bodies."""
     attributes = tuple(sorted((k, str(v.value)) for k, v in node.attributes.items()))
-    return node.op_type, attributes, tuple(v is None for v in node.inputs), tuple(o.dtype for o in node.outputs)
+    rows = tuple(shape[1] for shape in _shapes(node)[:1] if shape is not None)
+    return node.op_type, attributes, rows, tuple(v is None for v in node.inputs), tuple(o.dtype for o in node.outputs)
+
+
+def _shapes(node: ir.Node) -> list[ir.Shape | None]:
+    """Shapes of a node's inputs that its body may rely on: those of a budget, whose rows are the same in every run."""
+    rule = node.attributes.get("rule")
+    known = rule is not None and rule.as_string() == "budget"
+    return [value.shape if known and value is not None else None for value in node.inputs]

@@ -107,9 +107,10 @@ def register_gradient(operator: Operator, followed: Callable[[Any, Any], tuple[T
     operator.register_autograd(backward, setup_context=save)
 
 
-def unknown_rows(tokens: Tensor, size: Tensor, patches: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Shapes of a merge's tokens, size, map and length, for fake kernels: the data decides how many rows there are."""
-    rows_out = torch.library.get_ctx().new_dynamic_size(min=1)
+def known_rows(
+    tokens: Tensor, size: Tensor, patches: int, rows_out: int | torch.SymInt
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Shapes of a merge's tokens, size, map and length, for fake kernels."""
     images = tokens.shape[0]
     return (
         tokens.new_empty(images, rows_out, tokens.shape[2]),
@@ -117,6 +118,16 @@ def unknown_rows(tokens: Tensor, size: Tensor, patches: int) -> tuple[Tensor, Te
         tokens.new_empty(images, patches, dtype=torch.int64),
         tokens.new_empty(images, dtype=torch.int64),
     )
+
+
+def unknown_rows(tokens: Tensor, size: Tensor, patches: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As `known_rows`, where the data decides how many rows there are."""
+    return known_rows(tokens, size, patches, torch.library.get_ctx().new_dynamic_size(min=1))
+
+
+def best_ranks(values: Tensor) -> Tensor:
+    """Place (B, R) of each value of an image in descending order; the lower index first on ties."""
+    return values.sort(dim=1, descending=True, stable=True).indices.argsort(dim=1)
 
 
 def merge_rows_reference(

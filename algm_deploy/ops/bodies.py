@@ -58,7 +58,9 @@ class Body:
         array = np.asarray(x)
         if not isinstance(x, np.ndarray):
             array = array.astype(np.int64 if array.dtype.kind in "iu" or array.size == 0 else np.float32)
-        return self._tape.op("Constant", [], {"value": ir.tensor(array)})
+        constant = self._tape.op("Constant", [], {"value": ir.tensor(array)})
+        constant.shape = ir.Shape(array.shape)
+        return constant
 
     def number(self, x: float) -> Value:
         """A scalar fp32 constant."""
@@ -80,11 +82,20 @@ class Body:
         """The extent of one axis as int64 (1,)."""
         return self("Shape", x, start=axis, end=axis + 1)
 
+    def extent(self, x: Value, axis: int) -> Value | int:
+        """The extent of one axis: a number where the input's shape says it, else as `size_of`."""
+        known = x.shape[axis] if x.shape is not None else None
+        return known if isinstance(known, int) else self.size_of(x, axis)
+
     def indices(self, count: Value | int) -> Value:
         """0, 1, ... count - 1 as int64 (count,)."""
         if isinstance(count, int):
             return self.value(np.arange(count))  # type: ignore[return-value]
         return self("Range", 0, self("Squeeze", count, [0]), 1)
+
+    def filled(self, x: Value, number: int) -> Value:
+        """The number once for each image of x: (B, 1) int64."""
+        return self("Expand", number, self("Concat", self.size_of(x, 0), [1], axis=0))
 
     def rows(self, x: Value, start: Value | int, end: Value | int, step: int = 1) -> Value:
         """x[:, start:end:step]."""
@@ -121,12 +132,23 @@ class Body:
         numbers = self("Expand", self.indices(self.size_of(permutation, 1)), shape)
         return self("ScatterElements", self("Expand", 0, shape), permutation, numbers, axis=1)
 
+    def best(self, values: Value, count: int) -> Value:
+        """Place (B, R) of the `count` largest of R values in descending order, the lower index first; -1 for others."""
+        none = self("Expand", -1, self("Shape", values))
+        if count == 0:
+            return none
+        _, largest = self.several(2, "TopK", values, [count], axis=1)
+        places = self("Expand", np.arange(count), self("Shape", largest))
+        return self("ScatterElements", none, largest, places, axis=1)
+
     def rank(self, values: Value) -> Value:
         """Place (B, R) of each value in descending order; the lower index first on ties, as TopK promises."""
         _, best_first = self.several(2, "TopK", values, self.size_of(values, 1), axis=1)
         return self.inverse(best_first)
 
-    def select(self, position: Value, kept: Value, length: Value, *candidates: Value) -> list[Value]:
+    def select(
+        self, position: Value, kept: Value, length: Value, *candidates: Value, rows: int | None = None
+    ) -> list[Value]:
         """Puts candidates where they belong: padded to the longest image, zero behind `length`.
 
         Args:
@@ -134,9 +156,13 @@ class Body:
             kept: (B, R) bool.
             length: (B, 1) int64, kept candidates of every image.
             candidates: values (B, R, C) or (B, R).
+            rows: the length of all images, where it is known.
         """
         dropped = self("Sub", self("Add", length, self.running_count(self("Not", kept))), 1)
         source = self.inverse(self("Where", kept, position, dropped))
+        if rows is not None:
+            source = self.rows(source, 0, rows)
+            return [self.take_rows(candidates[0], source), self("GatherElements", candidates[1], source, axis=1)]
         rows_out = self("Reshape", self("ReduceMax", length), [1])
         source = self.rows(source, 0, rows_out)
         valid = self("Less", self.indices(rows_out), length)

@@ -3,16 +3,19 @@
 The sequence is split into alternating rows A and B; every A row looks for its most similar B row and joins it when
 similar enough.
 
-    gbm(tokens (B,S,D), size (B,S), map (B,N), length (B), threshold ())
+    gbm(tokens (B,S,D), size (B,S), map (B,N), length (B), threshold ()?)
         -> tokens (B,S'',D), size (B,S''), map (B,N), length (B)
 
-Attributes: `prefix` P, `mode`, `divisor`, `semantics`, `batch`. Dtypes and means as for CLAP. Rows at and behind
-`length`, any int64, do not exist, those of the prefix apart. Output rows are [prefix | A rows that stay, ascending |
-all B rows, ascending | zero padding of size 0]; `map` is composed: for every patch its row in the new sequence.
+Attributes: `prefix` P, `rule`, `divisor`, `semantics`, `batch`, `budget`. Dtypes and means as for CLAP. Rows at and
+behind `length`, any int64, do not exist, those of the prefix apart. Output rows are [prefix | A rows that stay,
+ascending | all B rows, ascending | zero padding of size 0]; `map` is composed: for every patch its row in the new
+sequence.
 
-mode       `adaptive`: a row joins at similarity >= mean + threshold * std / divisor, mean and unbiased standard
+rule       `adaptive`: a row joins at similarity >= mean + threshold * std / divisor, mean and unbiased standard
            deviation over the best similarities of the image's A rows; the published code sets threshold 1 and divisor
-           to the 1-based layer. `fixed`: threshold itself is the similarity to reach.
+           to the 1-based layer. `fixed`: threshold itself is the similarity to reach. `budget`: the `budget` most
+           similar A rows of every image join, or all where there are no more. Then there is no threshold, every row has
+           to exist, S'' is known beforehand, all images have as many rows, and `batch` changes nothing.
 semantics  `code`: A are the even rows of the sequence, prefix counted, `>=`, size-weighted mean. `paper`: A and B
            alternate behind the prefix, `>`, plain mean. Prefix rows never merge and are never joined.
 batch      `per_image`: each image decides alone. `batch_min`: mean and deviation are averaged over the batch, and all
@@ -23,7 +26,7 @@ nothing merges. Ties go to the lower row, and a similarity that is NaN never win
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,9 +34,12 @@ import onnx_ir as ir
 import torch
 from torch import Tensor
 
+from algm_deploy.errors import ExportError
 from algm_deploy.ops._rows import (
     NORM_EPS,
+    best_ranks,
     existing_rows,
+    known_rows,
     merge_rows,
     merge_rows_reference,
     product,
@@ -50,6 +56,13 @@ from algm_deploy.ops.schema import operator
 def first_source(semantics: str, prefix: int) -> int:
     """The first row of A: row 0 in the published code, the first patch token in the paper."""
     return prefix if semantics == "paper" else 0
+
+
+def most_joins(rows: int, prefix: int, semantics: str) -> int:
+    """A rows that may merge, of a sequence of `rows` rows; none where there is no B row to join."""
+    first = first_source(semantics, prefix)
+    sources, targets = (len(range(prefix + (prefix - start) % 2, rows, 2)) for start in (first, first + 1))
+    return sources if targets else 0
 
 
 def row_weights(size: Tensor, semantics: str) -> Tensor:
@@ -87,9 +100,9 @@ def gbm_similarity(tokens: Tensor, length: Tensor, prefix: int, semantics: str) 
     return torch.where(sources, best, -torch.inf), match
 
 
-def gbm_threshold(best: Tensor, threshold: Tensor, mode: str, divisor: float, batch: str) -> Tensor:
+def gbm_threshold(best: Tensor, threshold: Tensor, rule: str, divisor: float, batch: str) -> Tensor:
     """The similarity to reach (B, 1) fp32; NaN where the deviation of fewer than two rows is undefined."""
-    if mode == "fixed":
+    if rule == "fixed":
         return threshold.float().expand(len(best), 1)
     counted = best > -torch.inf
     count = counted.sum(1, keepdim=True)
@@ -102,13 +115,18 @@ def gbm_threshold(best: Tensor, threshold: Tensor, mode: str, divisor: float, ba
     return (mean + threshold.double() * deviation / divisor).float().expand(len(best), 1)
 
 
-def gbm_decisions(best: Tensor, limit: Tensor, semantics: str, batch: str) -> Tensor:
-    """Which A rows merge: (B, |A|) bool. `limit` (B, 1) comes from `gbm_threshold`."""
+def gbm_decisions(
+    best: Tensor, threshold: Tensor | None, rule: str, divisor: float, semantics: str, batch: str, budget: int = 0
+) -> Tensor:
+    """Which A rows merge: (B, |A|) bool."""
+    if rule == "budget":
+        return best_ranks(best) < budget
+    assert threshold is not None
+    limit = gbm_threshold(best, threshold, rule, divisor, batch)
     reached = best > limit if semantics == "paper" else best >= limit
     merged = reached & (best > -torch.inf)
     if batch == "batch_min":
-        best_first = torch.where(merged, best, -torch.inf).sort(dim=1, descending=True, stable=True).indices
-        merged = best_first.argsort(dim=1) < merged.sum(1).amin()
+        merged = best_ranks(torch.where(merged, best, -torch.inf)) < merged.sum(1).amin()
     return merged
 
 
@@ -131,36 +149,44 @@ def gbm_rows(
     return row, length - merged.sum(1)
 
 
-@operator("tokens:T size:f32 map:i64 length:i64 threshold:f32", "tokens:T size:f32 map:i64 length:i64")
+@operator("tokens:T size:f32 map:i64 length:i64 threshold?:f32", "tokens:T size:f32 map:i64 length:i64")
 def gbm(
     tokens: Tensor,
     size: Tensor,
     map: Tensor,
     length: Tensor,
-    threshold: Tensor,
+    threshold: Tensor | None,
     prefix: int,
-    mode: str,
+    rule: str,
     divisor: float,
     semantics: str,
     batch: str,
+    budget: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Global bipartite merging: tokens join the most similar token of the other half."""
     length = existing_rows(length, tokens.shape[1], prefix)
     best, match = gbm_similarity(tokens, length, prefix, semantics)
-    merged = gbm_decisions(best, gbm_threshold(best, threshold, mode, divisor, batch), semantics, batch)
+    most = most_joins(tokens.shape[1], prefix, semantics)
+    merged = gbm_decisions(best, threshold, rule, divisor, semantics, batch, min(budget, most))
     row, length_out = gbm_rows(merged, match, length, tokens.shape[1], prefix, semantics)
-    rows_out = int(length_out.max())
+    rows_out = tokens.shape[1] - min(budget, most) if rule == "budget" else int(length_out.max())
     weight = row_weights(size, semantics)
     return merge_rows(tokens, weight, row, rows_out), sum_rows(size, row, rows_out), row.gather(1, map), length_out
 
 
 @gbm.register_fake
-def _(tokens: Tensor, size: Tensor, map: Tensor, *_: Any) -> tuple[Tensor, ...]:
+def _(
+    tokens: Tensor, size: Tensor, map: Tensor, length: Tensor, threshold: Tensor | None, prefix: int, *rest: Any
+) -> tuple[Tensor, ...]:
+    rule, _, semantics, _, budget = rest
+    if rule == "budget":
+        rows = tokens.shape[1]
+        return known_rows(tokens, size, map.shape[1], rows - min(budget, most_joins(rows, prefix, semantics)))
     return unknown_rows(tokens, size, map.shape[1])
 
 
 def _followed(inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    _, size, map_in, _, _, prefix, _, _, semantics, _ = inputs
+    _, size, map_in, _, _, prefix, _, _, semantics, _, _ = inputs
     return row_weights(size, semantics), row_of(map_in, output[2], size.shape[1], prefix)
 
 
@@ -186,7 +212,7 @@ def onnx_similarity(body: Body, tokens: Value, allowed: Value, first: int) -> tu
 
 def _onnx_threshold(body: Body, best: Value, threshold: Value, attributes: Mapping[str, Any]) -> Value:
     """The similarity to reach, (B, 1) or a scalar, fp32; statistics in fp64."""
-    if attributes["mode"] == "fixed":
+    if attributes["rule"] == "fixed":
         return threshold
     counted = body("Greater", best, -np.inf)
     count = body("Cast", body.count(counted), to=ir.DataType.DOUBLE)
@@ -201,8 +227,14 @@ def _onnx_threshold(body: Body, best: Value, threshold: Value, attributes: Mappi
     return body.fp32(body("Add", mean, body("Mul", scale, deviation)))
 
 
-def _onnx_decisions(body: Body, best: Value, limit: Value, attributes: Mapping[str, Any]) -> Value:
-    """Which A rows merge: (B, |A|) bool."""
+def _onnx_decisions(
+    body: Body, best: Value, threshold: Value | None, attributes: Mapping[str, Any], most: int = 0
+) -> Value:
+    """Which A rows merge: (B, |A|) bool; by the rule `budget` the `most` best."""
+    if attributes["rule"] == "budget":
+        return body("GreaterOrEqual", body.best(best, most), 0)
+    assert threshold is not None
+    limit = _onnx_threshold(body, best, threshold, attributes)
     reached = body("Greater" if attributes["semantics"] == "paper" else "GreaterOrEqual", best, limit)
     merged = body("And", reached, body("Greater", best, -np.inf))
     if attributes["batch"] == "batch_min":
@@ -212,14 +244,22 @@ def _onnx_decisions(body: Body, best: Value, limit: Value, attributes: Mapping[s
 
 
 def _onnx_rows(
-    body: Body, merged: Value, match: Value, valid: Value, prefix: int, first: int, place: Value | None = None
+    body: Body,
+    merged: Value,
+    match: Value,
+    valid: Value,
+    prefix: int,
+    first: int,
+    place: Value | None = None,
 ) -> tuple[Value, Value]:
     """Output row (B, S) of every input row (meaningless where invalid), and the flags of rows that join another."""
-    rows = body.indices(body.size_of(valid, 1))
+    count = body.extent(valid, 1)
+    sources = len(range(first, count, 2)) if isinstance(count, int) else body.size_of(merged, 1)
+    rows = body.indices(count)
     offset = body("Sub", rows, first)
     # Row of A an input row would be; rows that are none pick any and are masked.
     in_source = body("Div", body("Max", offset, 0), 2)
-    in_source = body("Min", in_source, body("Sub", body.size_of(merged, 1), 1))
+    in_source = body("Min", in_source, body("Sub", sources, 1))
     patch = body("GreaterOrEqual", rows, prefix)
     is_source = body("And", patch, body("Equal", body("Mod", offset, 2), 0))
     joins = body("And", body("Gather", merged, in_source, axis=1), is_source)
@@ -232,7 +272,7 @@ def _onnx_rows(
     target_row = body("Add", body("Add", body.count(stays), body.running_count(targets)), prefix - 1)
     row = body("Where", patch, body("Where", is_source, stay_row, target_row), rows)
     target = body("Add", body("Mul", body("Gather", match, in_source, axis=1), 2), first + 1)
-    target = body("Min", target, body("Sub", body.size_of(valid, 1), 1))
+    target = body("Min", target, body("Sub", count, 1))
     return body("Where", joins, body("GatherElements", row, target, axis=1), row), joins
 
 
@@ -243,7 +283,8 @@ def _onnx_means(
     first = first_source(attributes["semantics"], attributes["prefix"])
     source, target = (body.fp32(body.rows(tokens, start, END, 2)) for start in (first, first + 1))
     source_size, target_size = (body.rows(size, start, END, 2) for start in (first, first + 1))
-    columns = body.indices(body.size_of(target, 1))
+    count = body.extent(tokens, 1)
+    columns = body.indices(len(range(first + 1, count, 2)) if isinstance(count, int) else body.size_of(target, 1))
     joined = body("Equal", body("Unsqueeze", columns, [1]), body("Unsqueeze", match, [1]))
     joined = body.fp32(body("And", joined, body("Unsqueeze", merged, [1])))
 
@@ -267,17 +308,29 @@ def _onnx_means(
 
 @body_of("gbm")
 def onnx_body(
-    body: Body, attributes: Mapping[str, Any], tokens: Value, size: Value, map: Value, length: Value, threshold: Value
+    body: Body,
+    attributes: Mapping[str, Any],
+    tokens: Value,
+    size: Value,
+    map: Value,
+    length: Value,
+    threshold: Value | None = None,
 ) -> list[Value]:
-    """GBM in standard ops."""
-    prefix, first = attributes["prefix"], first_source(attributes["semantics"], attributes["prefix"])
-    rows = body.indices(body.size_of(tokens, 1))
-    valid = body("Less", rows, body("Unsqueeze", body("Max", length, prefix), [1]))
+    """GBM in standard ops. By the rule `budget` the number of rows has to be known: a shape of `tokens`."""
+    prefix, semantics = attributes["prefix"], attributes["semantics"]
+    count = body.extent(tokens, 1)
+    rows, merges = body.indices(count), None
+    if attributes["rule"] == "budget":
+        if not isinstance(count, int):
+            raise ExportError("expected a known number of rows for a budget of GBM: give CLAP one too")
+        merges = min(attributes["budget"], most_joins(count, prefix, semantics))
+        valid: Value = body.value(np.ones((1, count), bool))  # type: ignore[assignment]
+    else:
+        valid = body("Less", rows, body("Unsqueeze", body("Max", length, prefix), [1]))
     allowed = body("And", valid, body("GreaterOrEqual", rows, prefix))
-    best, match = onnx_similarity(body, tokens, allowed, first)
-    limit = _onnx_threshold(body, best, threshold, attributes)
-    merged = _onnx_decisions(body, best, limit, attributes)
-    return onnx_joined(body, (tokens, size, map), valid, merged, match, attributes)
+    best, match = onnx_similarity(body, tokens, allowed, first_source(semantics, prefix))
+    merged = _onnx_decisions(body, best, threshold, attributes, merges or 0)
+    return onnx_joined(body, (tokens, size, map), valid, merged, match, attributes, merges=merges)
 
 
 def onnx_joined(
@@ -288,6 +341,7 @@ def onnx_joined(
     match: Value,
     attributes: Mapping[str, Any],
     place: Value | None = None,
+    merges: int | None = None,
 ) -> list[Value]:
     """Tokens, size, map and length behind a bipartite merge. The joins are one product with a 0/1 matrix, so nothing is
     scattered by addition.
@@ -298,9 +352,11 @@ def onnx_joined(
         merged, match: (B, |A|), which A rows merge, and into which of B.
         attributes: `prefix` and `semantics`.
         place: (B, |A|) int64, order of the A rows that stay where it is not that of the sequence; for no prefix.
+        merges: how many A rows merge in every image, where that and the number of rows are known.
     """
     tokens, size, map = inputs
     prefix, first = attributes["prefix"], first_source(attributes["semantics"], attributes["prefix"])
+    count = body.extent(tokens, 1)
     row, joins = _onnx_rows(body, merged, match, valid, prefix, first, place)
     values, sizes = _onnx_means(body, tokens, size, merged, match, attributes)
 
@@ -310,8 +366,9 @@ def onnx_joined(
         return body("Concat", *([body.rows(x, 0, first)] if first else []), *halves, axis=1)
 
     kept = body("And", valid, body("Not", joins))
-    length_out = body.count(kept)
-    out = body.select(reordered(row), reordered(kept), length_out, values, sizes)
+    rows_out = count - merges if isinstance(count, int) and merges is not None else None
+    length_out = body.count(kept) if rows_out is None else body.filled(tokens, rows_out)
+    out = body.select(reordered(row), reordered(kept), length_out, values, sizes, rows=rows_out)
     return [*out, body("GatherElements", row, map, axis=1), body("Squeeze", length_out, [1])]
 
 
@@ -346,15 +403,23 @@ def reference_similarity(
 
 
 def reference_decisions(
-    best: list[np.ndarray], threshold: float, mode: str, divisor: float, semantics: str, batch: str
+    best: list[np.ndarray],
+    threshold: float | None,
+    rule: str,
+    divisor: float,
+    semantics: str,
+    batch: str,
+    budget: int = 0,
 ) -> list[np.ndarray]:
     """For every image: which of its A rows merge (bool)."""
+    if rule == "budget":
+        return reference_most_similar(best, budget)
 
     def statistics(values: np.ndarray) -> tuple[float, float]:
         values = values[np.isfinite(values)].astype(np.float64)
         return (float(values.mean()), float(values.std(ddof=1))) if len(values) > 1 else (np.nan, np.nan)
 
-    if mode == "fixed":
+    if rule == "fixed":
         limits = [np.float32(threshold)] * len(best)
     else:
         stats = np.array([statistics(values) for values in best])
@@ -372,6 +437,16 @@ def reference_decisions(
         for values, m in zip(best, merged, strict=True):
             ranked = sorted(np.flatnonzero(m), key=lambda i: (-values[i], i))
             m[ranked[count:]] = False
+    return merged
+
+
+def reference_most_similar(best: Sequence[np.ndarray], count: int) -> list[np.ndarray]:
+    """For every image: which of its A rows (bool) are the `count` most similar that have a B row to join."""
+    merged = []
+    for values in best:
+        flags = np.zeros(len(values), bool)
+        flags[sorted(np.flatnonzero(values > -np.inf), key=lambda i: (-values[i], i))[:count]] = True
+        merged.append(flags)
     return merged
 
 
@@ -396,17 +471,18 @@ def reference(
     size: np.ndarray,
     map: np.ndarray,
     length: np.ndarray,
-    threshold: float,
+    threshold: float | None,
     *,
     prefix: int = 1,
-    mode: str = "adaptive",
+    rule: str = "adaptive",
     divisor: float = 5.0,
     semantics: str = "code",
     batch: str = "per_image",
+    budget: int = 0,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """GBM in plain NumPy; arguments and results as the torch operator."""
     best, match = reference_similarity(tokens, length, prefix, semantics)
-    merged = reference_decisions(best, threshold, mode, divisor, semantics, batch)
+    merged = reference_decisions(best, threshold, rule, divisor, semantics, batch, budget)
     row, length_out = reference_rows(merged, match, tokens.shape[1], length, prefix, semantics)
     merged_tokens, merged_size = merge_rows_reference(
         tokens, size, row, int(length_out.max()), weighted=semantics != "paper"

@@ -23,9 +23,11 @@ def _struct(name: str, longs: str, ints: str, doubles: str = "") -> type[ctypes.
 
 # Field by field as in the header.
 ClapParams = _struct(
-    "ClapParams", "batch rows width grid_h grid_w window_h window_w prefix", "dtype semantics batch_mode order"
+    "ClapParams",
+    "batch rows width grid_h grid_w window_h window_w prefix budget",
+    "dtype semantics batch_mode order rule",
 )
-GbmParams = _struct("GbmParams", "batch rows width patches prefix", "dtype semantics batch_mode mode", "divisor")
+GbmParams = _struct("GbmParams", "batch rows width patches prefix budget", "dtype semantics batch_mode rule", "divisor")
 UnmergeParams = _struct("UnmergeParams", "batch rows width patches prefix", "dtype")
 LabelMapParams = _struct("LabelMapParams", "batch rows classes grid_h grid_w height width prefix", "dtype label_type")
 
@@ -39,18 +41,28 @@ def clap_params(
     semantics: str,
     batch: str,
     order: str,
+    rule: str,
+    budget: int,
 ) -> ctypes.Structure:
     """Of CLAP on tokens of a shape (B, S, D) and a type; attributes as of the operator."""
-    places = _places(semantics=semantics, batch=batch, order=order)
-    return ClapParams(*shape, *grid, *window, prefix, DTYPES[dtype], *places)
+    places = _places(semantics=semantics, batch=batch, order=order, rule=rule)
+    return ClapParams(*shape, *grid, *window, prefix, budget, DTYPES[dtype], *places)
 
 
 def gbm_params(
-    shape: Sequence[int], dtype: str, patches: int, prefix: int, mode: str, divisor: float, semantics: str, batch: str
+    shape: Sequence[int],
+    dtype: str,
+    patches: int,
+    prefix: int,
+    rule: str,
+    divisor: float,
+    semantics: str,
+    batch: str,
+    budget: int,
 ) -> ctypes.Structure:
     """Of GBM on tokens of a shape (B, S, D) and a type, whose maps hold `patches` entries."""
-    places = _places(semantics=semantics, batch=batch, mode=mode)
-    return GbmParams(*shape, patches, prefix, divisor, DTYPES[dtype], *places)
+    places = _places(semantics=semantics, batch=batch, rule=rule)
+    return GbmParams(*shape, patches, prefix, budget, divisor, DTYPES[dtype], *places)
 
 
 def unmerge_params(shape: Sequence[int], dtype: str, patches: int, prefix: int) -> ctypes.Structure:

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from algm_deploy.errors import ExecutionError
 from algm_deploy.native_libraries import missing_here, require_library
-from algm_deploy.ops.clap import clap
-from algm_deploy.ops.gbm import gbm
+from algm_deploy.ops.clap import clap, rows_left
+from algm_deploy.ops.gbm import gbm, most_joins
 from algm_deploy.ops.kernel_library import KernelLibrary, clap_params, gbm_params, label_map_params
 from algm_deploy.ops.label_map import label_dtype, label_map
 
@@ -34,6 +34,7 @@ class Merge(NamedTuple):
 
     kind: str  # clap or gbm
     params: ctypes.Structure
+    rows: int | None  # in the result, where the rule says it
 
 
 class Decision(NamedTuple):
@@ -47,12 +48,17 @@ class Decision(NamedTuple):
 
 def clap_merge(tokens: Tensor, *attributes: Any) -> Merge:
     """CLAP on tokens (B, S, D); attributes in the operator's order."""
-    return Merge("clap", clap_params(tokens.shape, _name(tokens.dtype), *attributes))
+    grid, window, prefix, *_, rule, budget = attributes
+    rows = rows_left(grid, window, prefix, budget) if rule == "budget" else None
+    return Merge("clap", clap_params(tokens.shape, _name(tokens.dtype), *attributes), rows)
 
 
 def gbm_merge(tokens: Tensor, patches: int, *attributes: Any) -> Merge:
     """GBM on tokens (B, S, D) whose maps hold `patches` entries; attributes in the operator's order."""
-    return Merge("gbm", gbm_params(tokens.shape, _name(tokens.dtype), patches, *attributes))
+    prefix, rule, _, semantics, _, budget = attributes
+    before = tokens.shape[1]
+    rows = before - min(budget, most_joins(before, prefix, semantics)) if rule == "budget" else None
+    return Merge("gbm", gbm_params(tokens.shape, _name(tokens.dtype), patches, *attributes), rows)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -93,14 +99,14 @@ class Kernels:
         workspace = torch.empty(size, dtype=torch.uint8, device=tokens.device)
         return Decision(map, length, rows, workspace)
 
-    def decide_clap(self, merge: Merge, tokens: Tensor, threshold: Tensor, out: Decision) -> None:
-        """`threshold` is a scalar fp32."""
+    def decide_clap(self, merge: Merge, tokens: Tensor, threshold: Tensor | None, out: Decision) -> None:
+        """`threshold` is a scalar fp32, None by the rule `budget`."""
         self.call("clap_decide", merge.params, tokens, threshold, out.map, out.length, out.rows, None, out.workspace)
 
     def decide_gbm(
-        self, merge: Merge, tokens: Tensor, map: Tensor, length: Tensor, threshold: Tensor, out: Decision
+        self, merge: Merge, tokens: Tensor, map: Tensor, length: Tensor, threshold: Tensor | None, out: Decision
     ) -> None:
-        """`out` overlaps none of the inputs; `threshold` is a scalar fp32."""
+        """`out` overlaps none of the inputs; `threshold` as for CLAP."""
         inputs = tokens, map, length, threshold
         self.call("gbm_decide", merge.params, *inputs, out.map, out.length, out.rows, None, out.workspace)
 
@@ -111,28 +117,28 @@ class Kernels:
         self.call(name, merge.params, tokens, size, decision.workspace, rows, merged, merged_size)
 
     def _merged(self, merge: Merge, decision: Decision, tokens: Tensor, size: Tensor) -> tuple[Tensor, ...]:
-        """An operator's results; waits for the device to learn their number of rows."""
-        rows = int(decision.rows)
+        """An operator's results; waits for the device where it must learn their number of rows."""
+        rows = int(decision.rows) if merge.rows is None else merge.rows
         out = tokens.new_empty(tokens.shape[0], rows, tokens.shape[2]), size.new_empty(tokens.shape[0], rows)
         self.apply(merge, decision, tokens, size, out)
         return *out, decision.map, decision.length
 
-    def clap(self, tokens: Tensor, size: Tensor, threshold: Tensor, *attributes: Any) -> tuple[Tensor, ...]:
+    def clap(self, tokens: Tensor, size: Tensor, threshold: Tensor | None, *attributes: Any) -> tuple[Tensor, ...]:
         """As the operator."""
         tokens, size, grid = tokens.contiguous(), size.contiguous(), attributes[0]
         merge = clap_merge(tokens, *attributes)
         decision = self.decision(merge, tokens, grid[0] * grid[1])
-        self.decide_clap(merge, tokens, threshold.contiguous(), decision)
+        self.decide_clap(merge, tokens, _contiguous(threshold), decision)
         return self._merged(merge, decision, tokens, size)
 
     def gbm(
-        self, tokens: Tensor, size: Tensor, map: Tensor, length: Tensor, threshold: Tensor, *attributes: Any
+        self, tokens: Tensor, size: Tensor, map: Tensor, length: Tensor, threshold: Tensor | None, *attributes: Any
     ) -> tuple[Tensor, ...]:
         """As the operator."""
         tokens, size, map, length = (x.contiguous() for x in (tokens, size, map, length))
         merge = gbm_merge(tokens, map.shape[1], *attributes)
         decision = self.decision(merge, tokens, map.shape[1])
-        self.decide_gbm(merge, tokens, map, length, threshold.contiguous(), decision)
+        self.decide_gbm(merge, tokens, map, length, _contiguous(threshold), decision)
         return self._merged(merge, decision, tokens, size)
 
     def label_map(self, scores: Tensor, map: Tensor, prefix: int, grid: Sequence[int], size: Sequence[int]) -> Tensor:
@@ -142,6 +148,10 @@ class Kernels:
         params = label_map_params(scores.shape, _name(scores.dtype), prefix, grid, size, dtype == torch.int32)
         self.call("label_map", params, scores.contiguous(), map.contiguous(), labels)
         return labels
+
+
+def _contiguous(threshold: Tensor | None) -> Tensor | None:
+    return None if threshold is None else threshold.contiguous()
 
 
 @cache

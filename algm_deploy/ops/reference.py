@@ -7,13 +7,13 @@ from algm_deploy.ops.clap import reference_rows as clap_rows
 from algm_deploy.ops.clap import reference_similarity as window_similarity
 from algm_deploy.ops.gbm import reference as gbm
 from algm_deploy.ops.gbm import reference_decisions as gbm_decisions
+from algm_deploy.ops.gbm import reference_most_similar as most_similar
 from algm_deploy.ops.gbm import reference_rows as gbm_rows
 from algm_deploy.ops.gbm import reference_similarity as gbm_similarity
 from algm_deploy.ops.gbm import reference_split as gbm_split
 from algm_deploy.ops.label_map import reference as label_map
 from algm_deploy.ops.proportional_attention import reference as proportional_attention
 from algm_deploy.ops.tome import reference as tome
-from algm_deploy.ops.tome import reference_decisions as tome_decisions
 from algm_deploy.ops.tome import reference_order as tome_order
 from algm_deploy.ops.unmerge import reference as unmerge
 
@@ -28,9 +28,9 @@ __all__ = [
     "gbm_similarity",
     "gbm_split",
     "label_map",
+    "most_similar",
     "proportional_attention",
     "tome",
-    "tome_decisions",
     "tome_order",
     "unmerge",
     "window_similarity",

@@ -14,7 +14,7 @@ import torch
 from onnx.defs import OpSchema
 from torch._library.custom_ops import CustomOpDef
 
-from algm_deploy.recipe.schema import Batching, GbmMode, Semantics, TokenOrder
+from algm_deploy.recipe.schema import Batching, Semantics, TokenOrder
 
 Operator = CustomOpDef  # torch.library has the name, its type stubs do not
 DOMAIN = "algm"
@@ -24,7 +24,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "semantics": get_args(Semantics),
     "batch": get_args(Batching),
     "order": get_args(TokenOrder),
-    "mode": get_args(GbmMode),
+    "rule": ("threshold", "adaptive", "fixed", "budget"),
 }
 """The words of each attribute that is a word. Their places are the enum values of runtimes/kernels/algm_kernels.h."""
 

@@ -21,13 +21,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from algm_deploy.ops._rows import merge_rows, merge_rows_reference, register_gradient, row_of, sum_rows
+from algm_deploy.ops._rows import best_ranks, merge_rows, merge_rows_reference, register_gradient, row_of, sum_rows
 from algm_deploy.ops.bodies import Body, Value, body_of
 from algm_deploy.ops.gbm import (
     gbm_rows,
     gbm_similarity,
     onnx_joined,
     onnx_similarity,
+    reference_most_similar,
     reference_rows,
     reference_similarity,
 )
@@ -51,7 +52,7 @@ def tome_similarity(keys: Tensor, prefix: int) -> tuple[Tensor, Tensor]:
 
 def tome_rows(best: Tensor, match: Tensor, r: int, rows_in: int, prefix: int) -> Tensor:
     """Output row (B, S) of every input row."""
-    rank = best.sort(dim=1, descending=True, stable=True).indices.argsort(dim=1)
+    rank = best_ranks(best)
     length = torch.full((len(best),), rows_in, device=best.device)
     row, _ = gbm_rows(rank < r, match, length, rows_in, prefix, SEMANTICS)
     if prefix == 0:
@@ -108,16 +109,6 @@ def onnx_body(
 # --- NumPy reference -------------------------------------------------------------------------------------------------
 
 
-def reference_decisions(best: Sequence[np.ndarray], r: int) -> list[np.ndarray]:
-    """For every image: which of its A rows behind the prefix merge (bool)."""
-    merged = []
-    for values in best:
-        flags = np.zeros(len(values), bool)
-        flags[sorted(range(len(values)), key=lambda i: (-values[i], i))[:r]] = True
-        merged.append(flags)
-    return merged
-
-
 def reference_order(
     best: Sequence[np.ndarray], merged: Sequence[np.ndarray], row: np.ndarray, prefix: int
 ) -> np.ndarray:
@@ -139,7 +130,7 @@ def reference(
     rows = tokens.shape[1]
     length = np.full(len(tokens), rows)
     best, match = reference_similarity(keys, length, prefix, SEMANTICS)
-    merged = reference_decisions(best, r)
+    merged = reference_most_similar(best, r)
     row, _ = reference_rows(merged, match, rows, length, prefix, SEMANTICS)
     row = reference_order(best, merged, row, prefix)
     merged_tokens, merged_size = merge_rows_reference(tokens, size, row, rows - r, weighted=True)

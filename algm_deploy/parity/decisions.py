@@ -28,7 +28,7 @@ Ints = NDArray[np.int64]
 class ClapFacts:
     """What CLAP decided on, one image: true similarities (W,), the similarity to reach, the noise of both, and how many
     windows have to merge at least: those above the limit beyond noise, in the image that has the fewest where images
-    decide together.
+    decide together. By a budget `least` is that, and the similarity to reach is the lowest within it.
     """
 
     similarity: Floats
@@ -121,7 +121,11 @@ def clap_problems(facts: ClapFacts, token_map: Ints, plan: MergePlan, grid: Size
     if not np.isfinite([facts.noise, *facts.similarity]).all():
         return ["CLAP: similarities are not finite"]
     in_order = facts.similarity[windows]
-    problems = _threshold_problems("CLAP", "window", in_order, facts.similarity[~merged], facts, plan, facts.noise)
+    rest = facts.similarity[~merged]
+    if plan.clap == "budget":
+        problems = _count_problems("CLAP", "window", in_order, rest, facts)
+    else:
+        problems = _threshold_problems("CLAP", "window", in_order, rest, facts, plan, facts.noise)
     # Against the lowest one so far: many small steps may not add up to a large one.
     rise = (in_order - np.minimum.accumulate(in_order)).max(initial=0)
     if plan.order == "published" and rise > facts.noise:
@@ -140,6 +144,8 @@ def gbm_problems(facts: GbmFacts, before: Ints, after: Ints, plan: MergePlan, pr
     if not np.isfinite([facts.noise, facts.limit_noise]).all():
         return ["GBM: similarities are not finite"]
     merged, rest = join.best(facts)
+    if plan.gbm == "budget":
+        return _count_problems("GBM", "token", merged, rest, facts) + join.problems("GBM", facts)
     slack = facts.noise + facts.limit_noise
     return _threshold_problems("GBM", "token", merged, rest, facts, plan, slack) + join.problems("GBM", facts)
 
@@ -154,11 +160,7 @@ def tome_problems(facts: GbmFacts, before: Ints, after: Ints, prefix: int) -> li
     if not np.isfinite(facts.noise):
         return ["ToMe: similarities are not finite"]
     merged, rest = join.best(facts)
-    problems = join.problems("ToMe", facts)
-    if len(merged) != facts.least:
-        problems.append(f"ToMe: merged {len(merged)} tokens instead of {facts.least}")
-    if (higher := rest.max(initial=-np.inf) - merged.min(initial=np.inf)) > facts.noise:
-        problems.append(f"ToMe: left a token {higher:.1e} above one that merged")
+    problems = join.problems("ToMe", facts) + _count_problems("ToMe", "token", merged, rest, facts)
     if not prefix:  # published: by descending similarity
         in_order = rest[np.argsort(stays)]
         if (rise := (in_order - np.minimum.accumulate(in_order)).max(initial=0)) > facts.noise:
@@ -217,6 +219,18 @@ def _join(before: Ints, after: Ints, prefix: int, first: int) -> _Join:
     is_source = (rows - first) % 2 == 0
     sources, targets = rows[is_source], rows[~is_source]
     return _Join(row, sources, targets, np.isin(row[sources], row[targets]), first)
+
+
+def _count_problems(
+    merge: str, what: str, merged: Floats, rest: Floats, facts: ClapFacts | GbmFacts
+) -> list[str]:
+    """Another count than the plan's, and similarities that stayed though they are higher than one that merged."""
+    problems = []
+    if len(merged) != facts.least:
+        problems.append(f"{merge}: merged {len(merged)} {what}s instead of {facts.least}")
+    if (higher := rest.max(initial=-np.inf) - merged.min(initial=np.inf)) > facts.noise:
+        problems.append(f"{merge}: left a {what} {higher:.1e} above one that merged")
+    return problems
 
 
 def _threshold_problems(

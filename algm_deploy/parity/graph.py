@@ -13,7 +13,7 @@ import onnx
 from algm_deploy.bundle.signature import Signature, Tensor, signature_of
 from algm_deploy.errors import BundleError
 from algm_deploy.lowering.portable import operator_of
-from algm_deploy.merging import tome_merges
+from algm_deploy.merging import merge_budgets, tome_merges
 from algm_deploy.ops.schema import DOMAIN
 from algm_deploy.recipe.schema import Merge, MergePlan, Network, Recipe
 
@@ -83,15 +83,18 @@ def _encoder_nodes(recipe: Recipe) -> list[dict[str, Any]]:
     if plan.method == "tome" and plan.layers:
         return _tome_nodes(network, plan)
     common = {"prefix": network.prefix, "semantics": plan.semantics, "batch": plan.batch}
+    budgets = merge_budgets(plan, network.grid, network.prefix)
     clap = {"operator": "clap", "grid": list(network.grid), "window": list(plan.window), "order": plan.order} | common
+    clap["rule"] = plan.clap
     attention = {"operator": "attention", "heads": network.heads, "scale": (network.embed_dim / network.heads) ** -0.5}
     nodes = []
     for layer in range(1, network.encoder_depth + 1):
         nodes.append(attention)
         if layer in plan.clap_layers:
-            nodes.append(clap)
+            nodes.append(clap | {"budget": budgets.get(layer, 0)})
         elif layer in plan.gbm_layers:
-            nodes.append({"operator": "gbm", "mode": plan.gbm_mode, "divisor": float(layer)} | common)
+            gbm = {"operator": "gbm", "rule": plan.gbm, "divisor": float(layer), "budget": budgets.get(layer, 0)}
+            nodes.append(gbm | common)
     return nodes
 
 

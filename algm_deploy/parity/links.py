@@ -106,14 +106,15 @@ def _compared(plan: MergePlan, layer: int, network: Network, tokens: Tokens) -> 
     return {"clap": _clap, "gbm": _gbm, "tome": _tome}[plan.merge_in(layer)](plan, layer, network, tokens)
 
 
-def _clap(plan: MergePlan, _: int, network: Network, tokens: Tokens) -> tuple[float, bool]:
+def _clap(plan: MergePlan, layer: int, network: Network, tokens: Tokens) -> tuple[float, bool]:
     grid, window, prefix = network.grid, plan.window, network.prefix
     tau = torch.tensor(plan.clap_threshold)
-    attributes = (list(grid), list(window), prefix, plan.semantics, plan.batch, plan.order)
+    rule = plan.semantics, plan.batch, plan.order, plan.clap, merges_in(plan, layer, network)
+    attributes = (list(grid), list(window), prefix, *rule)
     ours = torch.ops.algm.clap(tokens.values, tokens.size, tau, *attributes)[2].numpy()
     similarity = window_similarity(tokens.values, list(grid), list(window), prefix).numpy()
     exact = reference.window_similarity(tokens.values.float().numpy(), grid, window, prefix)
-    merged = reference.clap_decisions(similarity, float(tau), plan.semantics, plan.batch, plan.order)
+    merged = reference.clap_decisions(similarity, float(tau), *rule)
     expected = reference.clap_rows(merged, grid, window, prefix)[0][:, prefix:]
     return float(np.abs(similarity - exact).max()), np.array_equal(ours, expected)
 
@@ -121,13 +122,13 @@ def _clap(plan: MergePlan, _: int, network: Network, tokens: Tokens) -> tuple[fl
 def _gbm(plan: MergePlan, layer: int, network: Network, tokens: Tokens) -> tuple[float, bool]:
     prefix, semantics = network.prefix, plan.semantics
     scale = torch.tensor(plan.gbm_threshold)
-    attributes = (prefix, plan.gbm_mode, float(layer), semantics, plan.batch)
-    ours = torch.ops.algm.gbm(*tokens[:4], scale, *attributes)[2].numpy()
+    rule = plan.gbm, float(layer), semantics, plan.batch, merges_in(plan, layer, network)
+    ours = torch.ops.algm.gbm(*tokens[:4], scale, prefix, *rule)[2].numpy()
     values, length = tokens.values.float().numpy(), tokens.length.numpy()
     best, match = gbm_similarity(tokens.values, tokens.length, prefix, semantics)
     given, targets = _of_sources(best, match, length, values.shape[1], prefix, semantics)
     exact, _ = reference.gbm_similarity(values, length, prefix, semantics)
-    merged = reference.gbm_decisions(given, float(scale), plan.gbm_mode, float(layer), semantics, plan.batch)
+    merged = reference.gbm_decisions(given, float(scale), *rule)
     row, _ = reference.gbm_rows(merged, targets, values.shape[1], length, prefix, semantics)
     expected = np.take_along_axis(row, tokens.map.numpy(), 1)
     return _largest_difference(given, exact), np.array_equal(ours, expected)
@@ -141,7 +142,7 @@ def _tome(plan: MergePlan, layer: int, network: Network, tokens: Tokens) -> tupl
     length = tokens.length.numpy()
     given, targets = _of_sources(best, match, length, rows, prefix, SEMANTICS)
     exact, _ = reference.gbm_similarity(tokens.keys.float().numpy(), length, prefix, SEMANTICS)
-    merged = reference.tome_decisions(given, r)
+    merged = reference.most_similar(given, r)
     row, _ = reference.gbm_rows(merged, targets, rows, length, prefix, SEMANTICS)
     row = reference.tome_order(given, merged, row, prefix)
     return _largest_difference(given, exact), np.array_equal(ours, np.take_along_axis(row, tokens.map.numpy(), 1))

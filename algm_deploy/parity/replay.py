@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from algm_deploy.bundle.store import Bundle
-from algm_deploy.merging import Replay, merge_inputs, replay_merging, tome_merges
+from algm_deploy.merging import Replay, merge_budgets, merge_inputs, replay_merging, tome_merges
 from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.loading import DTYPES, load_network
 from algm_deploy.models.scores import Scores, upsample_scores
@@ -130,9 +130,15 @@ def rms(x: Doubles) -> float:
 
 def clap_facts(replays: Sequence[Replayed], stage: int, plan: MergePlan, network: Network) -> list[ClapFacts]:
     """Similarities, their noise and the least to merge, for images that decide together."""
-    threshold = float(np.float32(plan.clap_threshold))
     seen = [[_similarity(t[stage], plan, network) for t in (replay.truth, replay.baseline)] for replay in replays]
     noises = [_noise(exact, rounded) for exact, rounded in seen]
+    if plan.clap == "budget":
+        count = merges_in(plan, plan.layers[stage], network)
+        return [
+            ClapFacts(exact.numpy(), _lowest(exact, count), noise, count)
+            for (exact, _), noise in zip(seen, noises, strict=True)
+        ]
+    threshold = float(np.float32(plan.clap_threshold))
     sure = [int((exact > threshold + noise).sum()) for (exact, _), noise in zip(seen, noises, strict=True)]
     return [
         ClapFacts(exact.numpy(), threshold, noise, count)
@@ -142,6 +148,8 @@ def clap_facts(replays: Sequence[Replayed], stage: int, plan: MergePlan, network
 
 def gbm_facts(replays: Sequence[Replayed], stage: int, plan: MergePlan, network: Network) -> list[GbmFacts]:
     """Cosines, limits, their noise and the least to merge, for images that decide together."""
+    if plan.gbm == "budget":
+        return _counted_facts(replays, stage, plan, network, plan.semantics)
     truth, baseline = (_stacked([r.truth[stage] for r in replays]), _stacked([r.baseline[stage] for r in replays]))
     limits = [_limit(tokens, plan, stage, network.prefix) for tokens in (truth, baseline)]
     exact, sources = gbm_scores(truth.values, truth.length, network.prefix, plan.semantics)
@@ -155,44 +163,65 @@ def gbm_facts(replays: Sequence[Replayed], stage: int, plan: MergePlan, network:
 
 
 def tome_facts(replays: Sequence[Replayed], stage: int, plan: MergePlan, network: Network) -> list[GbmFacts]:
-    """As for GBM; the similarity to reach is that of the last one that merges, and all images merge as many."""
-    r = merges_in(plan, plan.layers[stage], network)
+    """As for GBM by a budget."""
+    return _counted_facts(replays, stage, plan, network, SEMANTICS)
+
+
+def _counted_facts(
+    replays: Sequence[Replayed], stage: int, plan: MergePlan, network: Network, semantics: str
+) -> list[GbmFacts]:
+    """Facts of a bipartite merge by count: the similarity to reach is that of the last one that merges."""
+    count = merges_in(plan, plan.layers[stage], network)
     facts = []
     for replay in replays:
         exact, rounded = (
-            gbm_scores(_keys(tokens[stage]), tokens[stage].length, network.prefix, SEMANTICS)
+            gbm_scores(_compared(tokens[stage]), tokens[stage].length, network.prefix, semantics)
             for tokens in (replay.truth, replay.baseline)
         )
-        best = exact[0].amax(2).where(exact[1], torch.tensor(-torch.inf))
-        limit = float(best[0].sort(descending=True).values[r - 1]) if r else np.inf
-        noise = _noise(exact[0][0], rounded[0][0])
-        facts.append(GbmFacts(exact[0][0].numpy(), exact[1][0].numpy(), limit, noise, 0.0, r))
+        scores, sources = exact[0][0], exact[1][0]
+        best = scores.amax(1).where(sources, torch.tensor(-torch.inf))
+        noise = _noise(scores, rounded[0][0])
+        facts.append(GbmFacts(scores.numpy(), sources.numpy(), _lowest(best, count), noise, 0.0, count))
     return facts
 
 
+def _lowest(similarity: torch.Tensor, count: int) -> float:
+    """The lowest of the `count` largest similarities; infinity where nothing merges."""
+    return float(similarity.sort(descending=True).values[count - 1]) if count else np.inf
+
+
 def merges_in(plan: MergePlan, layer: int, network: Network) -> int:
-    """How many tokens ToMe merges in a layer."""
-    return tome_merges(plan, network.grid[0] * network.grid[1])[layer]
+    """How many tokens or windows merge in a layer where the plan says it: with ToMe, or by a budget; else 0."""
+    if plan.method == "tome":
+        return tome_merges(plan, network.grid[0] * network.grid[1])[layer]
+    return merge_budgets(plan, network.grid, network.prefix).get(layer, 0)
 
 
 def torch_maps(entering: Sequence[Tokens], stage: int, plan: MergePlan, network: Network) -> list[Ints]:
     """The maps (N,) PyTorch decides on for images that decide together, given the tokens that enter the merge."""
     tokens = _stacked(entering)
     prefix, grid, window = network.prefix, list(network.grid), list(plan.window)
-    merge = plan.merge_in(plan.layers[stage])
+    layer = plan.layers[stage]
+    merge = plan.merge_in(layer)
     if merge == "tome":
         best, match = tome_similarity(_keys(tokens), prefix)
-        r = merges_in(plan, plan.layers[stage], network)
+        r = merges_in(plan, layer, network)
         return list(tome_rows(best, match, r, tokens.values.shape[1], prefix).gather(1, tokens.map).numpy())
     if merge == "clap":
         similarity = window_similarity(tokens.values, grid, window, prefix)
-        threshold = torch.tensor(plan.clap_threshold)
-        place = clap_decisions(similarity, threshold, plan.semantics, plan.batch, plan.order)
+        threshold, budget = torch.tensor(plan.clap_threshold), merges_in(plan, layer, network)
+        place = clap_decisions(similarity, threshold, plan.semantics, plan.batch, plan.order, plan.clap, budget)
         return list(clap_rows(place, grid, window, prefix)[0][:, prefix:].numpy())
     best, match = gbm_similarity(tokens.values, tokens.length, prefix, plan.semantics)
-    merged = gbm_decisions(best, _limit(tokens, plan, stage, prefix)[:, None], plan.semantics, plan.batch)
+    scale, budget = torch.tensor(plan.gbm_threshold), merges_in(plan, layer, network)
+    merged = gbm_decisions(best, scale, plan.gbm, float(layer), plan.semantics, plan.batch, budget)
     row, _ = gbm_rows(merged, match, tokens.length, tokens.values.shape[1], prefix, plan.semantics)
     return list(row.gather(1, tokens.map).numpy())
+
+
+def _compared(tokens: Tokens) -> torch.Tensor:
+    """What a bipartite merge compares: with ToMe keys, which no other plan hands over."""
+    return tokens.values if tokens.keys is None else tokens.keys
 
 
 def _keys(tokens: Tokens) -> torch.Tensor:
@@ -208,7 +237,7 @@ def _limit(tokens: Tokens, plan: MergePlan, stage: int, prefix: int) -> torch.Te
     """Similarities to reach (B)."""
     best, _ = gbm_similarity(tokens.values, tokens.length, prefix, plan.semantics)
     scale, divisor = torch.tensor(plan.gbm_threshold), float(plan.layers[stage])
-    return gbm_threshold(best, scale, plan.gbm_mode, divisor, plan.batch)[:, 0]
+    return gbm_threshold(best, scale, plan.gbm, divisor, plan.batch)[:, 0]
 
 
 def _shared(counts: list[int], plan: MergePlan) -> list[int]:

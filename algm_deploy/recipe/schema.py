@@ -15,7 +15,8 @@ Normalization = Literal["vit", "deit"]
 Semantics = Literal["code", "paper"]
 Batching = Literal["per_image", "batch_min"]
 TokenOrder = Literal["published", "raster"]
-GbmMode = Literal["adaptive", "fixed"]
+ClapRule = Literal["threshold", "budget"]
+GbmRule = Literal["adaptive", "fixed", "budget"]
 Method = Literal["algm", "tome"]
 Merge = Literal["clap", "gbm", "tome"]
 Resize = Literal["double", "single"]
@@ -108,8 +109,11 @@ def patch_margins(size: Size, patch_size: int) -> tuple[Size, Size]:
 class MergePlan:
     """Where and how a network merges tokens. Layers are 1-based encoder blocks, as in the published code.
 
-    `clap_threshold` is CLAP's cosine-similarity threshold (tau). `gbm_threshold` is the multiplier of the standard
-    deviation's share in `adaptive` mode (published: 1) and the similarity threshold in `fixed` mode.
+    `clap` and `gbm` are the rules by which a merge chooses. By `threshold`: `clap_threshold` is CLAP's cosine-similarity
+    threshold (tau). By statistics, `adaptive`: `gbm_threshold` is the multiplier of the standard deviation's share
+    (published: 1); `fixed`: it is the similarity threshold. By `budget`, which is not the paper's rule: the most similar
+    `clap_budget` windows, and in each GBM layer the most similar `gbm_budget` tokens merge, whatever the picture. A
+    budget is a count if it is a whole number, else a share of the windows, or of the patch tokens that reach the merge.
 
     With method `tome`, the baseline, `tome_r` says how many tokens vanish in each block from the first, none after its
     end; of everything else nothing is read, and `clap_layers` and `gbm_layers` are empty.
@@ -120,7 +124,10 @@ class MergePlan:
     window: Size = (2, 2)
     clap_threshold: float = 1.0
     gbm_threshold: float = 1.0
-    gbm_mode: GbmMode = "adaptive"
+    clap: ClapRule = "threshold"
+    gbm: GbmRule = "adaptive"
+    clap_budget: int | float = 0
+    gbm_budget: int | float = 0
     semantics: Semantics = "code"
     batch: Batching = "per_image"
     order: TokenOrder = "published"
@@ -142,6 +149,24 @@ class MergePlan:
             )
         if min(self.window) < 1 or self.window[0] * self.window[1] < 2:
             raise PlanError(f"a CLAP window covers at least two patches, got {self.window[0]}x{self.window[1]}")
+        self._check_budget("clap", self.clap, self.clap_budget)
+        self._check_budget("gbm", self.gbm, self.gbm_budget)
+        if self.gbm == "budget" and self.gbm_layers and self.clap_layers and self.clap != "budget":
+            raise PlanError(
+                "expected a budget for CLAP too where GBM has one, as a threshold leaves it a number of tokens that "
+                "changes with the picture: set merging.clap and merging.clap_budget"
+            )
+
+    @staticmethod
+    def _check_budget(merge: str, rule: str, budget: float) -> None:
+        if rule != "budget" and budget:
+            raise PlanError(
+                f"merging.{merge}_budget is read by the rule budget, got {budget} for {rule}: set merging.{merge} to it"
+            )
+        if rule == "budget" and not (budget >= 1 if isinstance(budget, int) else 0 < budget <= 1):
+            raise PlanError(
+                f"expected merging.{merge}_budget as a share above 0 and up to 1.0, or a count from 1, got {budget}"
+            )
 
     def _check_method(self) -> None:
         if self.method == "tome" and (self.clap_layers or self.gbm_layers):
@@ -159,6 +184,11 @@ class MergePlan:
         """All merging layers in the order they run."""
         tome = (layer for layer, r in enumerate(self.tome_r, 1) if r)
         return tuple(sorted((*self.clap_layers, *self.gbm_layers, *tome)))
+
+    @property
+    def static(self) -> bool:
+        """Whether every picture keeps the same number of tokens, known without it: by budgets, or with ToMe."""
+        return (not self.clap_layers or self.clap == "budget") and (not self.gbm_layers or self.gbm == "budget")
 
     def merge_in(self, layer: int) -> Merge:
         """What merges in one of `layers`."""

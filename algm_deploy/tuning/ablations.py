@@ -18,7 +18,7 @@ from algm_deploy.errors import PlanError
 from algm_deploy.models.vit import Block, KeepTokens, MergeInputs, Tokens, VitNetwork
 from algm_deploy.ops._rows import merge_rows, sum_rows
 from algm_deploy.ops.clap import clap_decisions, clap_rows, window_members, window_similarity
-from algm_deploy.ops.gbm import gbm_decisions, gbm_rows, gbm_similarity, gbm_threshold
+from algm_deploy.ops.gbm import gbm_decisions, gbm_rows, gbm_similarity
 from algm_deploy.recipe.schema import MergePlan, Size
 
 Feature = Literal["residual", "query", "key", "value"]
@@ -170,8 +170,7 @@ class GbmVariant(nn.Module):
         """The merged tokens."""
         plan, values = self.plan, tokens.values
         best, match = gbm_similarity(self.compared(values), tokens.length, self.prefix, plan.semantics)
-        limit = gbm_threshold(best, inputs.gbm, plan.gbm_mode, float(self.layer), plan.batch)
-        joins = gbm_decisions(best, limit, plan.semantics, plan.batch)
+        joins = gbm_decisions(best, inputs.gbm, plan.gbm, float(self.layer), plan.semantics, plan.batch)
         row, length = gbm_rows(joins, match, tokens.length, values.shape[1], self.prefix, plan.semantics)
         rows_out = int(length.max())
         weight = torch.ones_like(tokens.size) if plan.semantics == "paper" else tokens.size

@@ -56,7 +56,7 @@ def tune_threshold(
 
 def default_values(plan: MergePlan, knob: Knob) -> list[float]:
     """Similarities from 0.5 up to one that nothing reaches; multipliers of the deviation for an adaptive GBM."""
-    if knob != CLAP_THRESHOLD and plan.gbm_mode == "adaptive":
+    if knob != CLAP_THRESHOLD and plan.gbm == "adaptive":
         return steps(-4, 8, 0.25)
     return [*steps(0.5, 1, 0.005), NOTHING_IS_THAT_SIMILAR]
 

@@ -36,7 +36,7 @@ extern "C" {
 #endif
 
 /* Raised whenever a signature, a struct or an enum value changes. */
-#define ALGM_KERNELS_VERSION 1
+#define ALGM_KERNELS_VERSION 2
 
 /* Return values. A failed CUDA call returns ALGM_DEVICE_ERROR + its cudaError_t, and cudaGetLastError forgets it. */
 enum {
@@ -55,8 +55,10 @@ enum { ALGM_SEMANTICS_CODE = 0, ALGM_SEMANTICS_PAPER = 1 };
 enum { ALGM_BATCH_PER_IMAGE = 0, ALGM_BATCH_MIN = 1 };
 /* order: merged windows by descending similarity, or by position */
 enum { ALGM_ORDER_PUBLISHED = 0, ALGM_ORDER_RASTER = 1 };
-/* mode of the gbm threshold: mean + threshold * deviation / divisor of the best similarities, or threshold itself */
-enum { ALGM_MODE_ADAPTIVE = 0, ALGM_MODE_FIXED = 1 };
+/* rule: who merges. clap: what reaches the threshold. gbm: what reaches mean + threshold * deviation / divisor of the
+ * best similarities, or threshold itself. Either: the `budget` most similar windows, or rows, of every image, no more than
+ * there are; then the threshold may be a null pointer, and semantics and batch_mode do not change who merges. */
+enum { ALGM_RULE_THRESHOLD = 0, ALGM_RULE_ADAPTIVE = 1, ALGM_RULE_FIXED = 2, ALGM_RULE_BUDGET = 3 };
 /* label_type */
 enum { ALGM_LABEL_UINT8 = 0, ALGM_LABEL_INT32 = 1 };
 
@@ -68,15 +70,17 @@ typedef struct {
     int64_t grid_h, grid_w;     /* patches */
     int64_t window_h, window_w; /* patches; at least two patches in a window */
     int64_t prefix;
-    int32_t dtype, semantics, batch_mode, order;
+    int64_t budget; /* by rule: windows that merge */
+    int32_t dtype, semantics, batch_mode, order, rule;
 } algm_clap_params;
 
 typedef struct {
     int64_t batch, rows, width; /* B, S (padding counted), D */
     int64_t patches;            /* N, the length of one image's map */
     int64_t prefix;
+    int64_t budget;             /* by rule: rows of set A that merge */
     double divisor;             /* adaptive threshold: mean + threshold * deviation / divisor */
-    int32_t dtype, semantics, batch_mode, mode;
+    int32_t dtype, semantics, batch_mode, rule;
 } algm_gbm_params;
 
 typedef struct {

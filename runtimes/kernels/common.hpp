@@ -27,6 +27,13 @@ ALGM_EVERYWHERE inline int64_t existing_rows(int64_t length, int64_t rows) {
 
 inline bool is_one_of_two(int32_t value) { return value == 0 || value == 1; }
 
+inline bool counts_merges(int32_t rule) { return rule == ALGM_RULE_BUDGET; }
+
+// Whether the rule needs a threshold and there is none.
+inline bool lacks_threshold(int32_t rule, const float *threshold) {
+    return !counts_merges(rule) && threshold == nullptr;
+}
+
 inline bool is_dtype(int32_t dtype) { return dtype >= ALGM_FLOAT32 && dtype <= ALGM_BFLOAT16; }
 
 inline int64_t dtype_bytes(int32_t dtype) { return dtype == ALGM_FLOAT32 ? 4 : 2; }
@@ -57,21 +64,23 @@ inline bool is_missing(const void *array, int64_t count) { return array == nullp
 
 inline int check(const algm_clap_params *p) {
     if (p == nullptr || p->batch < 1 || p->width < 1 || p->prefix < 0 || p->grid_h < 1 || p->grid_w < 1 ||
-        p->window_h < 1 || p->window_w < 1 || (p->window_h == 1 && p->window_w == 1))
+        p->budget < 0 || p->window_h < 1 || p->window_w < 1 || (p->window_h == 1 && p->window_w == 1))
         return ALGM_INVALID_ARGUMENT;
     // Before anything is multiplied.
     if (!fits(p->grid_h, p->grid_w) || !fits(p->window_h, p->window_w) || p->prefix > kMaxRows) return ALGM_UNSUPPORTED;
     if (p->rows != p->prefix + p->grid_h * p->grid_w || !is_dtype(p->dtype) || !is_one_of_two(p->semantics) ||
-        !is_one_of_two(p->batch_mode) || !is_one_of_two(p->order))
+        !is_one_of_two(p->batch_mode) || !is_one_of_two(p->order) ||
+        (p->rule != ALGM_RULE_THRESHOLD && p->rule != ALGM_RULE_BUDGET))
         return ALGM_INVALID_ARGUMENT;
     return fits(p->batch, p->rows) && p->width <= kMaxRows ? ALGM_OK : ALGM_UNSUPPORTED;
 }
 
 inline int check(const algm_gbm_params *p) {
     if (p == nullptr || p->batch < 1 || p->rows < 1 || p->width < 1 || p->patches < 1 || p->prefix < 0 ||
-        p->prefix > p->rows || !(p->divisor > 0))
+        p->prefix > p->rows || p->budget < 0 || !(p->divisor > 0))
         return ALGM_INVALID_ARGUMENT;
-    if (!is_dtype(p->dtype) || !is_one_of_two(p->semantics) || !is_one_of_two(p->batch_mode) || !is_one_of_two(p->mode))
+    if (!is_dtype(p->dtype) || !is_one_of_two(p->semantics) || !is_one_of_two(p->batch_mode) ||
+        p->rule < ALGM_RULE_ADAPTIVE || p->rule > ALGM_RULE_BUDGET)
         return ALGM_INVALID_ARGUMENT;
     const bool countable = fits(p->batch, p->rows) && fits(p->batch, p->patches) && p->width <= kMaxRows;
     return countable ? ALGM_OK : ALGM_UNSUPPORTED;

@@ -28,8 +28,8 @@ void ReadAttribute::operator()(char const* name, int32_t& value, Words const& wo
     check(api_, api_.KernelInfoGetAttribute_string(info_, name, nullptr, &size));
     std::string text(size, '\0');
     check(api_, api_.KernelInfoGetAttribute_string(info_, name, text.data(), &size));
-    for (size_t place = 0; place < words.size(); ++place) {
-        if (std::strcmp(text.c_str(), words[place]) == 0) {
+    for (size_t place = 0; place < words.count; ++place) {
+        if (std::strcmp(text.c_str(), words.word[place]) == 0) {
             value = static_cast<int32_t>(place);
             return;
         }

@@ -100,8 +100,9 @@ protected:
     }
 };
 
-// As many rows come out as went in, those behind an image's length zero. So every size is known beforehand, nothing
-// waits for the device, and a CUDA graph can hold it. Two more outputs: the row count S', and the plan, scratch memory.
+// As many rows come out as went in, those behind an image's length zero, or, by the rule `budget`, as many as every image
+// keeps. So every size is known beforehand, nothing waits for the device, and a CUDA graph can hold it. Two more outputs:
+// the row count S', and the plan, scratch memory.
 template <class Operator>
 struct PaddedMerge : Merge<Operator> {
     static constexpr char const* kName = std::is_same_v<Operator, Clap> ? "padded_clap" : "padded_gbm";
@@ -117,7 +118,7 @@ struct PaddedMerge : Merge<Operator> {
         typename Node<Operator>::Inputs const in(call, this->operator_);
         void* plan = call.output(5, {static_cast<int64_t>(this->planBytes(call, in))});
         auto* count = static_cast<int64_t*>(call.output(4, {}));
-        this->merge(call, in, count, plan, [&](int64_t const*) { return in.shapes[0][1]; });
+        this->merge(call, in, count, plan, [&](int64_t const*) { return this->operator_.mostRows(in.shapes.data()); });
     }
 };
 

@@ -60,7 +60,7 @@ struct CheckAttribute {
         }
     }
     void operator()(char const *name, int32_t value, Words const &words) const {
-        within(value, 0, static_cast<int32_t>(words.size()) - 1, name);
+        within(value, 0, static_cast<int32_t>(words.count) - 1, name);
     }
     void operator()(char const *name, float value) const {
         if (!(value > 0)) {

@@ -40,7 +40,7 @@ CONFIGURATIONS = {
     "dense": Configuration(DENSE, "labels", "linear"),
     "clap_only_raster": Configuration(replace(PLAN, gbm_layers=(), order="raster", window=(3, 2)), "labels", "linear"),
     "paper_gbm_only": Configuration(
-        MergePlan((), (2,), semantics="paper", gbm_mode="fixed", gbm_threshold=0.8), decoder="linear"
+        MergePlan((), (2,), semantics="paper", gbm="fixed", gbm_threshold=0.8), decoder="linear"
     ),
     "several_gbm": Configuration(replace(PLAN, gbm_layers=(2, 4)), decoder="linear"),
     "batch_min": Configuration(replace(PLAN, batch="batch_min"), image="float32"),

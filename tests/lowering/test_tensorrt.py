@@ -35,7 +35,7 @@ FLOAT, HALF, INT64 = TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.INT64
 GRID, PREFIX, WIDTH = (4, 6), 1, 8
 ROWS = PREFIX + GRID[0] * GRID[1]
 CLAP = {"grid": GRID, "window": (2, 2), "prefix": PREFIX, "semantics": "paper", "batch": "per_image", "order": "raster"}
-GBM = {"prefix": PREFIX, "mode": "fixed", "divisor": 2.5, "semantics": "code", "batch": "batch_min"}
+GBM = {"prefix": PREFIX, "rule": "fixed", "divisor": 2.5, "semantics": "code", "batch": "batch_min"}
 
 
 def base(nodes: list[onnx.NodeProto], values: dict[str, tuple[int, list[Any]]], outputs: list[str]) -> ir.Model:
@@ -109,7 +109,7 @@ def test_gbm_attributes() -> None:
     model, counts = tensorrt_from_base(merging(gbm, outputs="t2 m2", **more), "fp32")
     found = attributes(only(model, "gbm"))
     assert counts == Counter(clap=1, gbm=1)
-    assert (found["mode"], found["batch"], found["divisor"]) == (1, 1, 2.5)
+    assert (found["rule"], found["batch"], found["divisor"]) == (1, 1, 2.5)
     assert only(model, "gbm").output[4] == "t2_rows"
 
 
@@ -274,7 +274,7 @@ class Gbm(OpRun):
     op_domain = "algm"
 
     def _run(self, tokens: Any, size: Any, map: Any, length: Any, threshold: Any, **given: Any) -> Any:
-        words = {key: named(key, given[key]) for key in ("semantics", "batch", "mode")}
+        words = {key: named(key, given[key]) for key in ("semantics", "batch", "rule")}
         numbers = {"prefix": given["prefix"], "divisor": given["divisor"]}
         out = reference.gbm(tokens, size, map, length, threshold, **numbers, **words)
         return (*out, np.int64(out[0].shape[1]))

@@ -295,7 +295,7 @@ def test_leading_tokens_never_merge(network: Network) -> None:
     """With all thresholds open, every patch that can merge does; the tokens in front keep their rows."""
     model = model_of(network)
     dense = model.encoder.embed(torch.zeros(2, 3, *network.image_size)).values
-    merged = insert_merging(model, MergePlan((1,), (2,), gbm_mode="fixed"))
+    merged = insert_merging(model, MergePlan((1,), (2,), gbm="fixed"))
     grey = torch.full((2, 3, *network.image_size), 0.25)
     _, stages = merged.encoder(grey, merge_inputs(-1.0, -1.0))
     assert dense.shape[1] == network.prefix + 16

@@ -124,7 +124,8 @@ def clap_case(pick: Pick, rng: np.random.Generator, dtype: Any, exact: bool) -> 
     similarities = reference.window_similarity(tokens, grid, window, prefix).ravel()
     # An observed similarity is the tie that `>=` and `>` decide; -1 and 1.5 merge everything and nothing.
     observed = float(similarities[int(rng.integers(similarities.size))]) if similarities.size else 0.0
-    attributes = {"grid": grid, "window": window, "prefix": prefix, **words}
+    counted = {"rule": pick(("threshold", "budget")), "budget": pick((0, 1, 3, 99))}
+    attributes = {"grid": grid, "window": window, "prefix": prefix, **words, **counted}
     return ClapCase(tokens, size, pick((observed, 0.0, -1.0, 1.5, 0.5)), attributes)
 
 
@@ -140,11 +141,12 @@ def gbm_case(
     size[np.arange(rows) >= length[:, None]] = 0
     low = np.minimum(prefix, length - 1)[:, None]
     token_map = (low + (rng.random((images, 50)) * (length[:, None] - low)).astype(np.int64)).astype(np.int64)
-    words = {name: pick(WORDS[name]) for name in ("semantics", "batch", "mode")}
-    attributes = {"prefix": prefix, "divisor": pick((1.0, 5.0, 7.0)), **words}
+    words = {name: pick(WORDS[name]) for name in ("semantics", "batch")}
+    words["rule"] = pick(("adaptive", "fixed", "budget"))
+    attributes = {"prefix": prefix, "divisor": pick((1.0, 5.0, 7.0)), "budget": pick((0, 1, 3, 99)), **words}
     best = np.concatenate(reference.gbm_similarity(tokens, length, prefix, words["semantics"])[0])
     observed = float(best[int(rng.integers(best.size))]) if best.size else 0.0
-    threshold = pick((1.0, 0.0, -3.0, 9.0)) if words["mode"] == "adaptive" else pick((observed, 0.0, -1.0, 1.5))
+    threshold = pick((1.0, 0.0, -3.0, 9.0)) if words["rule"] == "adaptive" else pick((observed, 0.0, -1.0, 1.5))
     return GbmCase(tokens, size, token_map, length, threshold if np.isfinite(threshold) else 0.0, attributes)
 
 
@@ -259,7 +261,8 @@ def check_decided(kernels: Kernels, case: Case, rows: tuple[np.ndarray, np.ndarr
 
 def clap_rows_for(similarity: np.ndarray, case: ClapCase) -> tuple[np.ndarray, np.ndarray]:
     a = case.attributes
-    merged = reference.clap_decisions(similarity, case.threshold, a["semantics"], a["batch"], a["order"])
+    rule = a["semantics"], a["batch"], a["order"], a["rule"], a["budget"]
+    merged = reference.clap_decisions(similarity, case.threshold, *rule)
     return reference.clap_rows(merged, *case.layout)
 
 
@@ -282,7 +285,8 @@ def split_best(case: GbmCase, best: np.ndarray, best_row: np.ndarray) -> tuple[l
 
 def gbm_rows_for(best: list[np.ndarray], match: list[np.ndarray], case: GbmCase) -> tuple[np.ndarray, np.ndarray]:
     a = case.attributes
-    merged = reference.gbm_decisions(best, case.threshold, a["mode"], a["divisor"], a["semantics"], a["batch"])
+    rule = a["rule"], a["divisor"], a["semantics"], a["batch"], a["budget"]
+    merged = reference.gbm_decisions(best, case.threshold, *rule)
     return reference.gbm_rows(merged, match, case.tokens.shape[1], case.length, a["prefix"], a["semantics"])
 
 

@@ -106,7 +106,7 @@ def test_means_of_infinities(kernels: Kernels, width: int, dtype: Any) -> None:
     assert all(test(found[0].astype(np.float32)).any() for test in (np.isposinf, np.isneginf, np.isnan))
     best, best_row = np.ones((2, 8), np.float32), np.tile(np.arange(1, 16, 2, dtype=np.int32), (2, 1))
     for semantics in WORDS["semantics"]:
-        plan = GBM | {"prefix": 0, "mode": "fixed", "semantics": semantics}
+        plan = GBM | {"prefix": 0, "rule": "fixed", "semantics": semantics}
         some = cases.GbmCase(tokens[:, :16], size[:, :16], np.zeros((2, 1), np.int64), np.full(2, 16), 0.5, plan)
         found = kernels.gbm(*some.inputs, given=(best, best_row), **plan)
         row = np.tile(np.arange(16) // 2, (2, 1))

@@ -95,7 +95,7 @@ def test_images_too_large_for_shared_memory(kernels: Kernels, batch: str, kind: 
     length = np.array([tokens.shape[1], 2500])
     token_map[1] %= 2500
     size[1, 2500:] = 0
-    cases.check_exact(kernels, cases.GbmCase(tokens, size, token_map, length, 0.5, GBM | common | {"mode": "fixed"}))
+    cases.check_exact(kernels, cases.GbmCase(tokens, size, token_map, length, 0.5, GBM | common | {"rule": "fixed"}))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -167,7 +167,7 @@ def test_lengths_that_32_bits_cannot_hold(kernels: Kernels, cuda_library: Path) 
     for dtype in DTYPES:
         tokens = exact_tokens(np.random.default_rng(0), "pairs", (3, 641, 64), dtype)
         length = np.array([0xFFFFFFFF00F00000 - 2**64, 641 + 2**32, -(2**31) - 1])
-        case = cases.GbmCase(tokens, ones(tokens), np.zeros((3, 640), np.int64), length, 0.5, GBM | {"mode": "fixed"})
+        case = cases.GbmCase(tokens, ones(tokens), np.zeros((3, 640), np.int64), length, 0.5, GBM | {"rule": "fixed"})
         cases.check_same(kernels, host, case)
 
 

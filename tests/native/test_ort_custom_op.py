@@ -41,7 +41,7 @@ PYTHONS = [sys.executable, *filter(None, os.environ.get("ALGM_ORT_PYTHON", "").s
 
 
 WINDOWS: dict[str, Any] = {"grid": [5, 6], "window": [2, 2], **CLAP}
-FIXED = GBM | {"mode": "fixed"}
+FIXED = GBM | {"rule": "fixed"}
 
 
 @pytest.fixture(params=PYTHONS, ids=lambda path: "here" if path == sys.executable else path.replace("/", "_"))

@@ -16,7 +16,7 @@ from algm_deploy.native_libraries import find_library
 from algm_deploy.ops import reference
 
 pytestmark = pytest.mark.gpu
-FIXED = GBM | {"mode": "fixed"}
+FIXED = GBM | {"rule": "fixed"}
 INPUTS = gbm_inputs(exact_tokens(np.random.default_rng(8), "few", (2, 31, 16)), (31, 21), 0.6)
 
 

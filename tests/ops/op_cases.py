@@ -52,6 +52,8 @@ def run_onnx(op: str, inputs: Arrays, **attributes: Any) -> list[Array]:
     """The operator's body in ONNX Runtime; axes are free, so one session serves every shape."""
     key = tuple((k, tuple(v) if isinstance(v, list | tuple) else v) for k, v in attributes.items())
     kinds = tuple(None if x is None else (np.asarray(x).dtype, np.ndim(x)) for x in inputs)
+    if op == "gbm" and attributes["rule"] == "budget":  # which is for one number of rows
+        kinds = tuple(None if x is None else (np.asarray(x).dtype, np.shape(x)) for x in inputs)
     labels = "label_map" in op and np.shape(inputs[0])[2] > 255
     session = _session(op, key, kinds, labels)
     names = [parameter.name for parameter in SCHEMAS[op].inputs]
@@ -83,7 +85,7 @@ def implementations(op: str) -> tuple[pytest.MarkDecorator, pytest.MarkDecorator
 
 
 def operator_model(op: str, attributes: Mapping[str, Any], kinds: Sequence[Any], wide_labels: bool = False) -> ir.Model:
-    """A model of one operator with its body. `kinds`: dtype and rank of every input, None for one left out."""
+    """A model of one operator with its body. `kinds`: dtype and rank, or shape, of every input, None for one left out."""
     names = [parameter.name for parameter in SCHEMAS[op].inputs]
     inputs = [
         None if kind is None else typed(name, ONNX_TYPES[kind[0]], kind[1])
@@ -95,8 +97,9 @@ def operator_model(op: str, attributes: Mapping[str, Any], kinds: Sequence[Any],
     return standalone(op, attributes, present, [types[p.type_str] for p in SCHEMAS[op].outputs])
 
 
-def typed(name: str, dtype: ir.DataType, rank: int) -> ir.Value:
-    return ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape([f"{name}_{axis}" for axis in range(rank)]))
+def typed(name: str, dtype: ir.DataType, rank: int | tuple[int, ...]) -> ir.Value:
+    shape = rank if isinstance(rank, tuple) else [f"{name}_{axis}" for axis in range(rank)]
+    return ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))
 
 
 @cache
@@ -142,7 +145,8 @@ def assert_same(found: Arrays, expected: Arrays, tolerance: float) -> None:
 seeds = st.integers(0, 2**32 - 1)
 kinds = st.sampled_from(KINDS)
 prefixes = st.sampled_from([0, 1, 2, 5])
-semantics, batches, orders, modes = (st.sampled_from(WORDS[name]) for name in ("semantics", "batch", "order", "mode"))
+semantics, batches, orders = (st.sampled_from(WORDS[name]) for name in ("semantics", "batch", "order"))
+limits = st.sampled_from(["adaptive", "fixed"])
 # Square, not square, one row, windows that do not divide, a single window, a single patch beside no window.
 GRIDS = ((4, 4), (3, 5), (1, 7), (6, 4), (2, 2))
 
@@ -158,6 +162,8 @@ def clap_attributes(draw: st.DrawFn) -> dict[str, Any]:
         "semantics": draw(semantics),
         "batch": draw(batches),
         "order": draw(orders),
+        "rule": draw(st.sampled_from(["threshold", "budget"])),
+        "budget": draw(st.integers(0, 9)),
     }
 
 
@@ -165,10 +171,11 @@ def clap_attributes(draw: st.DrawFn) -> dict[str, Any]:
 def gbm_attributes(draw: st.DrawFn) -> dict[str, Any]:
     return {
         "prefix": draw(prefixes),
-        "mode": draw(modes),
+        "rule": draw(limits),
         "divisor": draw(st.sampled_from([1.0, 5.0])),
         "semantics": draw(semantics),
         "batch": draw(batches),
+        "budget": 0,
     }
 
 

@@ -91,20 +91,32 @@ def places(merged: list[list[int]], windows: int) -> Array:
     semantics=cases.semantics,
     batch=cases.batches,
     order=cases.orders,
+    rule=st.sampled_from(["threshold", "budget"]),
+    budget=st.integers(0, 6),
 )
 def test_decisions_are_a_function_of_the_similarities(
-    seed: int, images: int, windows: int, distinct: int, threshold: float, semantics: str, batch: str, order: str
+    seed: int,
+    images: int,
+    windows: int,
+    distinct: int,
+    threshold: float,
+    semantics: str,
+    batch: str,
+    order: str,
+    rule: str,
+    budget: int,
 ) -> None:
     rng = np.random.default_rng(seed)
     values = rng.choice(np.float32(levels[1:-2]), size=distinct)  # few values: many ties
     similarity = rng.choice(values, size=(images, windows))
     tau = np.float32(threshold)
-    expected = places(reference.clap_decisions(similarity, tau, semantics, batch, order), windows)
-    found = clap_decisions(torch.from_numpy(similarity), torch.tensor(tau), semantics, batch, order)
-    attributes = {"semantics": semantics, "batch": batch, "order": order}
+    attributes = {"semantics": semantics, "batch": batch, "order": order, "rule": rule}
+    most = min(budget, windows)
+    expected = places(reference.clap_decisions(similarity, tau, **attributes, budget=budget), windows)
+    found = clap_decisions(torch.from_numpy(similarity), torch.tensor(tau), **attributes, budget=budget)
     (body,) = cases.run_steps(
-        ("places", semantics, batch, order),
-        lambda body, s, t: [body("Identity", _onnx_places(body, s, t, attributes))],
+        ("places", *attributes.values(), most),
+        lambda body, s, t: [body("Identity", _onnx_places(body, s, t, attributes, most))],
         similarity,
         tau,
     )
@@ -125,12 +137,12 @@ def test_ties_go_to_the_lower_window() -> None:
 def test_many_ties(windows: int) -> None:
     """Sorting algorithms change with the size; the tie rule does not."""
     similarity = np.random.default_rng(0).choice(np.float32([0.25, 0.5, 0.75]), size=(2, windows))
-    attributes = {"semantics": "code", "batch": "batch_min", "order": "published"}
+    attributes = {"semantics": "code", "batch": "batch_min", "order": "published", "rule": "threshold"}
     expected = places(reference.clap_decisions(similarity, 0.5, *attributes.values()), windows)
     found = clap_decisions(torch.from_numpy(similarity), torch.tensor(0.5), *attributes.values())
     (body,) = cases.run_steps(
         ("places", *attributes.values()),
-        lambda body, s, t: [body("Identity", _onnx_places(body, s, t, attributes))],
+        lambda body, s, t: [body("Identity", _onnx_places(body, s, t, attributes, 0))],
         similarity,
         np.float32(0.5),
     )

@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 from operator_inputs import GBM as PLAIN
 from operator_inputs import Array, exact_tokens, similar_tokens
 
+from algm_deploy.errors import ExportError
 from algm_deploy.ops import reference
 from algm_deploy.ops.gbm import (
     _onnx_decisions,
     _onnx_rows,
-    _onnx_threshold,
     first_source,
     gbm_decisions,
     gbm_rows,
     gbm_similarity,
-    gbm_threshold,
+    most_joins,
     onnx_similarity,
 )
 
@@ -96,7 +96,7 @@ def ragged(best: Array) -> list[Array]:
     sources=st.integers(1, 12),
     distinct=st.integers(1, 6),
     threshold=thresholds,
-    mode=cases.modes,
+    rule=cases.limits,
     divisor=st.sampled_from([1.0, 5.0]),
     semantics=cases.semantics,
     batch=cases.batches,
@@ -107,7 +107,7 @@ def test_decisions_are_a_function_of_the_similarities(
     sources: int,
     distinct: int,
     threshold: float,
-    mode: str,
+    rule: str,
     divisor: float,
     semantics: str,
     batch: str,
@@ -117,13 +117,12 @@ def test_decisions_are_a_function_of_the_similarities(
     for image in range(1, images):
         best[image, rng.integers(0, sources + 1) :] = -np.inf
     tau = np.float32(threshold)
-    expected = reference.gbm_decisions(ragged(best), tau, mode, divisor, semantics, batch)
-    limit = gbm_threshold(torch.from_numpy(best), torch.tensor(tau), mode, divisor, batch)
-    found = gbm_decisions(torch.from_numpy(best), limit, semantics, batch).numpy()
-    attributes = {"mode": mode, "divisor": divisor, "semantics": semantics, "batch": batch}
+    attributes = {"rule": rule, "divisor": divisor, "semantics": semantics, "batch": batch}
+    expected = reference.gbm_decisions(ragged(best), tau, **attributes)
+    found = gbm_decisions(torch.from_numpy(best), torch.tensor(tau), **attributes).numpy()
     (body,) = cases.run_steps(
         ("gbm decisions", *attributes.values()),
-        lambda body, b, t: [_onnx_decisions(body, b, _onnx_threshold(body, b, t, attributes), attributes)],
+        lambda body, b, t: [_onnx_decisions(body, b, t, attributes)],
         best,
         tau,
     )
@@ -229,8 +228,8 @@ def test_split_of_the_code_counts_the_prefix(run: Any) -> None:
     tokens[0, [0, 1, 2], 0] = 1  # cls equals rows 1 and 2, and never takes part
     tokens[0, [3, 4, 5], [1, 2, 3]] = 1
     inputs = [*cases.sequence(tokens, 1), np.float32(0.5)]
-    code = run("gbm", inputs, **PLAIN | {"mode": "fixed"})
-    paper = run("gbm", inputs, **PLAIN | {"mode": "fixed", "semantics": "paper"})
+    code = run("gbm", inputs, **PLAIN | {"rule": "fixed"})
+    paper = run("gbm", inputs, **PLAIN | {"rule": "fixed", "semantics": "paper"})
     # Code: row 2 joins row 1; order 4 | 1 3 5. Paper: row 1 joins row 2; order 3 5 | 2 4.
     assert code[2].tolist() == [[2, 2, 3, 1, 4]]
     assert paper[2].tolist() == [[3, 3, 1, 4, 2]]
@@ -242,7 +241,7 @@ def test_split_of_the_code_counts_the_prefix(run: Any) -> None:
 def test_code_weighs_by_size_and_paper_does_not(run: Any) -> None:
     tokens, size = np.float32([[[4, 0], [1, 0]]]), np.float32([[3, 1]])
     inputs = [tokens, size, np.array([[0, 0, 0, 1]]), np.array([2]), np.float32(0.5)]
-    attributes = PLAIN | {"prefix": 0, "mode": "fixed"}
+    attributes = PLAIN | {"prefix": 0, "rule": "fixed"}
     assert run("gbm", inputs, **attributes)[0].tolist() == [[[3.25, 0]]]
     paper = run("gbm", inputs, **attributes | {"semantics": "paper"})
     assert paper[0].tolist() == [[[2.5, 0]]]
@@ -252,7 +251,7 @@ def test_code_weighs_by_size_and_paper_does_not(run: Any) -> None:
 @every
 def test_argmax_ties_go_to_the_lower_row(run: Any) -> None:
     tokens = np.ones((1, 7, 4), np.float32)
-    found = run("gbm", [*cases.sequence(tokens, 1), np.float32(0.5)], **PLAIN | {"mode": "fixed"})
+    found = run("gbm", [*cases.sequence(tokens, 1), np.float32(0.5)], **PLAIN | {"rule": "fixed"})
     assert found[2].tolist() == [[1, 1, 2, 1, 3, 1]]
 
 
@@ -262,7 +261,7 @@ def test_many_ties(run: Any, batch: str) -> None:
     """A thousand tokens of three kinds: nearly every argmax and every rank is a tie."""
     tokens = exact_tokens(np.random.default_rng(0), "few", (2, 1025, 16))
     inputs = [*cases.sequence(tokens, 1), np.float32(0.5)]
-    attributes = PLAIN | {"mode": "fixed", "batch": batch}
+    attributes = PLAIN | {"rule": "fixed", "batch": batch}
     expected = cases.run_reference("gbm", inputs, **attributes)
     assert expected[3].max() < 600
     cases.assert_same(run("gbm", inputs, **attributes), expected, 0)
@@ -281,7 +280,7 @@ def test_the_deviation_of_one_row_is_undefined(run: Any) -> None:
     """Prefix 1 and three rows: one A row. Adaptive merges nothing, fixed may."""
     tokens = np.ones((1, 3, 4), np.float32)
     assert run("gbm", [*cases.sequence(tokens, 1), np.float32(-9)], **PLAIN)[3].tolist() == [3]
-    assert run("gbm", [*cases.sequence(tokens, 1), np.float32(-9)], **PLAIN | {"mode": "fixed"})[3].tolist() == [2]
+    assert run("gbm", [*cases.sequence(tokens, 1), np.float32(-9)], **PLAIN | {"rule": "fixed"})[3].tolist() == [2]
 
 
 @every
@@ -290,7 +289,7 @@ def test_the_deviation_of_one_row_is_undefined(run: Any) -> None:
 def test_too_few_rows_to_merge(run: Any, rows: int, semantics: str) -> None:
     """Cls alone with no partner on one side: nothing merges and nothing fails."""
     tokens = np.ones((2, rows, 4), np.float32)
-    attributes = PLAIN | {"prefix": rows - 1, "mode": "fixed", "semantics": semantics}
+    attributes = PLAIN | {"prefix": rows - 1, "rule": "fixed", "semantics": semantics}
     found = run("gbm", [*cases.sequence(tokens, rows - 1), np.float32(-2)], **attributes)
     assert found[3].tolist() == [rows] * 2
     cases.assert_same(found[:1], [tokens], 0)
@@ -301,7 +300,7 @@ def test_batch_min_shares_threshold_and_count(run: Any) -> None:
     """Image 0 alone would merge one row, image 1 three; together one each, the most similar."""
     unit = np.eye(8, dtype=np.float32)
     tokens = np.stack([unit[[0, 0, 1, 2, 3, 4, 5, 6]], unit[[0, 0, 1, 1, 2, 2, 3, 4]]])
-    attributes = PLAIN | {"prefix": 0, "mode": "fixed"}
+    attributes = PLAIN | {"prefix": 0, "rule": "fixed"}
     alone = run("gbm", [*cases.sequence(tokens, 0), np.float32(0.5)], **attributes)
     together = run("gbm", [*cases.sequence(tokens, 0), np.float32(0.5)], **attributes | {"batch": "batch_min"})
     assert alone[3].tolist() == [7, 5]
@@ -325,10 +324,10 @@ def test_16_bit_tokens_in_torch(dtype: torch.dtype) -> None:
 def test_16_bit_tokens_in_onnx() -> None:
     tokens = exact_tokens(np.random.default_rng(0), "few", (2, 17, 16), np.float16)
     inputs = [*cases.sequence(tokens, 1), np.float32(0.5)]
-    expected = cases.run_reference("gbm", inputs, **PLAIN | {"mode": "fixed"})
+    expected = cases.run_reference("gbm", inputs, **PLAIN | {"rule": "fixed"})
     assert expected[3].max() < 17
     for run in cases.IMPLEMENTATIONS.values():
-        cases.assert_same(run("gbm", inputs, **PLAIN | {"mode": "fixed"}), expected, 0)
+        cases.assert_same(run("gbm", inputs, **PLAIN | {"rule": "fixed"}), expected, 0)
 
 
 @compared
@@ -339,7 +338,7 @@ def test_any_length_is_one_that_can_be(run: Any, semantics: str) -> None:
     tokens = np.repeat(exact_tokens(np.random.default_rng(0), "few", (1, 9, 16)), len(lengths), axis=0)
     maps = np.zeros((len(lengths), 8), np.int64)
     inputs = [tokens, np.ones((len(lengths), 9), np.float32), maps, np.array(lengths), np.float32(0.5)]
-    attributes = PLAIN | {"mode": "fixed", "prefix": 2, "semantics": semantics}
+    attributes = PLAIN | {"rule": "fixed", "prefix": 2, "semantics": semantics}
     found, expected = run("gbm", inputs, **attributes), cases.run_reference("gbm", inputs, **attributes)
     assert expected[3].tolist() == [2, 2, 2, n := expected[3][3], n, 2, 2, 2, n]
     assert 2 < n < 9
@@ -352,7 +351,57 @@ def test_what_is_not_finite_stays_in_its_row(run: Any) -> None:
     tokens = exact_tokens(np.random.default_rng(0), "few", (2, 17, 16))
     tokens[0, 4, 3], tokens[0, 7, 5], tokens[1, 6, 1] = np.inf, -np.inf, np.nan
     inputs = [*cases.sequence(tokens, 1), np.float32(0.5)]
-    expected = cases.run_reference("gbm", inputs, **PLAIN | {"mode": "fixed"})
+    expected = cases.run_reference("gbm", inputs, **PLAIN | {"rule": "fixed"})
     assert [int(test(expected[0]).sum()) for test in (np.isposinf, np.isneginf, np.isnan)] == [1, 1, 1]
     assert expected[3].max() < 15
-    cases.assert_same(run("gbm", inputs, **PLAIN | {"mode": "fixed"}), expected, 0)
+    cases.assert_same(run("gbm", inputs, **PLAIN | {"rule": "fixed"}), expected, 0)
+
+
+# ------------------------------------------------------------------------------------------------------------ budgets
+
+
+@compared
+@cases.PROPERTY
+@given(
+    seed=cases.seeds,
+    kind=cases.kinds,
+    patches=st.sampled_from([1, 2, 8, 13]),
+    prefix=st.sampled_from([0, 1]),
+    semantics=cases.semantics,
+    batch=cases.batches,
+    budget=st.sampled_from([0, 3, 99]),
+)
+def test_a_budget_equals_the_reference(
+    run: Any, seed: int, kind: str, patches: int, prefix: int, semantics: str, batch: str, budget: int
+) -> None:
+    """Every image merges as many rows, ties and rows without a partner included; the threshold is left out."""
+    rng = np.random.default_rng(seed)
+    tokens = exact_tokens(rng, kind, (2, prefix + patches, 16))
+    inputs = [*cases.sequence(tokens, prefix), None]
+    attributes = {"prefix": prefix, "rule": "budget", "divisor": 5.0, "semantics": semantics, "batch": batch}
+    attributes["budget"] = budget
+    expected = cases.run_reference("gbm", inputs, **attributes)
+    left = prefix + patches - min(budget, most_joins(prefix + patches, prefix, semantics))
+    assert expected[3].tolist() == [left] * 2
+    cases.assert_same(run("gbm", inputs, **attributes), expected, 0)
+
+
+@every
+def test_a_budget_takes_the_most_similar_and_the_lower_of_equals(run: Any) -> None:
+    """Rows 2, 4, 6 look among 1, 3, 5: two of them find their equal, and one of two is enough."""
+    unit = np.eye(8, dtype=np.float32)
+    tokens = unit[None, [7, 0, 1, 1, 0, 2, 3]]
+    attributes = PLAIN | {"rule": "budget"}
+    one, two, all_three = (
+        run("gbm", [*cases.sequence(tokens, 1), None], **attributes | {"budget": budget}) for budget in (1, 2, 9)
+    )
+    assert one[2].tolist() == [[3, 4, 4, 1, 5, 2]]  # row 2 joins row 3
+    assert two[2].tolist() == [[2, 3, 3, 2, 4, 1]]
+    assert all_three[2].tolist() == [[1, 2, 2, 1, 3, 1]]  # no more than there are; the last one joins the first
+
+
+def test_a_budget_needs_a_known_number_of_rows() -> None:
+    attributes = PLAIN | {"rule": "budget", "budget": 1}
+    kinds = [(np.dtype(np.float32), 3), (np.dtype(np.float32), 2), (np.dtype(np.int64), 2), (np.dtype(np.int64), 1)]
+    with pytest.raises(ExportError, match="known number of rows"):
+        cases.operator_model("gbm", attributes, kinds)

@@ -46,13 +46,13 @@ def test_merges_are_those_of_the_bodies(dtype: torch.dtype, batch: str, semantic
         tokens, size = exact_tokens(dtype, seed), torch.ones(3, 65, device="cuda")
         order = ("published", "raster")[seed % 2]
         threshold = torch.tensor(0.3, device="cuda")
-        found, expected = both(clap, tokens, size, threshold, [8, 8], [2, 2], 1, semantics, batch, order)
+        found, expected = both(clap, tokens, size, threshold, [8, 8], [2, 2], 1, semantics, batch, order, "threshold", 0)
         for a, b in zip(found, expected, strict=True):
             assert torch.equal(a, b)
         tokens, size, map, length = expected
-        mode = ("adaptive", "fixed")[seed % 2]
+        rule = ("adaptive", "fixed")[seed % 2]
         scale = torch.tensor(0.5, device="cuda")
-        found, expected = both(gbm, tokens, size, map, length, scale, 1, mode, 2.0, semantics, batch)
+        found, expected = both(gbm, tokens, size, map, length, scale, 1, rule, 2.0, semantics, batch, 0)
         assert all(torch.equal(a, b) for a, b in zip(found[1:], expected[1:], strict=True))
         torch.testing.assert_close(found[0], expected[0], rtol=0, atol=torch.finfo(dtype).eps)
         counts.add(tuple(expected[3].tolist()))

@@ -26,17 +26,18 @@ OTHERS = {
 }
 
 
-def combinations(attributes: dict[str, Any]) -> list[dict[str, Any]]:
+def combinations(attributes: dict[str, Any], *rules: str) -> list[dict[str, Any]]:
     """The attributes with every word in place of theirs."""
-    names = [name for name in attributes if name in WORDS]
-    return [attributes | dict(zip(names, words, strict=True)) for words in product(*(WORDS[n] for n in names))]
+    words = WORDS | {"rule": rules}
+    names = [name for name in attributes if name in words]
+    return [attributes | dict(zip(names, chosen, strict=True)) for chosen in product(*(words[n] for n in names))]
 
 
-VARIANTS = [
-    *(("clap", a) for a in combinations({"grid": [4, 4], "window": [2, 2], **CLAP})),
-    *(("gbm", a) for a in combinations(GBM)),
-    *OTHERS.items(),
+MERGES = [
+    *(("clap", a) for a in combinations({"grid": [4, 4], "window": [2, 2], **CLAP}, "threshold", "budget")),
+    *(("gbm", a) for a in combinations(GBM, "adaptive", "fixed", "budget")),
 ]
+VARIANTS = [*MERGES, *OTHERS.items()]
 INPUT_RANKS = {
     "tokens": 3,
     "keys": 3,
@@ -52,7 +53,9 @@ INPUT_RANKS = {
 
 def body_nodes(op: str, attributes: dict[str, Any], dtype: str) -> list[ir.Node]:
     types = {"T": np.dtype(dtype), "tensor(float)": np.dtype("float32"), "tensor(int64)": np.dtype("int64")}
-    kinds = [(types[p.type_str], INPUT_RANKS[p.name]) for p in SCHEMAS[op].inputs]
+    kinds: list[Any] = [(types[p.type_str], INPUT_RANKS[p.name]) for p in SCHEMAS[op].inputs]
+    if op == "gbm" and attributes["rule"] == "budget":
+        kinds[0] = kinds[0][0], (2, 17, 16)
     (function,) = operator_model(op, attributes, kinds).functions.values()
     return list(function)
 
@@ -104,7 +107,7 @@ def test_bodies_are_portable(op: str, attributes: dict[str, Any], dtype: str) ->
             assert "reduction" not in node.attributes
 
 
-@pytest.mark.parametrize(("op", "attributes"), VARIANTS[:17], ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(("op", "attributes"), [*MERGES, ("tome", OTHERS["tome"])], ids=lambda value: value if isinstance(value, str) else "")
 def test_similarities_are_fp32_for_16_bit_tokens(op: str, attributes: dict[str, Any]) -> None:
     """Between tokens and their products stands a Cast to fp32, and statistics are fp64."""
     nodes = body_nodes(op, attributes, "float16")
@@ -113,7 +116,7 @@ def test_similarities_are_fp32_for_16_bit_tokens(op: str, attributes: dict[str, 
     for node in products:
         assert ir.DataType.FLOAT in [kind for value in node.inputs for kind in casts_behind(value)]
     doubles = [node for node in nodes if node.op_type == "Cast" and node.attributes["to"].value == ir.DataType.DOUBLE]
-    assert bool(doubles) == (attributes.get("mode") == "adaptive")
+    assert bool(doubles) == (attributes.get("rule") == "adaptive")
 
 
 def casts_behind(value: ir.Value | None) -> set[int]:

@@ -58,7 +58,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "fp16, coupled": {"precision": "fp16", "merging.batch": "batch_min", "max_batch": 3},
     "paper, raster, labels": {
         "merging.semantics": "paper",
-        "merging.gbm_mode": "fixed",
+        "merging.gbm": "fixed",
         "merging.gbm_threshold": 0.95,
         "merging.order": "raster",
         "output": "labels",

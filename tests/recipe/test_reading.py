@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -231,7 +232,10 @@ WRONG = {
     "merging.window": ("[8, 8]", "a merging.window within the grid (4, 6)"),
     "merging.clap_threshold": ("nan", "a finite number"),
     "merging.gbm_threshold": ("1e9", "merging.gbm_threshold between -1000 and 1000"),
-    "merging.gbm_mode": ('"auto"', "adaptive or fixed"),
+    "merging.clap": ('"adaptive"', "threshold or budget"),
+    "merging.gbm": ('"auto"', "adaptive or fixed or budget"),
+    "merging.clap_budget": ("0.4", "merging.clap_budget is read by the rule budget"),
+    "merging.gbm_budget": ("9", "merging.gbm_budget is read by the rule budget"),
     "merging.semantics": ('"both"', "code or paper"),
     "merging.batch": ("1", "per_image or batch_min"),
     "merging.order": ('""', "published or raster"),
@@ -332,3 +336,26 @@ def test_plans_that_contradict_themselves() -> None:
     for wrong in ({"gbm_layers": (1,)}, {"clap_layers": (7,)}, {"gbm_layers": (0,)}, {"window": (1, 1)}):
         with pytest.raises(PlanError):
             replace(MergePlan(), **wrong)
+
+
+@pytest.mark.parametrize(
+    ("merging", "expected"),
+    [
+        ({"clap": "budget"}, "merging.clap_budget as a share above 0 and up to 1.0, or a count from 1, got 0"),
+        ({"clap": "budget", "clap_budget": 1.5}, "merging.clap_budget as a share"),
+        ({"clap": "budget", "clap_budget": -3}, "merging.clap_budget as a share"),
+        ({"gbm": "budget", "gbm_budget": 0.2}, "a budget for CLAP too"),
+    ],
+)
+def test_budgets_that_do_not_fit_are_refused(merging: dict[str, Any], expected: str) -> None:
+    with pytest.raises(PlanError, match=re.escape(expected)):
+        MergePlan(**merging)
+
+
+def test_budgets_stay_shares_or_counts(tmp_path: Path) -> None:
+    """A whole number is a count, any other a share, 1.0 included, through TOML and through a manifest's JSON."""
+    settings = {"merging.clap": '"budget"', "merging.clap_budget": "1.0", "merging.gbm": '"budget"'}
+    found = recipes.read_recipe(write(tmp_path, toml_of(SMALL, settings | {"merging.gbm_budget": "1"})))
+    again = recipes.from_table(json.loads(json.dumps(recipes.to_table(found))), "the manifest")
+    for plan in (found.merging, again.merging):
+        assert [(type(n), n) for n in (plan.clap_budget, plan.gbm_budget)] == [(float, 1.0), (int, 1)]

@@ -121,7 +121,7 @@ def test_merging_after_the_mlp(tiny_bundle: Bundle, image: Tensor) -> None:
 
 @pytest.mark.parametrize(("feature", "part"), [("query", 0), ("key", 1), ("value", 2)])
 def test_features_decide_in_gbm(tiny_bundle: Bundle, image: Tensor, feature: str, part: int) -> None:
-    plan = MergePlan(clap_layers=(), gbm_layers=(1,), gbm_mode="fixed", gbm_threshold=0.97)
+    plan = MergePlan(clap_layers=(), gbm_layers=(1,), gbm="fixed", gbm_threshold=0.97)
     encoder = encoder_of(tiny_bundle, Variant(gbm_feature=feature), plan)
     before = encoder.embed(image)
     block = encoder.blocks[0]

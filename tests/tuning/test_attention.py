@@ -65,7 +65,7 @@ def by_block(found: AttentionTuning) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_without_a_merge_both_networks_attend_alike(tiny_bundle: Bundle, dataset: Dataset) -> None:
-    nothing = replace(PLAN, clap_threshold=1.5, gbm_mode="fixed", gbm_threshold=1.5)
+    nothing = replace(PLAN, clap_threshold=1.5, gbm="fixed", gbm_threshold=1.5)
     found = measured(tiny_bundle, dataset, nothing)
     dense, merged = by_block(found)
     assert (found.windows, found.images, found.last_merge) == (4, 4, 2)

@@ -103,7 +103,7 @@ def test_a_plan_must_read_the_threshold(knob: Any, plan: Mapping[str, Any]) -> N
 def test_candidates_end_where_nothing_merges() -> None:
     assert default_values(MergePlan(), "clap_threshold")[-1] > 1
     assert max(default_values(MergePlan(), "gbm_threshold")) == 8
-    fixed = MergePlan(gbm_mode="fixed")
+    fixed = MergePlan(gbm="fixed")
     assert default_values(fixed, "gbm_threshold") == default_values(MergePlan(), "clap_threshold")
 
 

@@ -255,8 +255,8 @@ def _merge_of(slot: Clap | Gbm, tokens: Tensor, patches: int) -> Merge:
     plan = slot.plan
     batch = plan.batch if len(tokens) > 1 else "per_image"  # the same for one image, and quicker
     if isinstance(slot, Clap):
-        return clap_merge(tokens, slot.grid, plan.window, slot.prefix, plan.semantics, batch, plan.order)
-    return gbm_merge(tokens, patches, slot.prefix, plan.gbm_mode, float(slot.layer), plan.semantics, batch)
+        return clap_merge(tokens, slot.grid, plan.window, slot.prefix, plan.semantics, batch, plan.order, plan.clap, 0)
+    return gbm_merge(tokens, patches, slot.prefix, plan.gbm, float(slot.layer), plan.semantics, batch, 0)
 
 
 @dataclass

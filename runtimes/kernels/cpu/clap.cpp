@@ -53,13 +53,14 @@ auto qualifies(const algm_clap_params &p, float threshold) {
     return [strict, threshold](float value) { return strict ? value > threshold : value >= threshold; };
 }
 
-// Place of every window among the `merges` merged ones, -1 for those that stay.
-template <class Chosen>
-void place_windows(const algm_clap_params &p, const float *similarity, int64_t merges, Chosen chosen, int32_t *place) {
+// Place of every window among the `merges` merged ones, -1 for those that stay. rank_at(w) is negative for those that
+// may not merge.
+template <class Rank>
+void place_windows(const algm_clap_params &p, int64_t merges, Rank rank_at, int32_t *place) {
     const int64_t windows = window_count(p);
     int32_t next = 0;
     for (int64_t w = 0; w < windows; ++w) {
-        const int64_t rank = rank_of(similarity, windows, w, chosen);
+        const int64_t rank = rank_at(w);
         const bool merged = rank >= 0 && rank < merges;
         const bool raster = p.order == ALGM_ORDER_RASTER;
         place[w] = !merged ? -1 : raster ? next++ : static_cast<int32_t>(rank);
@@ -102,20 +103,27 @@ int algm_cpu_clap_decide_given(const algm_clap_params *params, const float *simi
                                int64_t *map, int64_t *length, int64_t *rows, int32_t *rows_int32, void *workspace,
                                void *) {
     if (const int status = check(params)) return status;
-    if (any_null(threshold, map, length, rows, workspace) || is_missing(similarity, window_count(*params)))
+    if (any_null(map, length, rows, workspace) || lacks_threshold(params->rule, threshold) ||
+        is_missing(similarity, window_count(*params)))
         return ALGM_INVALID_ARGUMENT;
     const algm_clap_params &p = *params;
     const auto plan = plan_in<ClapPlan>(workspace, p);
     const int64_t windows = window_count(p);
-    const auto chosen = qualifies(p, *threshold);
+    const bool counted = counts_merges(p.rule);
+    const auto chosen = qualifies(p, counted ? 0 : *threshold);
     int64_t fewest = windows;
     for (int64_t b = 0; b < p.batch; ++b)
         fewest = std::min(fewest, count_of(similarity + b * windows, windows, chosen));
     for (int64_t b = 0; b < p.batch; ++b) {
         const float *values = similarity + b * windows;
-        const int64_t merges = p.batch_mode == ALGM_BATCH_MIN ? fewest : count_of(values, windows, chosen);
+        const int64_t merges = counted                            ? std::min(p.budget, windows)
+                               : p.batch_mode == ALGM_BATCH_MIN ? fewest
+                                                                  : count_of(values, windows, chosen);
         int32_t *place = plan.place + b * windows;
-        place_windows(p, values, merges, chosen, place);
+        const auto rank_at = [&](int64_t w) {
+            return counted ? rank_among_all(values, windows, w) : rank_of(values, windows, w, chosen);
+        };
+        place_windows(p, merges, rank_at, place);
         length[b] = number_rows(p, place, merges, map + b * p.grid_h * p.grid_w, plan.source + b * p.rows);
     }
     plan.publish(length, p.batch, rows, rows_int32);

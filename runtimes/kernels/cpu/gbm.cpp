@@ -85,7 +85,7 @@ Statistics statistics(const float *values, int64_t count) {
 
 // The similarity that image b must reach.
 float limit_of(const algm_gbm_params &p, const float *best, const int64_t *length, int64_t b, float threshold) {
-    if (p.mode == ALGM_MODE_FIXED) return threshold;
+    if (p.rule == ALGM_RULE_FIXED) return threshold;
     const bool together = p.batch_mode == ALGM_BATCH_MIN;
     Statistics sum = {0, 0};
     const int64_t begin = together ? 0 : b, end = together ? p.batch : b + 1;
@@ -101,6 +101,17 @@ float limit_of(const algm_gbm_params &p, const float *best, const int64_t *lengt
 auto reaches(const algm_gbm_params &p, float limit) {
     const bool strict = p.semantics == ALGM_SEMANTICS_PAPER;
     return [strict, limit](float value) { return std::isfinite(value) && (strict ? value > limit : value >= limit); };
+}
+
+// By budget: unsets the targets of all but the most similar rows of set A. A row whose similarities are no numbers has no
+// match and may be among them all the same: it joins the first row of set B.
+void choose_most_similar(const algm_gbm_params &p, const Split &split, const float *values, const int32_t *match,
+                         int32_t *target) {
+    const int64_t merges = split.b_count > 0 ? std::min(p.budget, split.a_count) : 0;
+    for (int64_t i = 0; i < split.a_count; ++i) {
+        const bool joins = rank_among_all(values, split.a_count, i) < merges;
+        target[i] = !joins ? -1 : match[i] >= 0 ? match[i] : static_cast<int32_t>(split.b0);
+    }
 }
 
 // New rows of one image: [prefix | rows of A that stay | rows of B]; returns how many.
@@ -156,12 +167,13 @@ int algm_cpu_gbm_decide_given(const algm_gbm_params *params, const float *best, 
                               int64_t *out_length, int64_t *rows, int32_t *rows_int32, void *workspace, void *) {
     if (const int status = check(params)) return status;
     const algm_gbm_params &p = *params;
-    if (any_null(map, length, threshold, out_map, out_length, rows, workspace) || lacks_matches(p, best, best_row))
+    if (any_null(map, length, out_map, out_length, rows, workspace) || lacks_threshold(p.rule, threshold) ||
+        lacks_matches(p, best, best_row))
         return ALGM_INVALID_ARGUMENT;
     const auto plan = plan_in<GbmPlan>(workspace, p);
     const int64_t candidates = max_a(p);
     const auto chosen_of = [&](int64_t b) { return reaches(p, limit_of(p, best, length, b, *threshold)); };
-    const bool together = p.batch_mode == ALGM_BATCH_MIN;
+    const bool counted = counts_merges(p.rule), together = p.batch_mode == ALGM_BATCH_MIN && !counted;
     int64_t fewest = candidates;
     for (int64_t b = 0; together && b < p.batch; ++b)
         fewest = std::min(fewest, count_of(best + b * candidates, Split(p, length[b]).a_count, chosen_of(b)));
@@ -170,11 +182,16 @@ int algm_cpu_gbm_decide_given(const algm_gbm_params *params, const float *best, 
         const float *values = best + b * candidates;
         int32_t *target = plan.target + b * candidates;
         int32_t *row = plan.row + b * p.rows;
-        const auto chosen = chosen_of(b);
-        for (int64_t i = 0; i < split.a_count; ++i) {
-            const bool joins =
-                together ? chosen(values[i]) && rank_of(values, split.a_count, i, chosen) < fewest : chosen(values[i]);
-            target[i] = joins ? best_row[b * candidates + i] : -1;
+        const int32_t *match = best_row + b * candidates;
+        if (counted) {
+            choose_most_similar(p, split, values, match, target);
+        } else {
+            const auto chosen = chosen_of(b);
+            for (int64_t i = 0; i < split.a_count; ++i) {
+                const bool joins = chosen(values[i]) &&
+                                   (!together || rank_of(values, split.a_count, i, chosen) < fewest);
+                target[i] = joins ? match[i] : -1;
+            }
         }
         std::fill(target + split.a_count, target + candidates, -1);
         out_length[b] = number_rows(p, split, target, row, plan.source + b * p.rows);

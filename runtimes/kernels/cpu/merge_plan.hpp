@@ -4,6 +4,8 @@
 #include "arithmetic.hpp"
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
 
 namespace algm::cpu {
 
@@ -51,7 +53,21 @@ struct GbmPlan : Plan {
           best_row(carver.take<int32_t>(p.batch * max_a(p))) {}
 };
 
-// Position of item i when `count` values are sorted in descending order, ties by index; -1 where `chosen` is false.
+// What a merge by budget sorts by: a similarity that is no number comes last.
+inline float sortable(float value) { return std::isnan(value) ? -std::numeric_limits<float>::infinity() : value; }
+
+// Position of item i when `count` values are sorted in descending order, ties by index; no number comes last.
+inline int64_t rank_among_all(const float *values, int64_t count, int64_t i) {
+    const float own = sortable(values[i]);
+    int64_t rank = 0;
+    for (int64_t j = 0; j < count; ++j) {
+        const float other = sortable(values[j]);
+        rank += other > own || (other == own && j < i);
+    }
+    return rank;
+}
+
+// The same among the values that are `chosen`; -1 where this one is not.
 template <class Chosen>
 int64_t rank_of(const float *values, int64_t count, int64_t i, Chosen chosen) {
     if (!chosen(values[i])) return -1;

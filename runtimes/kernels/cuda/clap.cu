@@ -224,13 +224,15 @@ __global__ void __launch_bounds__(kPairWarps *kWarp, 8)
 
 struct Decision {
     Plan plan;
-    int batch;
-    bool strict, batch_min, raster;
+    int batch, budget;
+    bool strict, batch_min, raster, counted;
     const float *similarity, *threshold;
     int64_t *map, *length;
     RowCount count;
 
-    __device__ bool qualifies(float value, float tau) const { return strict ? value > tau : value >= tau; }
+    __device__ bool qualifies(float value, float tau) const {
+        return counted || (strict ? value > tau : value >= tau);
+    }
 };
 
 // Fewest qualifying windows of any image: one warp an image.
@@ -262,7 +264,7 @@ __device__ int list_qualified(const Decision &d, const float *values, int window
         const bool qualifies = window < windows && d.qualifies(value, tau);
         const int before = block_flags_before(qualifies, count);
         if (qualifies) {
-            w.qualified[before] = value;
+            w.qualified[before] = isnan(value) ? -INFINITY : value;  // by budget they qualify, and come last
             w.listed[before] = window;
         }
         if (window < windows) w.place[window] = qualifies ? before : -1;
@@ -303,15 +305,16 @@ __global__ void __launch_bounds__(1024) decide_kernel(Grid grid, Decision d) {
     const int64_t offset = int64_t{b} * windows;
     const Windows w = {fits ? shared_qualified : d.plan.qualified + offset,
                        fits ? shared_listed : d.plan.listed + offset, fits ? shared_place : d.plan.place + offset};
-    const float tau = *d.threshold;
+    const float tau = d.counted ? 0 : *d.threshold;
     int window = grid.window_of(threadIdx.x);
     wait_for_previous();
 
     const int count = list_qualified(d, d.similarity + offset, windows, tau, w);
     let_next_start();  // not before: what it loads would delay the similarities
-    const int merges = d.batch_min ? fewest_merges(d, windows, tau) : count;
-    if (!d.raster || d.batch_min) rank_windows(w, count, merges);
-    if (d.raster && d.batch_min) order_by_position(windows, w.place);
+    const int merges = d.counted ? min(d.budget, windows) : d.batch_min ? fewest_merges(d, windows, tau) : count;
+    const bool some = d.counted || d.batch_min;  // of those that qualify only the best merge
+    if (!d.raster || some) rank_windows(w, count, merges);
+    if (d.raster && some) order_by_position(windows, w.place);
 
     int64_t *map = d.map + int64_t{b} * grid.patches;
     int32_t *new_row = d.plan.new_row + int64_t{b} * grid.rows;
@@ -448,9 +451,11 @@ int launch_decision(const algm_clap_params &p, const Plan &plan, const float *si
     const Grid grid(p);
     const Decision decision = {plan,
                                static_cast<int>(p.batch),
+                               static_cast<int>(p.budget < grid.windows ? p.budget : grid.windows),
                                p.semantics == ALGM_SEMANTICS_PAPER,
                                p.batch_mode == ALGM_BATCH_MIN,
                                p.order == ALGM_ORDER_RASTER,
+                               counts_merges(p.rule),
                                similarity,
                                threshold,
                                map,
@@ -481,7 +486,8 @@ int algm_cuda_clap_decide_given(const algm_clap_params *params, const float *sim
                                 int64_t *map, int64_t *length, int64_t *rows, int32_t *rows_int32, void *workspace,
                                 void *stream) {
     if (const int status = check_batch(params)) return status;
-    if (any_null(threshold, map, length, rows, workspace) || is_missing(similarity, window_count(*params)))
+    if (any_null(map, length, rows, workspace) || lacks_threshold(params->rule, threshold) ||
+        is_missing(similarity, window_count(*params)))
         return ALGM_INVALID_ARGUMENT;
     const auto plan = plan_in<Plan>(workspace, *params);
     const RowCount count = plan.count(rows, rows_int32);
@@ -492,7 +498,8 @@ int algm_cuda_clap_decide_given(const algm_clap_params *params, const float *sim
 int algm_cuda_clap_decide(const algm_clap_params *params, const void *tokens, const float *threshold, int64_t *map,
                           int64_t *length, int64_t *rows, int32_t *rows_int32, void *workspace, void *stream) {
     if (const int status = check_batch(params)) return status;
-    if (any_null(tokens, threshold, map, length, rows, workspace)) return ALGM_INVALID_ARGUMENT;
+    if (any_null(tokens, map, length, rows, workspace) || lacks_threshold(params->rule, threshold))
+        return ALGM_INVALID_ARGUMENT;
     const auto plan = plan_in<Plan>(workspace, *params);
     const RowCount count = plan.count(rows, rows_int32);
     if (const int status = launch_similarity(*params, tokens, plan.similarity, count, stream)) return status;

@@ -184,9 +184,9 @@ struct Decision {
     Matches matches;
     Plan plan;
     double divisor;
-    int batch, prefix;
+    int batch, prefix, budget;
     int64_t patches;
-    bool strict, batch_min, adaptive;
+    bool strict, batch_min, adaptive, counted;
     const float *threshold;
     const int64_t *map;
     int64_t *out_map, *out_length;
@@ -276,13 +276,8 @@ __device__ int fewest_merges(const Decision &d, float limit) {
     return block_min(fewest);
 }
 
-// Unsets target[i] where a row of set A stays: all that do not reach the limit and, under `batch_min`, all but the best
-// `merges`.
-__device__ void choose_targets(const Decision &d, const float *best, int count, float limit, int32_t *target) {
-    for (int i = threadIdx.x; i < count; i += blockDim.x)
-        if (!d.reaches(best[i], limit)) target[i] = -1;
-    if (!d.batch_min) return;  // every thread goes on with the targets that it wrote
-    const int merges = fewest_merges(d, limit);
+// Unsets target[i] where a row of set A is not among the best `merges`.
+__device__ void keep_best(const float *best, int count, int merges, int32_t *target) {
     __syncthreads();
     for (int start = 0; start < count; start += blockDim.x / kRankers) {
         const int i = start + threadIdx.x / kRankers;
@@ -290,6 +285,15 @@ __device__ void choose_targets(const Decision &d, const float *best, int count, 
         if (i < count && threadIdx.x % kRankers == 0 && rank >= merges) target[i] = -1;
     }
     __syncthreads();
+}
+
+// Unsets target[i] where a row of set A stays: all that do not reach the limit and, under `batch_min`, all but the best
+// `merges`.
+__device__ void choose_targets(const Decision &d, const float *best, int count, float limit, int32_t *target) {
+    for (int i = threadIdx.x; i < count; i += blockDim.x)
+        if (!d.reaches(best[i], limit)) target[i] = -1;
+    if (!d.batch_min) return;  // every thread goes on with the targets that it wrote
+    keep_best(best, count, fewest_merges(d, limit), target);
 }
 
 constexpr int kSharedRows = 2304;  // rows of a sequence whose plan fits into shared memory
@@ -316,13 +320,18 @@ __global__ void __launch_bounds__(1024) decide_kernel(Decision d) {
 
     for (int i = threadIdx.x; i < a_count; i += blockDim.x) {
         const Match match = d.matches.at(image, i);
-        best[i] = match.similarity;
-        target[i] = match.column < 0 ? -1 : (match.column - sets.b0) / 2;
+        // By budget a row without a match, whose similarities are no numbers, comes last and may join the first row.
+        best[i] = d.counted && isnan(match.similarity) ? -INFINITY : match.similarity;
+        target[i] = match.column >= 0 ? (match.column - sets.b0) / 2 : d.counted && b_count > 0 ? 0 : -1;
     }
     __syncthreads();
     let_next_start();  // not before: what it loads would delay the matches
-    const float limit = !d.adaptive ? *d.threshold : d.batch_min ? common_limit(d) : own_limit(d, best, a_count);
-    choose_targets(d, best, a_count, limit, target);
+    if (d.counted) {
+        keep_best(best, a_count, d.budget, target);
+    } else {
+        const float limit = !d.adaptive ? *d.threshold : d.batch_min ? common_limit(d) : own_limit(d, best, a_count);
+        choose_targets(d, best, a_count, limit, target);
+    }
 
     for (int r = threadIdx.x; r < d.prefix; r += blockDim.x) row[r] = new_row[r] = r;
     int next = d.prefix;
@@ -369,10 +378,12 @@ int launch_decision(const algm_gbm_params &p, const Plan &plan, const Matches &m
                                p.divisor,
                                static_cast<int>(p.batch),
                                static_cast<int>(p.prefix),
+                               static_cast<int>(p.budget < p.rows ? p.budget : p.rows),
                                p.patches,
                                p.semantics == ALGM_SEMANTICS_PAPER,
                                p.batch_mode == ALGM_BATCH_MIN,
-                               p.mode == ALGM_MODE_ADAPTIVE,
+                               p.rule == ALGM_RULE_ADAPTIVE,
+                               counts_merges(p.rule),
                                threshold,
                                map,
                                out_map,
@@ -505,7 +516,7 @@ int algm_cuda_gbm_decide_given(const algm_gbm_params *params, const float *best,
                                const int64_t *map, const int64_t *length, const float *threshold, int64_t *out_map,
                                int64_t *out_length, int64_t *rows, int32_t *rows_int32, void *workspace, void *stream) {
     if (const int status = check_batch(params)) return status;
-    if (any_null(map, length, threshold, out_map, out_length, rows, workspace) ||
+    if (any_null(map, length, out_map, out_length, rows, workspace) || lacks_threshold(params->rule, threshold) ||
         lacks_matches(*params, best, best_row))
         return ALGM_INVALID_ARGUMENT;
     const auto plan = plan_in<Plan>(workspace, *params);
@@ -519,7 +530,9 @@ int algm_cuda_gbm_decide(const algm_gbm_params *params, const void *tokens, cons
                          const float *threshold, int64_t *out_map, int64_t *out_length, int64_t *rows,
                          int32_t *rows_int32, void *workspace, void *stream) {
     if (const int status = check_batch(params)) return status;
-    if (any_null(tokens, map, length, threshold, out_map, out_length, rows, workspace)) return ALGM_INVALID_ARGUMENT;
+    if (any_null(tokens, map, length, out_map, out_length, rows, workspace) ||
+        lacks_threshold(params->rule, threshold))
+        return ALGM_INVALID_ARGUMENT;
     const auto plan = plan_in<Plan>(workspace, *params);
     Sets sets = sets_of(*params, length);
     const RowCount count = plan.count(rows, rows_int32);

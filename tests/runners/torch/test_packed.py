@@ -27,7 +27,7 @@ Images = Callable[[int], np.ndarray]
 PLANS = {
     "dense": DENSE,
     "clap and gbm": MergePlan((1,), (3,)),
-    "two gbm": MergePlan((1,), (2, 4), gbm_mode="fixed"),
+    "two gbm": MergePlan((1,), (2, 4), gbm="fixed"),
     "gbm alone, paper": MergePlan((), (2,), semantics="paper"),
     "shared counts": MergePlan((1,), (3,), batch="batch_min", order="raster"),
 }
@@ -167,7 +167,7 @@ def test_same_results_as_the_modules(plan: str, decoder: str, rounded: bool, blo
         packed.graphs = Rounded()  # type: ignore[assignment]
     for count in (3, 1, 2):
         image = torch.from_numpy(blob_images(count))
-        for clap, gbm in (*THRESHOLDS[PLANS[plan].gbm_mode], (NEVER, NEVER)):
+        for clap, gbm in (*THRESHOLDS[PLANS[plan].gbm], (NEVER, NEVER)):
             assert_like_modules(packed, plain, image, clap, gbm)
 
 
@@ -279,7 +279,7 @@ def test_graphs_give_the_modules_results(plan: str, graphs: bool, merging: str, 
     for _ in range(3):
         for count in (3, 1, 2):
             image = torch.from_numpy(blob_images(count)).cuda()
-            for clap, gbm in THRESHOLDS[PLANS[plan].gbm_mode]:
+            for clap, gbm in THRESHOLDS[PLANS[plan].gbm]:
                 assert_like_modules(packed, plain, image, clap, gbm)
     assert (packed.graphs is None) == (not graphs)
 
