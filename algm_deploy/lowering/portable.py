@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import onnx_ir as ir
@@ -12,15 +12,21 @@ from algm_deploy.ops.bodies import BODIES, OPSET, Body
 from algm_deploy.ops.schema import DOMAIN, SCHEMAS, VERSION
 
 
-def add_function_bodies(model: ir.Model) -> int:
-    """Gives every node of domain `algm` a function body, in place; returns how many nodes got one.
+def has_budget(node: ir.Node) -> bool:
+    """Whether a node merges by the rule `budget`: a number that is known, so that all its shapes are."""
+    rule = node.attributes.get("rule")
+    return rule is not None and rule.as_string() == "budget"
+
+
+def add_function_bodies(model: ir.Model, wanted: Callable[[ir.Node], bool] = lambda _: True) -> int:
+    """Gives every wanted node of domain `algm` a function body, in place; returns how many nodes got one.
 
     A body is written for the node's attributes. Nodes that differ in them call functions of different names
     (`attention`, `attention_2`, ...).
     """
     names: dict[Hashable, str] = {}
     used: dict[str, int] = {}
-    nodes = [node for node in model.graph if node.domain == DOMAIN]
+    nodes = [node for node in model.graph if node.domain == DOMAIN and wanted(node)]
     for node in nodes:
         variant = _variant(node)
         if variant not in names:
@@ -85,6 +91,5 @@ def _variant(node: ir.Node) -> Hashable:
 
 def _shapes(node: ir.Node) -> list[ir.Shape | None]:
     """Shapes of a node's inputs that its body may rely on: those of a budget, whose rows are the same in every run."""
-    rule = node.attributes.get("rule")
-    known = rule is not None and rule.as_string() == "budget"
+    known = has_budget(node)
     return [value.shape if known and value is not None else None for value in node.inputs]

@@ -3,6 +3,7 @@
 | base graph (opset 18, domain `algm`) | here |
 |---|---|
 | clap, gbm | plugin node with one more output, the 0-D size tensor that tells TensorRT the token count |
+| the same by a budget | standard operators, whose shapes are all known |
 | unmerge | plugin node |
 | label_map | plugin node with int32 labels, then a Cast to uint8: TensorRT takes no 8-bit plugin output |
 | attention | `Attention` of opset 23, its mask made from the lengths |
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx.inliner
 import onnx_ir as ir
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
@@ -28,6 +30,7 @@ from algm_deploy.bundle.signature import signature_of
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import ExportError
 from algm_deploy.lowering.export import base_onnx
+from algm_deploy.lowering.portable import add_function_bodies, has_budget, operator_of
 from algm_deploy.lowering.tensorrt_precision import ONNX_TYPE, retype
 from algm_deploy.merging import deployed
 from algm_deploy.models.loading import load_network
@@ -97,23 +100,55 @@ def tensorrt_from_base(base: ir.Model, precision: Precision) -> tuple[onnx.Model
     Raises:
         ExportError: the graph holds an operator that cannot be translated.
     """
-    model = ir.to_proto(base)
+    model = ir.to_proto(_with_budget_bodies(base))
     _check_operators(model)
     labels = _label_types(model.graph)
     new, counts = retype(model, precision)
     rewriter = _Rewriter(labels, ONNX_TYPE[precision], counts)
-    nodes = [written for node in new.graph.node for written in rewriter.rewrite(node)]
-    del new.graph.node[:], new.graph.value_info[:], new.functions[:], new.opset_import[:]
+    bodies = {function.name for function in new.functions}
+    nodes = [
+        written
+        for node in new.graph.node
+        for written in ([node] if node.op_type in bodies else rewriter.rewrite(node))
+    ]
+    del new.graph.node[:], new.graph.value_info[:], new.opset_import[:]
     new.graph.node.extend(nodes)
     new.graph.initializer.extend(rewriter.constants.values())
     new.opset_import.extend([helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, VERSION)])
     new.ir_version = max(new.ir_version, 10)
-    return new, counts
+    return _inlined(new), counts
+
+
+def _with_budget_bodies(base: ir.Model) -> ir.Model:
+    """A copy whose merges by a budget call functions, for any TensorRT to take as it is.
+
+    Raises:
+        ExportError: a budget beyond what TopK sorts out.
+    """
+    model = base.clone()
+    for node in filter(has_budget, model.graph):
+        if (budget := node.attributes["budget"].as_int()) > TOPK_LIMIT:
+            raise ExportError(
+                f"node {node.name}: TensorRT sorts out at most {TOPK_LIMIT} values with TopK, this budget asks for "
+                f"{budget}: choose a smaller one, or a threshold"
+            )
+    add_function_bodies(model, has_budget)
+    return model
+
+
+def _inlined(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model without functions, which mean the same at opset 18 and at today's."""
+    if not model.functions:
+        return model
+    for function in model.functions:
+        del function.opset_import[:]
+        function.opset_import.extend(model.opset_import)
+    return onnx.inliner.inline_local_functions(model)
 
 
 def _check_operators(model: onnx.ModelProto) -> None:
     for node in model.graph.node:
-        if node.domain == DOMAIN and node.op_type not in (*PLUGINS, "attention"):
+        if node.domain == DOMAIN and operator_of(node.op_type) not in (*PLUGINS, "attention"):
             raise ExportError(
                 f"node {node.name} is {DOMAIN}.{node.op_type}, TensorRT has plugins for {', '.join(PLUGINS)} only: run "
                 "this bundle with onnxruntime-cpu or torch"

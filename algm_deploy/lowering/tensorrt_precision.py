@@ -14,6 +14,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from algm_deploy.errors import ExportError
+from algm_deploy.lowering.portable import operator_of
 from algm_deploy.recipe.schema import Precision
 
 ONNX_TYPE: dict[Precision, int] = {
@@ -129,7 +130,8 @@ def _retype_node(node: onnx.NodeProto, out: _Retyped) -> None:
     new = onnx.NodeProto()
     new.CopyFrom(node)
     compute = _compute_type(node, out)
-    kept_in, kept_out = _FLOAT32_INPUTS.get(node.op_type, ()), _FLOAT32_OUTPUTS.get(node.op_type, ())
+    operator = operator_of(node.op_type)
+    kept_in, kept_out = _FLOAT32_INPUTS.get(operator, ()), _FLOAT32_OUTPUTS.get(operator, ())
     for i, name in enumerate(node.input):
         if name:
             new.input[i] = out.read(name, TensorProto.FLOAT if i in kept_in else compute)

@@ -126,10 +126,10 @@ class Body:
         )
         return self("Add", sums, self("Add", up, down))
 
-    def inverse(self, permutation: Value) -> Value:
-        """Inverse (B, R) of a permutation a row."""
+    def inverse(self, permutation: Value, count: int | None = None) -> Value:
+        """Inverse (B, R) of a permutation a row; `count` is R where it is known."""
         shape = self("Shape", permutation)
-        numbers = self("Expand", self.indices(self.size_of(permutation, 1)), shape)
+        numbers = self("Expand", self.indices(count or self.size_of(permutation, 1)), shape)
         return self("ScatterElements", self("Expand", 0, shape), permutation, numbers, axis=1)
 
     def best(self, values: Value, count: int) -> Value:
@@ -147,7 +147,7 @@ class Body:
         return self.inverse(best_first)
 
     def select(
-        self, position: Value, kept: Value, length: Value, *candidates: Value, rows: int | None = None
+        self, position: Value, kept: Value, length: Value, *candidates: Value, known: tuple[int, int] | None = None
     ) -> list[Value]:
         """Puts candidates where they belong: padded to the longest image, zero behind `length`.
 
@@ -156,15 +156,16 @@ class Body:
             kept: (B, R) bool.
             length: (B, 1) int64, kept candidates of every image.
             candidates: values (B, R, C) or (B, R).
-            rows: the length of all images, where it is known.
+            known: the length of all images, and R, where they are known.
         """
         dropped = self("Sub", self("Add", length, self.running_count(self("Not", kept))), 1)
-        source = self.inverse(self("Where", kept, position, dropped))
-        if rows is not None:
-            source = self.rows(source, 0, rows)
+        places = self("Where", kept, position, dropped)
+        if known is not None:
+            rows, count = known
+            source = self.rows(self.inverse(places, count), 0, rows)
             return [self.take_rows(candidates[0], source), self("GatherElements", candidates[1], source, axis=1)]
         rows_out = self("Reshape", self("ReduceMax", length), [1])
-        source = self.rows(source, 0, rows_out)
+        source = self.rows(self.inverse(places), 0, rows_out)
         valid = self("Less", self.indices(rows_out), length)
         return [self._placed(x, source, valid, wide) for x, wide in zip(candidates, (True, False), strict=True)]
 

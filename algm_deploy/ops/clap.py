@@ -225,10 +225,10 @@ def onnx_body(
     padded = body("Pad", place, [0, 0, 0, 1], -1)
     patch_place = body("Gather", padded, np.where(owner < 0, len(members), owner), axis=1)
     window_merged, patch_merged = (body("GreaterOrEqual", p, 0) for p in (place, patch_place))
-    stays, rows = body("Not", patch_merged), None
+    stays, known = body("Not", patch_merged), None
     if attributes["rule"] == "budget":
-        count, rows = most, rows_left(grid, window, prefix, most)
-        length = body.filled(tokens, rows)
+        count, known = most, (rows_left(grid, window, prefix, most), prefix + len(members) + len(owner))
+        length = body.filled(tokens, known[0])
     else:
         count = body.count(window_merged)
         length = body("Add", body("Add", count, body.count(stays)), prefix)
@@ -246,7 +246,7 @@ def onnx_body(
     values = [body.rows(tokens, 0, prefix), body.like(mean, tokens), body.rows(tokens, prefix, END)]
     sizes = [body.rows(size, 0, prefix), body("Squeeze", window_size, [2]), body.rows(size, prefix, END)]
     candidates = body("Concat", *values, axis=1), body("Concat", *sizes, axis=1)
-    merged = body.select(position, kept, length, *candidates, rows=rows)
+    merged = body.select(position, kept, length, *candidates, known=known)
     return [*merged, body("Identity", patch_row), body("Squeeze", length, [1])]
 
 

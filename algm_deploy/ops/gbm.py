@@ -366,9 +366,9 @@ def onnx_joined(
         return body("Concat", *([body.rows(x, 0, first)] if first else []), *halves, axis=1)
 
     kept = body("And", valid, body("Not", joins))
-    rows_out = count - merges if isinstance(count, int) and merges is not None else None
-    length_out = body.count(kept) if rows_out is None else body.filled(tokens, rows_out)
-    out = body.select(reordered(row), reordered(kept), length_out, values, sizes, rows=rows_out)
+    known = (count - merges, count) if isinstance(count, int) and merges is not None else None
+    length_out = body.count(kept) if known is None else body.filled(tokens, known[0])
+    out = body.select(reordered(row), reordered(kept), length_out, values, sizes, known=known)
     return [*out, body("GatherElements", row, map, axis=1), body("Squeeze", length_out, [1])]
 
 

@@ -45,6 +45,9 @@ CONFIGURATIONS = {
     "several_gbm": Configuration(replace(PLAN, gbm_layers=(2, 4)), decoder="linear"),
     "batch_min": Configuration(replace(PLAN, batch="batch_min"), image="float32"),
     "half": Configuration(half=True),
+    "budgets": Configuration(
+        replace(PLAN, gbm_layers=(2, 4), clap="budget", clap_budget=3, gbm="budget", gbm_budget=0.2), "labels"
+    ),
 }
 
 

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ def test_gbm_attributes() -> None:
     model, counts = tensorrt_from_base(merging(gbm, outputs="t2 m2", **more), "fp32")
     found = attributes(only(model, "gbm"))
     assert counts == Counter(clap=1, gbm=1)
-    assert (found["rule"], found["batch"], found["divisor"]) == (1, 1, 2.5)
+    assert (found["rule"], found["batch"], found["divisor"]) == (2, 1, 2.5)
     assert only(model, "gbm").output[4] == "t2_rows"
 
 
@@ -312,14 +313,18 @@ def evaluate(model: onnx.ModelProto, feeds: dict[str, Any]) -> list[Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def tiny() -> Deployed:
+def labelled(plan: MergePlan) -> Deployed:
     torch.manual_seed(0)
     network = Network("segmenter", 64, 2, 1, 5, (64, 96), decoder_depth=1)
     model = Segmenter(network).eval()
     for parameter in (p for p in model.parameters() if p.ndim > 1):  # norms keep their neutral start
         torch.nn.init.normal_(parameter, std=0.2)
-    return Deployed(insert_merging(model, PLAN), network, "labels").eval()
+    return Deployed(insert_merging(model, plan), network, "labels").eval()
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Deployed:
+    return labelled(PLAN)
 
 
 PLAN = MergePlan(clap_layers=(1,), gbm_layers=(2,), clap_threshold=0.9)
@@ -373,6 +378,27 @@ def test_the_exported_network_in_lower_precision(exported: ir.Model, precision: 
     assert len(np.unique(expected)) > 2
     np.testing.assert_array_equal(counts_out, expected_counts)
     assert (labels != expected).mean() < limit
+
+
+def test_budgets_compute_the_same() -> None:
+    """In standard operators, and a mask for nobody: every image is as long."""
+    plan = replace(PLAN, clap="budget", clap_budget=7, gbm="budget", gbm_budget=0.3)
+    budgets = labelled(plan)
+    base = base_onnx(budgets, plan, "uint8")
+    graph, _ = tensorrt_from_base(base, "fp32")
+    image = pictures()
+    labels, counts, *maps = evaluate(graph, {"image": image})
+    with torch.inference_mode():
+        expected, expected_counts, expected_maps = budgets(torch.from_numpy(image), merge_inputs(0.0, 0.0))
+    np.testing.assert_array_equal(counts, expected_counts.numpy())
+    assert len(np.unique(counts, axis=0)) == 1
+    for found, wanted in zip(maps, expected_maps, strict=True):
+        np.testing.assert_array_equal(found, wanted.numpy())
+    assert (labels == expected.numpy()).mean() > 0.999
+    half, _ = tensorrt_from_base(base, "fp16")
+    assert (evaluate(half, {"image": image})[0] != labels).mean() < 0.01
+    attentions = [node for node in graph.graph.node if node.op_type == "Attention"]
+    assert {len(node.input) for node in attentions} == {3}
 
 
 def test_polygraphy_reads_the_graph(exported: ir.Model, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import onnx
+import onnx.inliner
 import onnx_ir as ir
 import pytest
 import torch
@@ -31,6 +32,7 @@ from algm_deploy.bundle.records import Engine, ParsedNetwork, ParsedTensor, Timi
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BuildError, NotExecutedError, RuntimeUnavailableError
 from algm_deploy.lowering.export import base_onnx
+from algm_deploy.lowering.portable import add_function_bodies
 from algm_deploy.lowering.tensorrt import plugin_node, tensorrt_from_base
 from algm_deploy.merging import insert_merging
 from algm_deploy.models.deployed import Deployed
@@ -99,6 +101,27 @@ def test_engines_of_other_families(rtx: None, tmp_path: Path, record_property: S
         in_decoder = levels * network.decoder_depth if network.decoder == "atm" else 0
         assert parsed.layers["ATTENTION_INPUT"] == {tokens: network.depth + in_decoder}
     record_property("support", f"algm {network.family}/{network.decoder} tensorrt-rtx builds")
+
+
+def test_the_portable_graph_of_budgets_needs_no_plugin(bindings: None, tmp_path: Path) -> None:
+    """Nothing of it depends on the picture, so TensorRT builds it from standard operators and tells its layers."""
+    torch.manual_seed(0)
+    plan = replace(PLAN, clap="budget", clap_budget=9, gbm="budget", gbm_budget=0.25)
+    deployed = Deployed(insert_merging(Segmenter(NETWORK), plan), NETWORK, "labels").eval()
+    portable = base_onnx(deployed, plan, "uint8")
+    add_function_bodies(portable)
+    onnx.save(onnx.inliner.inline_local_functions(ir.to_proto(portable)), tmp_path / "model.onnx")
+    engine, built = build(tmp_path / "model.onnx")
+    parsed = built.parsed_network
+    assert engine and built.plugin_hash is None
+    assert parsed.inputs == (tensor("image", "UINT8", -1, 3, *NETWORK.image_size),)
+    maps = [tensor(f"token_map_{m}", "INT64", -1, 24) for m in ("clap_1", "gbm_2")]
+    assert parsed.outputs[1:] == (tensor("token_counts", "INT64", -1, 2), *maps)
+    assert parsed.plugins == ()
+    assert set(parsed.layers["TOPK"]) == {"FLOAT"}
+    assert not {"PLUGIN_V3", "NON_ZERO", "CONDITION", "LOOP"} & set(parsed.layers)
+    names = [name for name, _ in built.builder_layers]
+    assert any("Topk" in name for name in names)  # what sorts the windows is a layer of the engine
 
 
 @pytest.mark.parametrize("family", ["eomt", "segvit"])
