@@ -8,8 +8,9 @@ next segment runs on as many rows, rounded up to a bucket, so that a few CUDA gr
 stand behind the last image. They hold anything, NaN included, and nothing reads them: no step mixes rows but attention,
 which stops at the end of an image.
 
-All that a segment leaves for the next lies in memory of its own (`_Cut`). Networks that merge nothing, or drop a fixed
-number of tokens, have a single segment, and every image its own place.
+All that a segment leaves for the next lies in memory of its own (`_Cut`). Networks that merge nothing, merge by budgets,
+or drop a fixed number of tokens, have a single segment, and every image its own place: one CUDA graph a batch size holds
+all of it, and the host waits for nothing.
 """
 
 from __future__ import annotations
@@ -162,7 +163,7 @@ def _transformed(mlp: Mlp, x: Tensor, layout: Layout) -> Tensor:
 
 def _decides(slot: nn.Module | None) -> bool:
     """Whether the number of rows behind a slot depends on the pictures."""
-    return isinstance(slot, Clap | Gbm)
+    return isinstance(slot, Clap | Gbm) and slot.decides
 
 
 def supports(network: Deployed) -> bool:
@@ -176,7 +177,8 @@ def supports(network: Deployed) -> bool:
     plain = type(encoder) is VisionTransformer and isinstance(encoder.outlet, KeepTokens)
     plain = plain and all(type(block) is Block and not block.proportional for block in blocks)
     slots = [block.merge for block in own if not isinstance(block.merge, KeepTokens)]
-    return plain and (all(_decides(s) for s in slots) or all(isinstance(s, KeepFirst) for s in slots))
+    static = all(isinstance(s, Clap | Gbm | KeepFirst) and not _decides(s) for s in slots)
+    return plain and (static or all(_decides(s) for s in slots))
 
 
 def _segments(model: Segmenter) -> list[list[_Half]]:
@@ -255,8 +257,10 @@ def _merge_of(slot: Clap | Gbm, tokens: Tensor, patches: int) -> Merge:
     plan = slot.plan
     batch = plan.batch if len(tokens) > 1 else "per_image"  # the same for one image, and quicker
     if isinstance(slot, Clap):
-        return clap_merge(tokens, slot.grid, plan.window, slot.prefix, plan.semantics, batch, plan.order, plan.clap, 0)
-    return gbm_merge(tokens, patches, slot.prefix, plan.gbm, float(slot.layer), plan.semantics, batch, 0)
+        grid, window, prefix, semantics, _, *rest = slot.attributes
+        return clap_merge(tokens, grid, window, prefix, semantics, batch, *rest)
+    prefix, rule, divisor, semantics, _, budget = slot.attributes
+    return gbm_merge(tokens, patches, prefix, rule, divisor, semantics, batch, budget)
 
 
 @dataclass
@@ -292,7 +296,7 @@ class Merged(NamedTuple):
 
 
 class PackedSegmenter:
-    """Runs a deployed Segmenter that `supports` allows: its slots are empty, merge by a plan, or keep a fixed number.
+    """Runs a deployed Segmenter that `supports` allows: its slots are empty, all wait for the picture, or none does.
 
     Args:
         network: on its device, in evaluation mode.
@@ -371,7 +375,9 @@ class PackedSegmenter:
         first = self._model.encoder.embed(image)
         first = first._replace(values=first.values.contiguous(), map=first.map.contiguous())
         slots = [half.slot for segment in self._segments for half in segment if half.slot is not None]
-        outcomes = [_Cut(s, first, self.kernels) if isinstance(s, Clap | Gbm) else _Outcome(first) for s in slots]
+        outcomes = [
+            _Cut(s, first, self.kernels) if isinstance(s, Clap | Gbm) and s.decides else _Outcome(first) for s in slots
+        ]
         scores = first.values.new_empty(first.map.numel() * network.classes)
         return _Memory(image, first, outcomes, scores)
 
@@ -414,7 +420,7 @@ class PackedSegmenter:
         for half in self._segments[number]:
             x, normed = residual_norm(x, delta, half.norm)
             delta = half.branch(normed, layout)
-            if isinstance(half.slot, Clap | Gbm):
+            if _decides(half.slot):
                 self._end(memory, number, x, delta, layout)
                 return None
             if half.slot is not None:

@@ -12,12 +12,15 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from algm_deploy.merging import insert_merging, merge_inputs, replay_merging, truncate
 from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.loading import network_class
 from algm_deploy.models.scores import labels_of, upsample_scores
 from algm_deploy.models.segmenter import Segmenter
+from algm_deploy.ops.clap import clap
+from algm_deploy.ops.gbm import gbm
 from algm_deploy.ops.native_kernels import use_kernels
 from algm_deploy.recipe.schema import DENSE, MergePlan, Network
 from algm_deploy.runners.torch import packed as torch_packed
@@ -30,9 +33,10 @@ PLANS = {
     "two gbm": MergePlan((1,), (2, 4), gbm="fixed"),
     "gbm alone, paper": MergePlan((), (2,), semantics="paper"),
     "shared counts": MergePlan((1,), (3,), batch="batch_min", order="raster"),
+    "budgets": MergePlan((1,), (2, 4), clap="budget", clap_budget=0.4, gbm="budget", gbm_budget=0.2),
 }
 USUAL = "clap and gbm"
-THRESHOLDS = {"fixed": ((0.9, 0.9), (0.99, 0.8)), "adaptive": ((0.9, 0.0), (0.99, 2.0))}
+THRESHOLDS = {"fixed": ((0.9, 0.9), (0.99, 0.8)), "adaptive": ((0.9, 0.0), (0.99, 2.0)), "budget": ((0.0, 0.0),)}
 NEVER = float("inf")
 
 
@@ -209,6 +213,35 @@ def test_a_network_that_drops_tokens_keeps_one_segment(blob_images: Images) -> N
     assert len(packed.graphs.keys) == 1
 
 
+def test_budgets_keep_one_segment_a_batch_size(blob_images: Images) -> None:
+    """Whatever the pictures; by threshold there are three, for other rows at each other picture."""
+    packed = PackedSegmenter(deployed(PLANS["budgets"]), torch.uint8)
+    packed.graphs = graphs = Rounded()  # type: ignore[assignment]
+    images = torch.from_numpy(blob_images(4))
+    for batch in (images[:1], images[1:2], images[2:], images[:2], torch.full_like(images[:1], 90)):
+        run(packed, batch, 0.0, 0.0)
+    assert set(graphs.keys) == {(1, 0, 65, 65), (2, 0, 130, 65)}
+
+
+@pytest.mark.parametrize("budget", [True, False])
+def test_a_merge_by_budget_reads_nothing_back(budget: bool) -> None:
+    """On tensors without values, which nothing can be read from, as in a CUDA graph."""
+    windows = [4, 4], [2, 2], 1, "code", "per_image", "published", "budget" if budget else "threshold", 2
+    rule = 1, "budget" if budget else "fixed", 5.0, "code", "per_image", 3
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        tokens, size, tau = torch.empty(2, 17, 8), torch.empty(2, 17), None if budget else torch.empty(())
+        patches, length = torch.empty(2, 16, dtype=torch.int64), torch.empty(2, dtype=torch.int64)
+        for rows, merge in (
+            (11, lambda: clap._init_fn(tokens, size, tau, *windows)),
+            (14, lambda: gbm._init_fn(tokens, size, patches, length, tau, *rule)),
+        ):
+            if budget:
+                assert merge()[0].shape == (2, rows, 8)
+            else:
+                with pytest.raises(DataDependentOutputException):
+                    merge()
+
+
 def test_memory_of_few_batch_sizes_is_kept(blob_images: Images) -> None:
     packed = PackedSegmenter(deployed(PLANS[USUAL]), torch.uint8)
     packed.graphs = graphs = Rounded()  # type: ignore[assignment]
@@ -241,6 +274,9 @@ def test_other_networks_are_not_supported() -> None:
     counting = deployed(PLANS[USUAL])
     counting.model.encoder.blocks[2].proportional = True
     assert not torch_packed.supports(counting)
+    assert torch_packed.supports(deployed(PLANS["budgets"]))
+    half = replace(PLANS["budgets"], gbm="adaptive", gbm_budget=0)  # a known number first, then one of the picture
+    assert not torch_packed.supports(deployed(half))
 
 
 def test_threads_take_turns(blob_images: Images) -> None:
@@ -318,6 +354,17 @@ def test_counts_and_thresholds_change_without_new_graphs(blob_images: Images) ->
         assert all(torch.equal(a, b) for a, b in zip(maps, first[index][2], strict=True))
     assert packed.graphs.captures == captures
     assert len({tuple(length.item() for length in lengths) for _, lengths, _ in first}) > 3
+
+
+@pytest.mark.gpu
+def test_budgets_are_one_graph_a_batch_size_on_cuda(merging: str, blob_images: Images) -> None:
+    packed = PackedSegmenter(deployed(PLANS["budgets"], device="cuda"), torch.uint8)
+    assert packed.graphs is not None
+    images = torch.from_numpy(blob_images(4)).cuda()
+    for _ in range(2):
+        for batch in (images[:1], images[1:2], images[2:], images):
+            run(packed, batch, 0.0, 0.0)
+    assert packed.graphs.captures == len(packed.graphs) == 3
 
 
 @pytest.mark.gpu
