@@ -35,10 +35,10 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from algm_deploy.bundle.files import ONNX, ONNX_DATA
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BundleError, ExportError
-from algm_deploy.lowering.onnxruntime_segments import segments
-from algm_deploy.lowering.portable import operator_of
+from algm_deploy.lowering.onnxruntime_segments import padded_merge, segments
+from algm_deploy.lowering.portable import has_budget, operator_of
 from algm_deploy.ops.bodies import OPSET
-from algm_deploy.ops.schema import DOMAIN, VERSION
+from algm_deploy.ops.schema import DOMAIN, SCHEMAS, VERSION
 from algm_deploy.recipe.schema import Recipe
 
 CONTRIB = "com.microsoft"
@@ -63,8 +63,8 @@ def write_onnxruntime_onnx(
 ) -> tuple[Counter[str], int]:
     """Adds the provider's graph to the bundle; returns how often each rewrite fired, and the number of segments.
 
-    With custom operators and images that decide alone, the graph is added once more in segments for CUDA graphs. ToMe
-    has no custom operator, and its body asks the host for a size.
+    With custom operators and images that decide alone, the graph is added once more in segments for CUDA graphs: with
+    budgets the whole as a single one. ToMe has no custom operator, and its body asks the host for a size.
 
     Args:
         bundle: to read the portable graph from, and to add to.
@@ -79,7 +79,7 @@ def write_onnxruntime_onnx(
     counts = rewrite(model, provider, custom_operators, single_image(bundle.recipe, provider))
     files = {file: model}
     plan = bundle.recipe.merging
-    if segment_files and custom_operators and plan.batch == "per_image" and not plan.tome_r:
+    if segment_files and custom_operators and (plan.batch == "per_image" or plan.static) and not plan.tome_r:
         files |= {segment_files.replace("*", str(index)): part for index, part in enumerate(segments(model))}
     made_from = {ONNX: bundle.files[ONNX].sha256}
     for name, written in files.items():
@@ -438,7 +438,21 @@ def _custom_operators(graph: ir.Graph, operators: frozenset[str], counts: Counte
             if operator != "label_map" or node.outputs[0].dtype == ir.DataType.UINT8:
                 node.op_type = operator
                 counts[operator] += 1
+            if has_budget(node):
+                _size_beforehand(graph, node)
     return operators & set(counts)
+
+
+def _size_beforehand(graph: ir.Graph, node: ir.Node) -> None:
+    """Lets a merge by a budget be the library's operator whose sizes are known beforehand. Of the threshold that it takes
+    nothing is read."""
+    threshold = _Chain(graph, node, str(node.name)).constant(np.array(0, np.float32))
+    place = [parameter.name for parameter in SCHEMAS[node.op_type].inputs].index("threshold")
+    node.resize_inputs(place + 1)
+    node.replace_input_with(place, threshold)
+    padded_merge(node)
+    rows, plan = node.outputs[4:]
+    rows.name, plan.name = f"{node.name}/rows", f"{node.name}/plan"
 
 
 def _keep_functions(model: ir.Model, names: set[str]) -> None:

@@ -18,7 +18,7 @@ from typing import get_args
 import onnx_ir as ir
 
 from algm_deploy.errors import ExportError
-from algm_deploy.lowering.portable import operator_of
+from algm_deploy.lowering.portable import has_budget, operator_of
 from algm_deploy.ops.schema import DOMAIN
 from algm_deploy.recipe.schema import Merge
 
@@ -26,7 +26,8 @@ ROWS = "rows_of_"  # what the output that counts a merge's rows is called, befor
 
 
 def segments(model: ir.Model) -> list[ir.Model]:
-    """The segments of a CUDA graph whose merges, if any, are custom operators that let images decide alone.
+    """The segments of a CUDA graph whose merges, if any, are custom operators that let images decide alone, or merge by
+    budgets, whose sizes are known: those end no segment.
 
     Every segment but the last has one more output, `rows_of_` and the name of the token axis behind its merge: an int64
     scalar, the rows of the longest image. Axes that are called so are the ones the caller may cut.
@@ -69,11 +70,18 @@ def _pad(node: ir.Node) -> None:
     """Turns a merge into its padded form and names the row count."""
     assert node.outputs[0].shape is not None
     axis = str(node.outputs[0].shape[1])
+    padded_merge(node)
+    rows, plan = node.outputs[4:]
+    rows.name, plan.name = f"{ROWS}{axis}", f"{node.name}/plan"
+
+
+def padded_merge(node: ir.Node) -> None:
+    """Turns a merge into the operator that knows its sizes beforehand, with two more outputs: row count and plan."""
     node.op_type = f"padded_{node.op_type}"
     node.resize_outputs(6)
     rows, plan = node.outputs[4:]
-    rows.name, rows.shape, rows.type = f"{ROWS}{axis}", ir.Shape([]), ir.TensorType(ir.DataType.INT64)
-    plan.name, plan.type = f"{node.name}/plan", ir.TensorType(ir.DataType.UINT8)
+    rows.shape, rows.type = ir.Shape([]), ir.TensorType(ir.DataType.INT64)
+    plan.type = ir.TensorType(ir.DataType.UINT8)
 
 
 def _state_padding(part: ir.Graph) -> None:
@@ -102,7 +110,7 @@ def _made_in(value: ir.Value, segment_of: dict[ir.Node, int]) -> int:
 
 def _ends_a_segment(value: ir.Value) -> bool:
     producer = value.producer()
-    return producer is not None and producer.op_type in ("padded_clap", "padded_gbm")
+    return producer is not None and producer.op_type in ("padded_clap", "padded_gbm") and not has_budget(producer)
 
 
 def _taken(outputs: list[ir.Value], index: int, segment_of: dict[ir.Node, int]) -> Iterator[ir.Value]:

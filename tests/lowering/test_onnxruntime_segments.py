@@ -23,12 +23,19 @@ THRESHOLDS = {"clap_threshold": np.array(0.8, np.float32), "gbm_threshold": np.a
 PLANS: dict[str, dict[str, Any]] = {
     "three_gbm": {"merging.clap_layers": [], "merging.gbm_layers": [2, 3, 4]},
     "dense": {"merging.clap_layers": [], "merging.gbm_layers": []},
+    "budgets": {
+        "merging.clap": "budget",
+        "merging.clap_budget": 5,
+        "merging.gbm": "budget",
+        "merging.gbm_budget": 0.3,
+        "merging.batch": "batch_min",
+    },
 }
 SEGMENTS = "part-*.onnx"
-MERGES = {"scores": 2, "labels": 2, "three_gbm": 3, "dense": 0}
+CUTS = {"scores": 2, "labels": 2, "three_gbm": 3, "dense": 0, "budgets": 0}
 
 
-@pytest.fixture(scope="module", params=MERGES)
+@pytest.fixture(scope="module", params=CUTS)
 def exported(request: pytest.FixtureRequest, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A plan's name and the folder of its bundle, which belongs to the tests here."""
     folder = tmp_path_factory.mktemp("segments") / request.param
@@ -83,7 +90,7 @@ def test_a_chain_equals_the_whole(exported: Any, session: Any, blob_images: Any,
     model = rewritten(bundle)
     whole = session(model, bundle.path / "whole.onnx")
     parts = [session(part, bundle.path / f"{i}.onnx") for i, part in enumerate(segments(model))]
-    assert len(parts) == 1 + MERGES[name]
+    assert len(parts) == 1 + CUTS[name]
     image = blob_images(3)[2:] if step == 1 else blob_images(3)
     feeds = {"image": image, **THRESHOLDS}
     names = [o.name for o in whole.get_outputs()]
@@ -94,7 +101,7 @@ def test_a_chain_equals_the_whole(exported: Any, session: Any, blob_images: Any,
             np.testing.assert_allclose(found[output], value, rtol=0, atol=2e-5)
         else:
             np.testing.assert_array_equal(found[output], value, err_msg=output)
-    if MERGES[name]:
+    if CUTS[name]:
         assert expected["token_counts"].max() < 64, "nothing merged"
 
 
@@ -186,3 +193,22 @@ def test_tome_is_not_cut(tiny_checkpoint: Path, tmp_path: Path) -> None:
     assert number_written(bundle) == 0
     with pytest.raises(ExportError, match="custom operator library"):
         segments(rewritten(bundle))
+
+
+def test_budgets_are_one_segment_of_known_sizes(tiny_export: Callable[..., Bundle], session: Any, tmp_path: Path) -> None:
+    """And what the library's operators make of it equals the portable graph."""
+    bundle = Bundle.open(shutil.copytree(tiny_export({**PLANS["budgets"], "output": "labels"}).path, tmp_path / "b"))
+    assert number_written(bundle) == 1
+    (part,) = segments(rewritten(bundle))
+    merges = [node for node in part.graph if node.op_type.startswith("padded_")]
+    assert [node.op_type for node in merges] == ["padded_clap", "padded_gbm"]
+    assert [v.name for v in part.graph.inputs] == ["image"]
+    assert not {v.name for v in part.graph.outputs if v.name.startswith(ROWS)}
+    axes = {d for node in part.graph for v in node.outputs if v.shape for d in v.shape if not isinstance(d, int)}
+    assert {str(axis) for axis in axes} <= {"batch", "None"}
+    image = np.random.default_rng(0).integers(0, 256, (3, 3, 128, 128), dtype=np.uint8)
+    whole = ort.InferenceSession(bundle.file("model.onnx"), providers=["CPUExecutionProvider"])
+    names = [o.name for o in whole.get_outputs()]
+    found = session(part, bundle.path / "part.onnx").run(names, {"image": image})
+    for name, one, other in zip(names, found, whole.run(names, {"image": image}), strict=True):
+        np.testing.assert_array_equal(one, other, err_msg=name)

@@ -177,9 +177,13 @@ class OnnxRuntimeCudaRunner(OnnxRuntimeRunner):
     @cached_property
     def graph_images(self) -> int:
         """Largest batch for which CUDA graphs are used, 0 where they cannot be. With more, or wider, images the device
-        is busy for longer than the host takes to launch, and rows of padding cost more than launches.
+        is busy for longer than the host takes to launch, and rows of padding cost more than launches. Where the plan
+        says how many tokens are left nothing is padded, and all batches are replayed; full-size scores, which then would
+        lie in memory twice, are the exception.
         """
         recipe = self.bundle.recipe
+        if self.segments and recipe.merging.static and recipe.output == "labels":
+            return recipe.max_batch
         row = recipe.network.embed_dim * (4 if recipe.precision == "fp32" else 2)
         return min(GRAPH_BYTES // row, recipe.max_batch) if self.segments else 0
 

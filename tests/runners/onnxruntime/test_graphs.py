@@ -249,6 +249,11 @@ def test_how_many_images_go_through_graphs(
 
     assert graph_images(32) == images
     assert graph_images(2) == 2, "no larger batch comes"
+    budgets = {"clap": "budget", "clap_budget": 0.4, "gbm": "budget", "gbm_budget": 0.2}
+    recipe = replace(recipe, merging=replace(recipe.merging, **budgets))
+    assert graph_images(32) == 32, "nothing is padded"
+    recipe = replace(recipe, output="scores")
+    assert graph_images(32) == images, "they would lie in memory twice"
 
 
 def test_a_runner_tells_of_its_graphs(
