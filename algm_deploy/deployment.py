@@ -48,7 +48,7 @@ from algm_deploy.predictor import (
     network_canvas,
     takes_whole_frames,
 )
-from algm_deploy.recipe.reading import checked, recipe_settings, resolve
+from algm_deploy.recipe.reading import budget_settings, checked, recipe_settings, resolve
 from algm_deploy.recipe.schema import Recipe
 from algm_deploy.runners.contract import Runner, runner, runner_type
 from algm_deploy.runners.registry import default_runtime, row_of
@@ -79,6 +79,7 @@ def export(
     *,
     tau: float | None = None,
     gbm: float | None = None,
+    budget: tuple[int | float, int | float] | None = None,
     source: str = "the call",
 ) -> Exported:
     """Exports a checkpoint to a bundle.
@@ -91,6 +92,8 @@ def export(
         settings: dotted recipe settings that win over both sources, such as {"merging.clap_threshold": 0.9}.
         tau: CLAP's threshold, as the setting `merging.clap_threshold`.
         gbm: GBM's multiplier or threshold, as the setting `merging.gbm_threshold`.
+        budget: merges, instead of what reaches a threshold, so many windows and tokens of every picture: counts, or
+            shares of the windows and of the tokens that reach GBM. Not the paper's rule; shapes are static.
         source: what lines about conflicts call the origin of `settings`.
 
     Raises:
@@ -106,6 +109,7 @@ def export(
         layers.append((f"recipe {recipe}", recipe_settings(str(recipe))))
     thresholds = {"merging.clap_threshold": tau, "merging.gbm_threshold": gbm}
     given = {key: value for key, value in thresholds.items() if value is not None}
+    given |= budget_settings(*budget) if budget else {}
     if twice := sorted(settings.keys() & given.keys()):
         raise RecipeError(f"expected {twice[0]} once, got it among the settings and as an argument: leave one out")
     asked = {**settings, **given}
@@ -125,9 +129,11 @@ def _with_classes(recipe: Recipe) -> Recipe:
 
 
 def _threshold_note(recipe: Recipe, layers: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[str, ...]:
-    if not recipe.merging.clap_layers or any("merging.clap_threshold" in settings for _, settings in layers):
+    plan = recipe.merging
+    given = any("merging.clap_threshold" in settings for _, settings in layers)
+    if given or not plan.clap_layers or plan.clap == "budget":
         return ()
-    tau = recipe.merging.clap_threshold
+    tau = plan.clap_threshold
     return (
         f"no source gives CLAP's threshold for {recipe.name}, so it is {tau:g} and CLAP merges practically nothing: "
         "give --tau, at best the mean + standard deviation of the similarities on training images",

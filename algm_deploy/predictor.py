@@ -292,17 +292,27 @@ def given_thresholds(bundle: Bundle, tau: float | None, gbm: float | None, dense
     """
     defaults = bundle.signature.defaults
     given = {name: float(value) for name, value in ((CLAP_THRESHOLD, tau), (GBM_THRESHOLD, gbm)) if value is not None}
+    plan = bundle.recipe.merging
+    if plan.budgeted and set(given) - set(defaults):
+        raise BundleError(
+            "this bundle merges a fixed budget of windows and tokens, whatever a threshold: leave tau and gbm out, or "
+            "export without --budget"
+        )
     if unread := sorted(set(given) - set(defaults)):
         raise BundleError(f"this bundle's merge plan reads no {unread[0]}: leave it out or export with merging")
     if not dense:
         return given
     if given:
         raise BundleError("expected dense, which merges nothing, or a threshold (tau, gbm), got both: leave one out")
-    plan = bundle.recipe.merging
     if plan.method == "tome" and plan.layers:
         raise BundleError(
             "expected merges that wait for a similarity, ToMe merges a constant number of tokens: export with --set "
             "merging.tome_r=[] for the dense network"
+        )
+    if plan.budgeted:
+        raise BundleError(
+            "expected merges that wait for a similarity, those of this bundle have a budget: export with --dense for "
+            "the dense network"
         )
     return dict.fromkeys(defaults, np.inf)
 

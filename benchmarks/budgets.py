@@ -3,9 +3,8 @@
     python benchmarks/budgets.py CAMVID CHECKPOINT ... [--every 6] [--runtime onnxruntime-cpu] -o budgets.json
 
 CAMVID is the data set in its official layout, CHECKPOINT a folder in the authors' format; neither ships with the
-project, CamVid is for non-commercial use. `--every 6` takes every sixth photo of the split. The budgets that are compared
-with thresholds of the same mean cost are the default: 110 of 256 windows and 156 tokens are what tau 0.9319 merges on
-average.
+project, CamVid is for non-commercial use. `--every 6` takes every sixth photo of the split. By default the budgets are
+110 of 256 windows and 156 tokens, what tau 0.9319 merges on average, so that both rules cost the same.
 """
 
 from __future__ import annotations

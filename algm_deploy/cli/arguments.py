@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from algm_deploy.cli.saying import tell
 from algm_deploy.errors import DatasetError, RecipeError
-from algm_deploy.recipe.reading import checked
+from algm_deploy.recipe.reading import budget_settings, checked
 from algm_deploy.recipe.schema import DENSE
 from algm_deploy.runners.registry import RUNTIMES, default_runtime
 
@@ -126,6 +126,17 @@ def up_to(limit: int) -> Callable[[str], int]:
         return int(text)
 
     return number
+
+
+def budget(text: str) -> tuple[int | float, int | float]:
+    """CLAP,GBM: each a count, or a share written with a point."""
+    parts = text.split(",")
+    if len(parts) != 2:
+        raise argparse.ArgumentTypeError(
+            f"expected CLAP,GBM as counts or shares, such as 110,156 or 0.43,0.23, got {text!r:.50}"
+        )
+    clap, gbm = (int(part) if part.strip().isdecimal() and len(part) < 10 else finite(part) for part in parts)
+    return clap, gbm
 
 
 def several(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
@@ -247,6 +258,13 @@ def settings(command: Parser) -> None:
     group.add_argument("--tau", type=finite, help="CLAP's threshold: the lower, the more merges; above 1 nothing does")
     group.add_argument("--gbm", type=finite, help="GBM's multiplier of the deviation, or its threshold")
     group.add_argument("--dense", action="store_true", help="export the network without any merge")
+    group.add_argument(
+        "--budget",
+        type=budget,
+        metavar="CLAP,GBM",
+        help="instead of thresholds: merge the most similar windows and tokens of every picture, as many as this says, "
+        "in counts (110,156) or shares (0.43,0.23); not the paper's rule, and no run changes it",
+    )
 
 
 # --------------------------------------------------------------------------------------------------------------- values
@@ -267,8 +285,8 @@ def given_settings(options: argparse.Namespace) -> dict[str, Any]:
     """Recipe settings from the flags of `settings`.
 
     Raises:
-        RecipeError: --dense beside a threshold, a setting by a flag and by --set, an unknown one, or a value that does
-            not fit.
+        RecipeError: --dense or --budget beside what it excludes, a setting by a flag and by --set, an unknown one, or a
+            value that does not fit.
     """
     given = {key: value for flag, key in _SETTINGS.items() if (value := getattr(options, flag)) is not None}
     if options.scores or options.labels:
@@ -276,7 +294,13 @@ def given_settings(options: argparse.Namespace) -> dict[str, Any]:
     if options.dense:
         if options.tau is not None or options.gbm is not None:
             raise RecipeError("expected --dense without --tau and --gbm: a network without merges reads no threshold")
+        if options.budget is not None:
+            raise RecipeError("expected --dense or --budget, got both: a network without merges has no budget for them")
         given |= _WITHOUT_MERGES
+    if options.budget is not None:
+        if options.tau is not None or options.gbm is not None:
+            raise RecipeError("expected --budget without --tau and --gbm: a merge by a budget reads no threshold")
+        given |= budget_settings(*options.budget)
     asked = dict(map(setting, options.set))
     if twice := sorted(given.keys() & asked.keys()):
         raise RecipeError(f"expected {twice[0]} once, got it by a flag and by --set: leave one out")

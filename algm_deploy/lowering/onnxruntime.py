@@ -444,8 +444,8 @@ def _custom_operators(graph: ir.Graph, operators: frozenset[str], counts: Counte
 
 
 def _size_beforehand(graph: ir.Graph, node: ir.Node) -> None:
-    """Lets a merge by a budget be the library's operator whose sizes are known beforehand. Of the threshold that it takes
-    nothing is read."""
+    """Lets a merge by a budget be the library's operator whose sizes are known beforehand; it does not read the
+    threshold that it takes."""
     threshold = _Chain(graph, node, str(node.name)).constant(np.array(0, np.float32))
     place = [parameter.name for parameter in SCHEMAS[node.op_type].inputs].index("threshold")
     node.resize_inputs(place + 1)

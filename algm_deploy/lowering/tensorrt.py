@@ -107,9 +107,7 @@ def tensorrt_from_base(base: ir.Model, precision: Precision) -> tuple[onnx.Model
     rewriter = _Rewriter(labels, ONNX_TYPE[precision], counts)
     bodies = {function.name for function in new.functions}
     nodes = [
-        written
-        for node in new.graph.node
-        for written in ([node] if node.op_type in bodies else rewriter.rewrite(node))
+        written for node in new.graph.node for written in ([node] if node.op_type in bodies else rewriter.rewrite(node))
     ]
     del new.graph.node[:], new.graph.value_info[:], new.opset_import[:]
     new.graph.node.extend(nodes)

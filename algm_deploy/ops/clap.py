@@ -6,10 +6,10 @@ A window of neighbouring patches becomes one token when the mean cosine similari
         -> tokens (B,S',D), size (B,S'), map (B,N), length (B)
 
 Attributes: `grid` and `window` (rows, columns), `prefix` P (leading rows that are no patches), `semantics`, `batch`,
-`order`, `rule`, `budget`. S = P + N with N the patches of the grid. Tokens are fp32, fp16 or bf16; size and threshold fp32; map and
-length int64. Output rows are [prefix | merged windows | unmerged patches by raster index | zero padding of size 0];
-`map` holds for every patch its output row, prefix counted; `length` counts the valid rows of each image, prefix
-included.
+`order`, `rule`, `budget`. S = P + N with N the patches of the grid. Tokens are fp32, fp16 or bf16; size and threshold
+fp32; map and length int64. Output rows are [prefix | merged windows | unmerged patches by raster index | zero padding
+of size 0]; `map` holds for every patch its output row, prefix counted; `length` counts the valid rows of each image,
+prefix included.
 
 A token's value is the mean of its members, weighted by size. With an infinite member it is infinite, with two of
 opposite sign or a NaN it is NaN, and no other token is touched.
@@ -21,7 +21,7 @@ batch      `per_image`: each image merges all its qualifying windows. `batch_min
            the image with the fewest, each its most similar ones.
 order      `published`: merged windows by descending similarity. `raster`: by position.
 rule       `threshold`, as the paper has it. `budget`: the `budget` most similar windows of every image merge, or all
-           where there are no more. Then there is no threshold, S' is known beforehand, all images have as many rows, and
+           where there are no more. Then there is no threshold, S' is known beforehand and the same for all images, and
            `semantics` and `batch` change nothing.
 Ties are ordered by the lower window index.
 """

@@ -221,9 +221,7 @@ def _join(before: Ints, after: Ints, prefix: int, first: int) -> _Join:
     return _Join(row, sources, targets, np.isin(row[sources], row[targets]), first)
 
 
-def _count_problems(
-    merge: str, what: str, merged: Floats, rest: Floats, facts: ClapFacts | GbmFacts
-) -> list[str]:
+def _count_problems(merge: str, what: str, merged: Floats, rest: Floats, facts: ClapFacts | GbmFacts) -> list[str]:
     """Another count than the plan's, and similarities that stayed though they are higher than one that merged."""
     problems = []
     if len(merged) != facts.least:

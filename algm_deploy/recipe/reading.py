@@ -104,6 +104,12 @@ def checked(key: str, value: object) -> Any:
     return converted(_FIELDS[key], value, key)
 
 
+def budget_settings(clap: int | float, gbm: int | float) -> Settings:
+    """Settings by which so many windows and tokens merge: counts, or shares."""
+    rules = {"merging.clap": "budget", "merging.gbm": "budget"}
+    return rules | {"merging.clap_budget": clap, "merging.gbm_budget": gbm}
+
+
 def resolve(layers: Sequence[tuple[str, Settings]]) -> tuple[Recipe, tuple[str, ...]]:
     """Lays settings over each other, lowest authority first: `[("variant.yml", ...), ("recipe x", ...), ...]`.
 

@@ -109,11 +109,12 @@ def patch_margins(size: Size, patch_size: int) -> tuple[Size, Size]:
 class MergePlan:
     """Where and how a network merges tokens. Layers are 1-based encoder blocks, as in the published code.
 
-    `clap` and `gbm` are the rules by which a merge chooses. By `threshold`: `clap_threshold` is CLAP's cosine-similarity
-    threshold (tau). By statistics, `adaptive`: `gbm_threshold` is the multiplier of the standard deviation's share
-    (published: 1); `fixed`: it is the similarity threshold. By `budget`, which is not the paper's rule: the most similar
-    `clap_budget` windows, and in each GBM layer the most similar `gbm_budget` tokens merge, whatever the picture. A
-    budget is a count if it is a whole number, else a share of the windows, or of the patch tokens that reach the merge.
+    `clap` and `gbm` are the rules by which a merge chooses. By `threshold`: `clap_threshold` is CLAP's
+    cosine-similarity threshold (tau). By statistics, `adaptive`: `gbm_threshold` is the multiplier of the standard
+    deviation's share (published: 1); `fixed`: it is the similarity threshold. By `budget`, which is not the paper's
+    rule: the most similar `clap_budget` windows, and in each GBM layer the most similar `gbm_budget` tokens merge,
+    whatever the picture. A budget is a count if it is a whole number, else a share of the windows, or of the patch
+    tokens that reach the merge.
 
     With method `tome`, the baseline, `tome_r` says how many tokens vanish in each block from the first, none after its
     end; of everything else nothing is read, and `clap_layers` and `gbm_layers` are empty.
@@ -174,6 +175,8 @@ class MergePlan:
                 f"method tome has neither CLAP nor GBM, got layers {self.clap_layers} and {self.gbm_layers}: set "
                 "merging.clap_layers and merging.gbm_layers to []"
             )
+        if self.method == "tome" and "budget" in (self.clap, self.gbm):
+            raise PlanError("method tome has neither CLAP nor GBM, got a budget for them: set merging.tome_r instead")
         if self.method != "tome" and self.tome_r:
             raise PlanError(f"merging.tome_r is read by method tome, got {self.tome_r} for {self.method}")
         if any(r < 0 for r in self.tome_r):
@@ -189,6 +192,11 @@ class MergePlan:
     def static(self) -> bool:
         """Whether every picture keeps the same number of tokens, known without it: by budgets, or with ToMe."""
         return (not self.clap_layers or self.clap == "budget") and (not self.gbm_layers or self.gbm == "budget")
+
+    @property
+    def budgeted(self) -> bool:
+        """Whether a merge has a budget, so that no threshold stops it."""
+        return bool(self.clap_layers and self.clap == "budget") or bool(self.gbm_layers and self.gbm == "budget")
 
     def merge_in(self, layer: int) -> Merge:
         """What merges in one of `layers`."""

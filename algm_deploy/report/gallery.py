@@ -77,7 +77,7 @@ def draw_gallery(bundle: Bundle, runtime: str, photos: Sequence[Photo], progress
     examples, drawn, failures = [], [], []
     with ExitStack() as opened:
         predictors = [opened.enter_context(Predictor(bundle, runtime))]
-        if bundle.signature.defaults:  # ToMe merges whatever the thresholds
+        if bundle.signature.defaults and not plan.budgeted:  # ToMe and budgets merge whatever the thresholds
             predictors.append(opened.enter_context(Predictor(bundle, runtime, dense=True)))
         for photo in tqdm(photos, "gallery", unit="photo", disable=None if progress else True):
             try:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from algm_deploy.bundle.files import write_atomically
 from algm_deploy.bundle.records import Evaluation, Parity, Speed, Step
+from algm_deploy.bundle.signature import threshold_defaults
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BundleError
 from algm_deploy.report import tables
@@ -23,6 +24,7 @@ from algm_deploy.report.published import Published, published_beside, read_publi
 from algm_deploy.report.records import (
     Measured,
     baseline,
+    budget_words,
     comparable,
     joined,
     measured,
@@ -74,7 +76,8 @@ def report_page(
     """The page as one HTML text."""
     report = Report(bundle, beside, published_beside(bundle.recipe, published))
     found = [tuning_page(one) for one in bundle.manifest.tunings]
-    shared = {"tables": tables, "counted": counted, "tome_r_words": tome_r_words}
+    shared = {"tables": tables, "counted": counted, "tome_r_words": tome_r_words, "budget_words": budget_words}
+    shared["thresholds"] = threshold_defaults(bundle.recipe.merging)
     return render("report.jinja", report=report, gallery=gallery, tuning_pages=found, **shared)
 
 

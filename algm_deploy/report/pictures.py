@@ -245,9 +245,24 @@ def token_panels(
     panels = [_photo_panel(photo.shape[:2], mosaic)]
     if similarity_of:
         similarity = np.concatenate([similarity_of(windows) for windows in _batches(predictor, mosaic)])
-        panels.append(_similarity_panel(similarity, mosaic, plan, predictor.thresholds_in_force[CLAP_THRESHOLD]))
+        panels.append(_similarity_panel(similarity, mosaic, plan, *_chosen(predictor, similarity)))
     maps = _token_maps(predictor, mosaic, prediction)
     return [*panels, *(_merge_panel(merge, tokens, mosaic) for merge, tokens in maps.items())], columns
+
+
+def _chosen(predictor: Predictor, similarity: NDArray[np.float32]) -> tuple[NDArray[np.bool_], float, str]:
+    """Which windows (crops, rows, columns) merge, the similarity that decides, and how people are told of it."""
+    recipe = predictor.bundle.recipe
+    if recipe.merging.clap != "budget":
+        tau = predictor.thresholds_in_force[CLAP_THRESHOLD]
+        return similarity >= tau, tau, f"reach {tau:.4g}"
+    from algm_deploy.merging import merge_budgets  # loads torch
+
+    count = merge_budgets(recipe.merging, recipe.network.grid, recipe.network.prefix)[recipe.merging.clap_layers[0]]
+    flat = similarity.reshape(len(similarity), -1)
+    ranks = np.argsort(np.argsort(-flat, axis=1, kind="stable"), axis=1)
+    chosen = (ranks < count).reshape(similarity.shape)
+    return chosen, float(similarity[chosen].min(initial=1.0)), f"are the {count} most similar of their crop"
 
 
 def final_tokens(predictor: Predictor, photo: Rgb, title: str) -> Panel:
@@ -299,9 +314,22 @@ def _photo_panel(size: Size, mosaic: Mosaic) -> Panel:
     return Panel("Photo", subtitle, mosaic.with_seams(_resized(mosaic.canvas, mosaic.size)))
 
 
-def _similarity_panel(similarity: NDArray[np.float32], mosaic: Mosaic, plan: MergePlan, tau: float) -> Panel:
-    """Windows coloured by similarity, those that reach the threshold outlined; patches of no window are grey."""
-    low = min(float(np.percentile(similarity, 2)), tau - 0.05, 0.95)
+def _similarity_panel(
+    similarity: NDArray[np.float32],
+    mosaic: Mosaic,
+    plan: MergePlan,
+    chosen: NDArray[np.bool_],
+    lowest: float,
+    told: str,
+) -> Panel:
+    """Windows coloured by similarity, those that merge outlined; patches of no window are grey.
+
+    Args:
+        similarity, chosen: (crops, rows, columns), and which of them merge.
+        lowest: the similarity that decided.
+        told: of those that merge, such as "reach 0.93".
+    """
+    low = min(float(np.percentile(similarity, 2)), lowest - 0.05, 0.95)
     cell = (plan.window[0] * mosaic.patch, plan.window[1] * mosaic.patch)
     cells = [-(-patches // side) for patches, side in zip(mosaic.grid, plan.window, strict=True)]
     border = [(0, 0), *((0, want - have) for want, have in zip(cells, similarity.shape[1:], strict=True))]
@@ -310,16 +338,19 @@ def _similarity_panel(similarity: NDArray[np.float32], mosaic: Mosaic, plan: Mer
     picture = value_colors(np.nan_to_num(values), low, 1.0)
     picture[np.isnan(values)] = _BLANK
     windows = mosaic.spread(np.arange(padded.size).reshape(padded.shape), cell)
-    windows[~(values >= tau)] = -1  # also where there is no window and so no value
+    windows[~mosaic.spread(np.pad(chosen, border), cell)] = -1
     picture[_borders(windows)] = INK
-    reach = int((similarity >= tau).sum())
+    reach = int(chosen.sum())
     windows_of = f"windows of {plan.window[1]} x {plan.window[0]} patches"
-    subtitle = (
-        f"{reach} of {similarity.size} {windows_of} ({_percent(reach, similarity.size)}) reach {tau:.4g}: outlined"
-    )
+    subtitle = f"{reach} of {similarity.size} {windows_of} ({_percent(reach, similarity.size)}) {told}: outlined"
     subtitle += "; grey: outside all windows" if np.isnan(padded).any() else ""
     title = f"Window similarity, layer {plan.clap_layers[0]}"
-    return Panel(title, subtitle, mosaic.with_seams(picture), scale(low, tau, picture.shape[1]))
+    return Panel(
+        title,
+        subtitle,
+        mosaic.with_seams(picture),
+        scale(low, lowest, picture.shape[1], "lowest" if plan.clap == "budget" else "threshold"),
+    )
 
 
 def _merge_panel(merge: str, maps: NDArray[np.int64], mosaic: Mosaic) -> Panel:

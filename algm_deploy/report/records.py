@@ -88,10 +88,14 @@ def plan_in_force(plan: MergePlan, thresholds: Mapping[str, float | str]) -> Mer
         float(np.float32(thresholds.get(name, default)))
         for name, default in ((CLAP_THRESHOLD, plan.clap_threshold), (GBM_THRESHOLD, plan.gbm_threshold))
     )
-    clap_layers, gbm_layers = plan.clap_layers if clap < inf else (), plan.gbm_layers if gbm < inf else ()
+    clap_layers = plan.clap_layers if clap < inf or plan.clap == "budget" else ()
+    gbm_layers = plan.gbm_layers if gbm < inf or plan.gbm == "budget" else ()
     if not clap_layers and not gbm_layers:
         return DENSE
     return replace(plan, clap_layers=clap_layers, gbm_layers=gbm_layers, clap_threshold=clap, gbm_threshold=gbm)
+
+
+_TOLD_BY_BUDGETS = ("clap", "clap_budget", "gbm_budget")
 
 
 def tome_r_words(plan: MergePlan) -> str:
@@ -104,17 +108,33 @@ def tome_r_words(plan: MergePlan) -> str:
     return ", ".join(map(str, plan.tome_r))
 
 
+def budget_words(plan: MergePlan) -> str:
+    """Budgets in words: `110 windows, 156 tokens`, or `43 % of the windows, 23 % of the tokens`."""
+    parts = (
+        (plan.clap_layers, plan.clap, plan.clap_budget, "windows"),
+        (plan.gbm_layers, plan.gbm, plan.gbm_budget, "tokens"),
+    )
+    return ", ".join(
+        f"{budget} {things}" if isinstance(budget, int) else f"{100 * budget:.3g} % of the {things}"
+        for layers, rule, budget, things in parts
+        if layers and rule == "budget"
+    )
+
+
 def plan_name(plan: MergePlan, reference: MergePlan) -> str:
-    """Short name of a plan beside others: its threshold, and where it otherwise differs from `reference`."""
+    """Short name of a plan beside others: its threshold or budget, and where it otherwise differs from `reference`."""
     if not plan.layers:
         return "dense"
     if plan.method == "tome":
         return f"ToMe, r {tome_r_words(plan)}"
-    parts = [f"tau {plan.clap_threshold:.4g}"] if plan.clap_layers else [f"GBM only, x {plan.gbm_threshold:.4g}"]
+    if plan.budgeted:
+        parts = [f"budget {budget_words(plan)}"]
+    else:
+        parts = [f"tau {plan.clap_threshold:.4g}"] if plan.clap_layers else [f"GBM only, x {plan.gbm_threshold:.4g}"]
     for item in fields(plan):
         value = getattr(plan, item.name)
         differs = reference.layers and value != getattr(reference, item.name)
-        if differs and item.name != CLAP_THRESHOLD:
+        if differs and item.name != CLAP_THRESHOLD and item.name not in _TOLD_BY_BUDGETS:
             parts.append(f"{item.name} {_text(value)}")
     return ", ".join(parts)
 

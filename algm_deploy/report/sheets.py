@@ -103,8 +103,8 @@ def legend(entries: Sequence[tuple[Color, str]], width: int) -> Rgb:
     return np.asarray(page)
 
 
-def scale(low: float, threshold: float, width: int) -> Rgb:
-    """The colour scale of similarities from `low` and below to 1, with the threshold marked, (h, width, 3)."""
+def scale(low: float, threshold: float, width: int, name: str = "threshold") -> Rgb:
+    """The colour scale of similarities from `low` and below to 1, with the threshold marked by name, (h, width, 3)."""
     left, right, top, bottom = 0, width - 1, 12, 32
     page = Image.new("RGB", (width, bottom + 12 + _leading(TEXT)), PAPER)
     bar = value_colors(np.linspace(low, 1, width, dtype=np.float32), low, 1.0)
@@ -113,7 +113,7 @@ def scale(low: float, threshold: float, width: int) -> Rgb:
     if 0 <= mark < width:
         ImageDraw.Draw(page).line((mark, top - 8, mark, bottom + 8), fill=INK, width=3)
     texts = [(left, f"<= {round(low, 2) + 0.0:.2f}"), (right - text_width("1.00", TEXT), "1.00")]
-    label = f"threshold {threshold:.4g}"
+    label = f"{name} {threshold:.4g}"
     texts.append((min(max(mark - text_width(label, TEXT) // 2, 100), right - 60 - text_width(label, TEXT)), label))
     for x, text in texts:
         write(page, (x, bottom + 10), text, TEXT)

@@ -195,7 +195,9 @@ def test_tome_is_not_cut(tiny_checkpoint: Path, tmp_path: Path) -> None:
         segments(rewritten(bundle))
 
 
-def test_budgets_are_one_segment_of_known_sizes(tiny_export: Callable[..., Bundle], session: Any, tmp_path: Path) -> None:
+def test_budgets_are_one_segment_of_known_sizes(
+    tiny_export: Callable[..., Bundle], session: Any, tmp_path: Path
+) -> None:
     """And what the library's operators make of it equals the portable graph."""
     bundle = Bundle.open(shutil.copytree(tiny_export({**PLANS["budgets"], "output": "labels"}).path, tmp_path / "b"))
     assert number_written(bundle) == 1

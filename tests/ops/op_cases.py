@@ -85,7 +85,7 @@ def implementations(op: str) -> tuple[pytest.MarkDecorator, pytest.MarkDecorator
 
 
 def operator_model(op: str, attributes: Mapping[str, Any], kinds: Sequence[Any], wide_labels: bool = False) -> ir.Model:
-    """A model of one operator with its body. `kinds`: dtype and rank, or shape, of every input, None for one left out."""
+    """A model of one operator with its body. `kinds`: dtype and rank or shape of every input, None for one left out."""
     names = [parameter.name for parameter in SCHEMAS[op].inputs]
     inputs = [
         None if kind is None else typed(name, ONNX_TYPES[kind[0]], kind[1])

@@ -107,7 +107,9 @@ def test_bodies_are_portable(op: str, attributes: dict[str, Any], dtype: str) ->
             assert "reduction" not in node.attributes
 
 
-@pytest.mark.parametrize(("op", "attributes"), [*MERGES, ("tome", OTHERS["tome"])], ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("op", "attributes"), [*MERGES, ("tome", OTHERS["tome"])], ids=lambda value: value if isinstance(value, str) else ""
+)
 def test_similarities_are_fp32_for_16_bit_tokens(op: str, attributes: dict[str, Any]) -> None:
     """Between tokens and their products stands a Cast to fp32, and statistics are fp64."""
     nodes = body_nodes(op, attributes, "float16")

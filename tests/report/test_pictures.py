@@ -182,7 +182,9 @@ def test_of_overlapping_windows_each_shows_its_half() -> None:
 
 def test_patches_outside_all_windows_are_grey() -> None:
     mosaic = replace(square_mosaic([(0, 0)], (8, 8)), patch=2)
-    panel = module._similarity_panel(np.ones((1, 1, 1), np.float32), mosaic, MergePlan(window=(3, 3)), tau=0.9)
+    chosen = np.ones((1, 1, 1), bool)
+    plan = MergePlan(window=(3, 3))
+    panel = module._similarity_panel(np.ones((1, 1, 1), np.float32), mosaic, plan, chosen, 0.9, "reach 0.9")
     sixteenth = mosaic.size[0] // 8
     assert panel.picture[sixteenth, sixteenth].tolist() != [208, 208, 208]
     assert panel.picture[sixteenth, 7 * sixteenth].tolist() == [208, 208, 208]

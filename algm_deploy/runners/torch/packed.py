@@ -8,9 +8,9 @@ next segment runs on as many rows, rounded up to a bucket, so that a few CUDA gr
 stand behind the last image. They hold anything, NaN included, and nothing reads them: no step mixes rows but attention,
 which stops at the end of an image.
 
-All that a segment leaves for the next lies in memory of its own (`_Cut`). Networks that merge nothing, merge by budgets,
-or drop a fixed number of tokens, have a single segment, and every image its own place: one CUDA graph a batch size holds
-all of it, and the host waits for nothing.
+All that a segment leaves for the next lies in memory of its own (`_Cut`). Networks that merge nothing, merge by
+budgets, or drop a fixed number of tokens, have a single segment, and every image its own place: one CUDA graph a batch
+size holds all of it, and the host waits for nothing.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.loading import network_class
 from algm_deploy.models.scores import labels_of, upsample_scores
 from algm_deploy.models.segmenter import Segmenter
-from algm_deploy.ops.clap import clap
-from algm_deploy.ops.gbm import gbm
+from algm_deploy.ops.clap import clap as clap_operator
+from algm_deploy.ops.gbm import gbm as gbm_operator
 from algm_deploy.ops.native_kernels import use_kernels
 from algm_deploy.recipe.schema import DENSE, MergePlan, Network
 from algm_deploy.runners.torch import packed as torch_packed
@@ -232,8 +232,8 @@ def test_a_merge_by_budget_reads_nothing_back(budget: bool) -> None:
         tokens, size, tau = torch.empty(2, 17, 8), torch.empty(2, 17), None if budget else torch.empty(())
         patches, length = torch.empty(2, 16, dtype=torch.int64), torch.empty(2, dtype=torch.int64)
         for rows, merge in (
-            (11, lambda: clap._init_fn(tokens, size, tau, *windows)),
-            (14, lambda: gbm._init_fn(tokens, size, patches, length, tau, *rule)),
+            (11, lambda: clap_operator._init_fn(tokens, size, tau, *windows)),
+            (14, lambda: gbm_operator._init_fn(tokens, size, patches, length, tau, *rule)),
         ):
             if budget:
                 assert merge()[0].shape == (2, rows, 8)
