@@ -41,7 +41,8 @@ def member_sums(share: Tensor, x: Tensor) -> Tensor:
     """The product share (B, R, S) @ x (B, S, D), shares not negative. A value that is not finite reaches only the rows
     it has a share in, where zero times infinity would make NaN of all others."""
     finite = x.isfinite()
-    if bool(finite.all()):
+    captured = x.is_cuda and torch.cuda.is_current_stream_capturing()  # then nothing may wait for the device
+    if not captured and bool(finite.all()):
         return product(share, x)
     sums = product(share, torch.where(finite, x, 0))
     for sign in (1, -1):
@@ -126,8 +127,10 @@ def unknown_rows(tokens: Tensor, size: Tensor, patches: int) -> tuple[Tensor, Te
 
 
 def best_ranks(values: Tensor) -> Tensor:
-    """Place (B, R) of each value of an image in descending order; the lower index first on ties."""
-    return values.sort(dim=1, descending=True, stable=True).indices.argsort(dim=1)
+    """Place (B, R) of each value of an image in descending order; the lower index first on ties, NaN as -inf."""
+    return (
+        torch.where(values.isnan(), -torch.inf, values).sort(dim=1, descending=True, stable=True).indices.argsort(dim=1)
+    )
 
 
 def merge_rows_reference(

@@ -133,11 +133,13 @@ class Body:
         return self("ScatterElements", self("Expand", 0, shape), permutation, numbers, axis=1)
 
     def best(self, values: Value, count: int) -> Value:
-        """Place (B, R) of the `count` largest of R values in descending order, the lower index first; -1 for others."""
+        """Place (B, R) of the `count` largest of R values in descending order, the lower index first; -1 for others.
+        Values are finite, or NaN, which counts as -inf."""
         none = self("Expand", -1, self("Shape", values))
         if count == 0:
             return none
-        _, largest = self.several(2, "TopK", values, [count], axis=1)
+        sortable = self("Where", self("Less", values, np.inf), values, -np.inf)
+        _, largest = self.several(2, "TopK", sortable, [count], axis=1)
         places = self("Expand", np.arange(count), self("Shape", largest))
         return self("ScatterElements", none, largest, places, axis=1)
 

@@ -23,7 +23,7 @@ order      `published`: merged windows by descending similarity. `raster`: by po
 rule       `threshold`, as the paper has it. `budget`: the `budget` most similar windows of every image merge, or all
            where there are no more. Then there is no threshold, S' is known beforehand and the same for all images, and
            `semantics` and `batch` change nothing.
-Ties are ordered by the lower window index.
+Ties are ordered by the lower window index. A similarity that is NaN reaches no threshold, and comes last by a budget.
 """
 
 from __future__ import annotations
@@ -285,9 +285,10 @@ def reference_decisions(
         counts = qualifies.sum(1)
         if batch == "batch_min":
             counts[:] = counts.min()
+    sortable = np.where(np.isnan(similarity), -np.inf, similarity)
     merged = [
         sorted(np.flatnonzero(row), key=lambda w: (-values[w], w))[:count]
-        for row, values, count in zip(qualifies, similarity, counts, strict=True)
+        for row, values, count in zip(qualifies, sortable, counts, strict=True)
     ]
     return [[int(w) for w in (m if order == "published" else sorted(m))] for m in merged]
 

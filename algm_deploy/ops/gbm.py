@@ -21,7 +21,8 @@ semantics  `code`: A are the even rows of the sequence, prefix counted, `>=`, si
 batch      `per_image`: each image decides alone. `batch_min`: mean and deviation are averaged over the batch, and all
            images merge as many rows as the image with the fewest, each its most similar ones.
 Statistics are fp64, the threshold is rounded to fp32 once. With fewer than two A rows the deviation is undefined and
-nothing merges. Ties go to the lower row, and a similarity that is NaN never wins.
+nothing merges. Ties go to the lower row, and a similarity that is NaN never wins: a row that has no other stays by a
+threshold, and by a budget comes last, to join the first B row.
 """
 
 from __future__ import annotations
@@ -52,6 +53,9 @@ from algm_deploy.ops._rows import (
 from algm_deploy.ops.bodies import END, Body, Value, body_of, unit_rows
 from algm_deploy.ops.schema import operator
 
+WORST = float(np.finfo(np.float32).min)
+"""Less than any cosine, more than none."""
+
 
 def first_source(semantics: str, prefix: int) -> int:
     """The first row of A: row 0 in the published code, the first patch token in the paper."""
@@ -65,6 +69,11 @@ def most_joins(rows: int, prefix: int, semantics: str) -> int:
     return sources if targets else 0
 
 
+def undefined(rule: str) -> float:
+    """What stands for a cosine that is NaN: no row may be left over where so many have to merge."""
+    return WORST if rule == "budget" else -np.inf
+
+
 def row_weights(size: Tensor, semantics: str) -> Tensor:
     """How much each row (B, S) counts in a mean: its size in the published code, all the same in the paper."""
     return torch.ones_like(size) if semantics == "paper" else size
@@ -73,8 +82,13 @@ def row_weights(size: Tensor, semantics: str) -> Tensor:
 # --- torch -----------------------------------------------------------------------------------------------------------
 
 
-def gbm_scores(tokens: Tensor, length: Tensor, prefix: int, semantics: str) -> tuple[Tensor, Tensor]:
-    """Cosines (B, |A|, |B|) fp32 of A and B rows, -inf for B that may not be joined and for NaN; which A may merge."""
+def gbm_scores(
+    tokens: Tensor, length: Tensor, prefix: int, semantics: str, undefined: float = -np.inf
+) -> tuple[Tensor, Tensor]:
+    """Cosines (B, |A|, |B|) fp32 of A and B rows, -inf for B that may not be joined; which A may merge.
+
+    `undefined` stands for a cosine that is NaN: -inf, so that it is none, or `WORST`.
+    """
     first = first_source(semantics, prefix)
     x = wide(tokens)
     norm = x.norm(dim=-1, keepdim=True).clamp(min=NORM_EPS)
@@ -84,16 +98,18 @@ def gbm_scores(tokens: Tensor, length: Tensor, prefix: int, semantics: str) -> t
     allowed = (rows >= prefix) & (rows < length[:, None])
     # 16-bit values are multiplied as they are, as tensor cores would, and scaled afterwards.
     scores = product(x[:, first::2], x[:, first + 1 :: 2].mT) / norm[:, first::2] / norm[:, first + 1 :: 2].mT
-    joinable = allowed[:, None, first + 1 :: 2] & (scores < torch.inf)  # which NaN is not
-    return torch.where(joinable, scores.float(), -torch.inf), allowed[:, first::2]
+    scores = torch.where(scores < torch.inf, scores.float(), undefined)  # which NaN is not
+    return torch.where(allowed[:, None, first + 1 :: 2], scores, -torch.inf), allowed[:, first::2]
 
 
-def gbm_similarity(tokens: Tensor, length: Tensor, prefix: int, semantics: str) -> tuple[Tensor, Tensor]:
+def gbm_similarity(
+    tokens: Tensor, length: Tensor, prefix: int, semantics: str, undefined: float = -np.inf
+) -> tuple[Tensor, Tensor]:
     """Best similarity (B, |A|) fp32 of every A row over the allowed B rows, and the index in B that has it.
 
     A rows that may not merge, and all A rows of an image without an allowed B row, have similarity -inf.
     """
-    scores, sources = gbm_scores(tokens, length, prefix, semantics)
+    scores, sources = gbm_scores(tokens, length, prefix, semantics, undefined)
     if scores.shape[2] == 0:
         return scores.new_full(scores.shape[:2], -torch.inf), length.new_zeros(scores.shape[:2])
     best, match = scores.max(dim=2)
@@ -165,7 +181,7 @@ def gbm(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Global bipartite merging: tokens join the most similar token of the other half."""
     length = existing_rows(length, tokens.shape[1], prefix)
-    best, match = gbm_similarity(tokens, length, prefix, semantics)
+    best, match = gbm_similarity(tokens, length, prefix, semantics, undefined(rule))
     most = most_joins(tokens.shape[1], prefix, semantics)
     merged = gbm_decisions(best, threshold, rule, divisor, semantics, batch, min(budget, most))
     row, length_out = gbm_rows(merged, match, length, tokens.shape[1], prefix, semantics)
@@ -196,13 +212,15 @@ register_gradient(gbm, _followed)
 # --- ONNX body ------------------------------------------------------------------------------------------------------
 
 
-def onnx_similarity(body: Body, tokens: Value, allowed: Value, first: int) -> tuple[Value, Value]:
+def onnx_similarity(
+    body: Body, tokens: Value, allowed: Value, first: int, undefined: float = -np.inf
+) -> tuple[Value, Value]:
     """Best similarity (B, |A|) of every A row, -inf where it may not merge, and its match in B."""
     unit = unit_rows(body, tokens, NORM_EPS)
     source, target = (body.rows(unit, start, END, 2) for start in (first, first + 1))
     scores = body("MatMul", source, body("Transpose", target, perm=[0, 2, 1]))
     allowed_target = body("Unsqueeze", body.rows(allowed, first + 1, END, 2), [1])
-    allowed_target = body("And", allowed_target, body("Less", scores, np.inf))  # which NaN is not
+    scores = body("Where", body("Less", scores, np.inf), scores, undefined)  # which NaN is not
     # One column more, so that the maximum of an empty B exists.
     scores = body("Pad", body("Where", allowed_target, scores, -np.inf), [0, 0, 0, 0, 0, 1], -np.inf)
     best = body("ReduceMax", scores, [2], keepdims=0)
@@ -328,7 +346,8 @@ def onnx_body(
     else:
         valid = body("Less", rows, body("Unsqueeze", body("Max", length, prefix), [1]))
     allowed = body("And", valid, body("GreaterOrEqual", rows, prefix))
-    best, match = onnx_similarity(body, tokens, allowed, first_source(semantics, prefix))
+    first = first_source(semantics, prefix)
+    best, match = onnx_similarity(body, tokens, allowed, first, undefined(attributes["rule"]))
     merged = _onnx_decisions(body, best, threshold, attributes, merges or 0)
     return onnx_joined(body, (tokens, size, map), valid, merged, match, attributes, merges=merges)
 
@@ -383,7 +402,7 @@ def reference_split(rows: int, length: int, prefix: int, semantics: str) -> tupl
 
 
 def reference_similarity(
-    tokens: np.ndarray, length: np.ndarray, prefix: int, semantics: str
+    tokens: np.ndarray, length: np.ndarray, prefix: int, semantics: str, undefined: float = -np.inf
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """For every image: best similarity of its A rows (fp64 sums rounded to fp32), and the row of B that has it."""
     best, match = [], []
@@ -392,7 +411,7 @@ def reference_similarity(
         with np.errstate(invalid="ignore"):
             x = x / np.maximum(np.linalg.norm(x, axis=-1, keepdims=True), NORM_EPS)
             scores = (x[sources] @ x[targets].T).astype(np.float32)
-        scores = np.where(np.isnan(scores), np.float32(-np.inf), scores)
+        scores = np.where(np.isnan(scores), np.float32(undefined), scores)
         if len(targets) == 0:
             best.append(np.full(len(sources), -np.inf, dtype=np.float32))
             match.append(np.zeros(len(sources), dtype=np.int64))
@@ -481,7 +500,7 @@ def reference(
     budget: int = 0,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """GBM in plain NumPy; arguments and results as the torch operator."""
-    best, match = reference_similarity(tokens, length, prefix, semantics)
+    best, match = reference_similarity(tokens, length, prefix, semantics, undefined(rule))
     merged = reference_decisions(best, threshold, rule, divisor, semantics, batch, budget)
     row, length_out = reference_rows(merged, match, tokens.shape[1], length, prefix, semantics)
     merged_tokens, merged_size = merge_rows_reference(

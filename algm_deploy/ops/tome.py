@@ -9,7 +9,7 @@ Attributes: `r`, at most half of the rows behind the prefix; `prefix` P. Dtypes 
 merge as many, so there is no padding and S - r is known beforehand. Prefix rows never merge and are never joined.
 Output rows are [prefix | A rows that stay | all B rows, ascending]; A rows that stay are ascending, or, without prefix,
 in the order of descending similarity, as published. Merged values are means weighted by size; `map` is composed. Ties
-go to the lower row.
+go to the lower row, and NaN comes last.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch import Tensor
 from algm_deploy.ops._rows import best_ranks, merge_rows, merge_rows_reference, register_gradient, row_of, sum_rows
 from algm_deploy.ops.bodies import Body, Value, body_of
 from algm_deploy.ops.gbm import (
+    WORST,
     gbm_rows,
     gbm_similarity,
     onnx_joined,
@@ -47,7 +48,7 @@ def most_merges(rows: int, prefix: int) -> int:
 
 def tome_similarity(keys: Tensor, prefix: int) -> tuple[Tensor, Tensor]:
     """Best cosine (B, |A|) fp32 of every A row, -inf for prefix rows, and the index in B that has it."""
-    return gbm_similarity(keys, _full_length(keys), prefix, SEMANTICS)
+    return gbm_similarity(keys, _full_length(keys), prefix, SEMANTICS, WORST)
 
 
 def tome_rows(best: Tensor, match: Tensor, r: int, rows_in: int, prefix: int) -> Tensor:
@@ -99,7 +100,7 @@ def onnx_body(
     prefix, r = attributes["prefix"], attributes["r"]
     valid = body("GreaterOrEqual", size, 0.0)  # every row exists
     allowed = body("GreaterOrEqual", body.indices(body.size_of(tokens, 1)), prefix)
-    best, match = onnx_similarity(body, keys, body("And", valid, allowed), 0)
+    best, match = onnx_similarity(body, keys, body("And", valid, allowed), 0, WORST)
     rank = body.rank(best)
     place = None if prefix else body("Sub", rank, r)
     attributes = {"prefix": prefix, "semantics": SEMANTICS}
@@ -129,7 +130,7 @@ def reference(
     """ToMe in plain NumPy; arguments and results as the torch operator."""
     rows = tokens.shape[1]
     length = np.full(len(tokens), rows)
-    best, match = reference_similarity(keys, length, prefix, SEMANTICS)
+    best, match = reference_similarity(keys, length, prefix, SEMANTICS, WORST)
     merged = reference_most_similar(best, r)
     row, _ = reference_rows(merged, match, rows, length, prefix, SEMANTICS)
     row = reference_order(best, merged, row, prefix)

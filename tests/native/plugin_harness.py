@@ -22,12 +22,12 @@ SIZE_TENSOR = -1000
 # Name -> attributes as the plugins take them, inputs (type T stands for the tokens' type) and outputs.
 PLUGINS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "clap": (
-        {"grid": (4, 6), "window": (2, 2), "prefix": 1, "semantics": 0, "batch": 0, "order": 0},
+        {"grid": (4, 6), "window": (2, 2), "prefix": 1, "semantics": 0, "batch": 0, "order": 0, "rule": 0, "budget": 0},
         ["T", "float32", "float32"],
         ["T", "float32", "int64", "int64", "int64"],
     ),
     "gbm": (
-        {"prefix": 1, "mode": 0, "divisor": 2.5, "semantics": 0, "batch": 0},
+        {"prefix": 1, "rule": 1, "divisor": 2.5, "semantics": 0, "batch": 0, "budget": 0},
         ["T", "float32", "int64", "int64", "float32"],
         ["T", "float32", "int64", "int64", "int64"],
     ),

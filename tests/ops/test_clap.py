@@ -264,6 +264,18 @@ def test_16_bit_tokens_in_onnx() -> None:
 
 
 @compared
+def test_by_budget_what_is_not_finite_comes_last(run: Any) -> None:
+    tokens = exact_tokens(np.random.default_rng(0), "few", (2, 17, 16))
+    tokens[0, 4, 3], tokens[0, 7, 5], tokens[1, 6, 1] = np.inf, -np.inf, np.nan
+    for budget in (2, 4):
+        inputs, attributes = [tokens, ones(tokens), None], PLAIN | {"rule": "budget", "budget": budget}
+        expected = cases.run_reference("clap", inputs, **attributes)
+        assert expected[3].tolist() == [17 - 3 * budget] * 2
+        assert int((~np.isfinite(expected[0])).sum()) == 3
+        cases.assert_same(run("clap", inputs, **attributes), expected, 0)
+
+
+@compared
 def test_what_is_not_finite_stays_in_its_row(run: Any) -> None:
     tokens = exact_tokens(np.random.default_rng(0), "few", (2, 17, 16))
     tokens[0, 4, 3], tokens[0, 7, 5], tokens[1, 6, 1] = np.inf, -np.inf, np.nan

@@ -400,6 +400,22 @@ def test_a_budget_takes_the_most_similar_and_the_lower_of_equals(run: Any) -> No
     assert all_three[2].tolist() == [[1, 2, 2, 1, 3, 1]]  # no more than there are; the last one joins the first
 
 
+@compared
+@pytest.mark.parametrize("prefix", [1, 2])
+def test_by_budget_what_is_not_finite_comes_last_and_joins_the_first(run: Any, prefix: int) -> None:
+    """As many rows merge, whatever they hold; those of the prefix never do."""
+    tokens = exact_tokens(np.random.default_rng(0), "few", (2, 17, 16))
+    tokens[0, 4, 3], tokens[0, 7, 5], tokens[1, 6, 1] = np.inf, -np.inf, np.nan
+    for budget in (3, 9):
+        inputs = [*cases.sequence(tokens, prefix), None]
+        attributes = PLAIN | {"prefix": prefix, "rule": "budget", "budget": budget}
+        expected = cases.run_reference("gbm", inputs, **attributes)
+        assert expected[3].tolist() == [17 - min(budget, most_joins(17, prefix, "code"))] * 2
+        row = expected[2][1]  # of patches, and the sixth row is one without any other's similarity
+        assert (row[6 - prefix] == row[(1 if prefix == 1 else 3) - prefix]) == (budget == 9)
+        cases.assert_same(run("gbm", inputs, **attributes), expected, 0)
+
+
 def test_a_budget_needs_a_known_number_of_rows() -> None:
     attributes = PLAIN | {"rule": "budget", "budget": 1}
     kinds = [(np.dtype(np.float32), 3), (np.dtype(np.float32), 2), (np.dtype(np.int64), 2), (np.dtype(np.int64), 1)]

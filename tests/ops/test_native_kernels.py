@@ -46,7 +46,9 @@ def test_merges_are_those_of_the_bodies(dtype: torch.dtype, batch: str, semantic
         tokens, size = exact_tokens(dtype, seed), torch.ones(3, 65, device="cuda")
         order = ("published", "raster")[seed % 2]
         threshold = torch.tensor(0.3, device="cuda")
-        found, expected = both(clap, tokens, size, threshold, [8, 8], [2, 2], 1, semantics, batch, order, "threshold", 0)
+        found, expected = both(
+            clap, tokens, size, threshold, [8, 8], [2, 2], 1, semantics, batch, order, "threshold", 0
+        )
         for a, b in zip(found, expected, strict=True):
             assert torch.equal(a, b)
         tokens, size, map, length = expected

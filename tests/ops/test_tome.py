@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import op_cases as cases
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -89,6 +90,18 @@ def test_similarity_in_16_bits_keeps_fp32_sums(run: Any) -> None:
     tokens = np.zeros((1, 4, 8), np.float16)
     inputs = [tokens, *cases.sequence(tokens, 0)[1:3], keys]
     assert run("tome", inputs, r=1, prefix=0)[2][0].tolist() == [0, 1, 1, 2]
+
+
+@compared
+@pytest.mark.parametrize("r", [3, 8])
+def test_as_many_merge_whatever_keys_hold(run: Any, r: int) -> None:
+    tokens = exact_tokens(np.random.default_rng(0), "few", (2, 17, 16))
+    keys = tokens.copy()
+    keys[0, 4, 3], keys[0, 7, 5], keys[1, 6, 1] = np.inf, -np.inf, np.nan
+    inputs = [tokens, *cases.sequence(tokens, 1)[1:3], keys]
+    expected = cases.run_reference("tome", inputs, r=r, prefix=1)
+    assert (expected[2][1, 5] == expected[2][1, 0]) == (r == 8)
+    cases.assert_same(run("tome", inputs, r=r, prefix=1), expected, 0)
 
 
 def test_decisions_follow_from_similarities() -> None:
