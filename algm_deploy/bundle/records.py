@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from algm_deploy.bundle.signature import Signature
 from algm_deploy.environment import Environment, GpuState
-from algm_deploy.recipe.schema import Output, Precision, Protocol, Recipe
+from algm_deploy.recipe.schema import MergePlan, Output, Precision, Protocol, Recipe
 
 SCHEMA = 2
 
@@ -520,6 +520,21 @@ class ThresholdTuning(SearchTuning, frozen=True, kw_only=True, tag="threshold"):
     recipe_value: float
 
 
+class BudgetTuning(SearchTuning, frozen=True, kw_only=True, tag="budget"):
+    """A search for budgets; `plan` has the marked ones.
+
+    A candidate's value is that of the threshold `knob` which merges as much on average, on the photos to choose on;
+    `recipe_value` is the bundle's. `thresholds` are the figures of those thresholds themselves on these photos, and
+    `thresholds_held_out` on the others, at the marked candidate at least.
+    """
+
+    knob: Knob
+    plan: MergePlan
+    recipe_value: float
+    thresholds: tuple[Candidate, ...]
+    thresholds_held_out: tuple[Candidate, ...]
+
+
 class PositionTuning(SearchTuning, frozen=True, kw_only=True, tag="positions"):
     """A search for the earliest block of the last GBM in `layers`; `recipe_layers` are the bundle's."""
 
@@ -546,7 +561,7 @@ class TuningPage(TuningRecord, frozen=True, kw_only=True, tag="page"):
             raise ValueError("expected rows as long as their table's header")
 
 
-Tuning = RuleTuning | ThresholdTuning | PositionTuning | AttentionTuning | TuningPage
+Tuning = RuleTuning | ThresholdTuning | BudgetTuning | PositionTuning | AttentionTuning | TuningPage
 
 # ------------------------------------------------------------------------------------------------------------ manifest
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from math import inf
@@ -29,12 +29,13 @@ AIMS = {"reference": ("reference", "drop"), "best": (), "gmacs": ("target",), "t
 
 def add_tune(commands: Any) -> None:
     """Adds `tune` to the commands, and to it a command for each search."""
-    about = "A threshold or a place to merge at from your data, or what merging does to attention"
+    about = "A threshold, a budget or a place to merge at from your data, or what merging does to attention"
     tune = commands.add_parser("tune", help=about[0].lower() + about[1:], description=about)
     searches = tune.add_subparsers(dest="search", required=True, metavar="SEARCH")
     for run, add_flags, output in (
         (tune_rule, _rule_flags, "tuned.toml"),
         (tune_threshold, _threshold_flags, "tuned.toml"),
+        (tune_budget, _budget_flags, "tuned.toml"),
         (tune_positions, _position_flags, "tuned.toml"),
         (tune_attention, _attention_flags, "attention.html"),
     ):
@@ -99,16 +100,32 @@ def _threshold_flags(command: arguments.Parser) -> None:
     _search_flags(command)
     command.add_argument("--gbm", type=arguments.finite, help="GBM's multiplier or threshold instead of the bundle's")
     command.add_argument("--knob", choices=("tau", "gbm"), default="tau", help="threshold to search (default tau)")
-    command.add_argument(
-        "--aim",
-        choices=[*AIMS],
-        default="reference",
-        help="merge most at the mIoU of --reference (default); reach the best mIoU; merge least within a budget of "
+    _aim_flags(
+        command,
+        AIMS,
+        "merge most at the mIoU of --reference (default); reach the best mIoU; merge least within so many "
         "multiply-adds, or at a throughput, which --target gives",
+        "multiply-adds of a window in 10^9 at most, or img/s at least",
     )
     command.add_argument(
-        "--target", type=arguments.finite, help="multiply-adds of a window in 10^9 at most, or img/s at least"
+        "--time", action="store_true", help="time each value as well, in turns with the network without merging"
     )
+
+
+def _budget_flags(command: arguments.Parser) -> None:
+    _search_flags(command)
+    _aim_flags(
+        command,
+        [aim for aim in AIMS if aim != "throughput"],
+        "merge most at the mIoU of --reference (default); reach the best mIoU; merge least within so many "
+        "multiply-adds, which --target gives",
+        "multiply-adds of a window in 10^9 at most",
+    )
+
+
+def _aim_flags(command: arguments.Parser, aims: Iterable[str], about: str, target: str) -> None:
+    command.add_argument("--aim", choices=[*aims], default="reference", help=about)
+    command.add_argument("--target", type=arguments.finite, help=target)
     command.add_argument(
         "--range", type=arguments.finite, nargs=3, metavar=("LOW", "HIGH", "STEP"), help="values to try, evenly spaced"
     )
@@ -121,9 +138,6 @@ def _threshold_flags(command: arguments.Parser) -> None:
     )
     command.add_argument(
         "--curve", action="store_true", help="measure every value, also held out; default: as many as it takes"
-    )
-    command.add_argument(
-        "--time", action="store_true", help="time each value as well, in turns with the network without merging"
     )
 
 
@@ -178,6 +192,19 @@ def tune_threshold(options: argparse.Namespace) -> int:
     examples = _pictures(bundle, options, found.pictured, trial.held_out) if found.pictured else []
     plan = replace(trial.plan, **{knob: found.marked.value})  # type: ignore[arg-type]
     return _kept(bundle, found, options, plan, found.reached, examples)
+
+
+def tune_budget(options: argparse.Namespace) -> int:
+    """The budget that serves an aim, each as much as a threshold merges on average, beside it; runs in PyTorch."""
+    from algm_deploy.tuning import budgets, thresholds
+
+    bundle = _opened(options, ".toml")
+    knob = budgets.knob_of(bundle.recipe.merging)
+    options.knob = "tau" if knob == "clap_threshold" else "gbm"
+    trial = _trial(bundle, options, in_process=True)
+    values = _values(options) or thresholds.default_values(trial.plan, knob)
+    found = budgets.tune_budget(trial, bundle.recipe.network.grid, values, options.curve)
+    return _kept(bundle, found, options, found.plan, found.reached)
 
 
 def tune_positions(options: argparse.Namespace) -> int:

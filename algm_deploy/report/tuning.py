@@ -10,6 +10,7 @@ from algm_deploy.bundle.files import write_atomically
 from algm_deploy.bundle.records import (
     AttentionTuning,
     BlockSimilarity,
+    BudgetTuning,
     Candidate,
     ClassSimilarity,
     Point,
@@ -24,11 +25,12 @@ from algm_deploy.bundle.signature import CLAP_THRESHOLD
 from algm_deploy.report.gallery import Example
 from algm_deploy.report.html import render
 from algm_deploy.report.plots import Histogram, Scatter, Series
+from algm_deploy.report.records import budget_words
 from algm_deploy.report.tables import shown, text_table, with_difference
 from algm_deploy.tuning.search import Goal
 from algm_deploy.wording import counted, dataset_title, merge_titles
 
-Search = ThresholdTuning | PositionTuning
+Search = ThresholdTuning | BudgetTuning | PositionTuning
 Marks = Sequence[tuple[float, float, str]]  # x, y, label
 
 
@@ -207,6 +209,9 @@ def _search_page(found: Search) -> Page:
     if held.candidates:
         tables.insert(1, _point_table(found, held, "held out, "))
     lines = (_verdict(found), _dense("tuned on", tuned), _held_out_line(found), *_unsteady(tuned.candidates))
+    if isinstance(found, BudgetTuning):
+        lines = (*lines, _rules_line(found))
+        tables += _rule_tables(found)
     return Page(found.title, lines, tables, [*_search_plots(found)])
 
 
@@ -215,6 +220,9 @@ def _verdict(found: Search) -> str:
     if not found.reached:
         return f"no {names.knob} qualifies to {aim}; nearest: {marked.value:g} with {_figures(marked)}"
     setting = "GBM in block" if isinstance(found, PositionTuning) else names.knob
+    if isinstance(found, BudgetTuning):
+        setting = f"budget of {budget_words(found.plan)}, as much as {found.knob}"
+        names = names._replace(marked=f"{names.marked} merges on average,")
     exceptions = _exceptions(found) if found.aim == "reference" else ""
     return f"{setting} {names.marked} to {aim}: {_figures(marked)}{exceptions}"
 
@@ -226,6 +234,44 @@ def _aim(found: Search) -> str:
         "gmacs": f"merge least at no more than {shown(found.limit)} GMACs per window",
         "throughput": f"merge least at no less than {shown(found.limit)} img/s",
     }[found.aim]
+
+
+def _rules_line(found: BudgetTuning) -> str:
+    """What the budget gains over the threshold of equal cost, on both parts of the photos."""
+    value = found.marked.value
+    here, there = (
+        _change(budget, next(one for one in thresholds if one.value == value))
+        for budget, thresholds in (
+            (found.marked, found.thresholds),
+            (found.held_out.marked, found.thresholds_held_out),
+        )
+    )
+    return (
+        f"to {found.knob} {value:g} itself, which is the paper's rule and costs as much on average: {here:+.2f} points "
+        f"where it was tuned, {there:+.2f} held out"
+    )
+
+
+def _rule_tables(found: BudgetTuning) -> Iterator[Table]:
+    """Both rules beside each other at equal mean cost, as a whole and by slice."""
+    held = found.held_out
+    for what, part, budgets, thresholds in (
+        ("", found.tuned_on, found.tuned_on.candidates, found.thresholds),
+        ("held out, ", held, held.candidates or (held.marked,), found.thresholds_held_out),
+    ):
+        names = ("all", *_slices(part))
+        rows = [
+            (
+                f"{by_threshold.value:g}",
+                *(with_difference(_miou(budget, name), _miou(by_threshold, name), False) for name in names),
+                *(shown(one.gmacs_per_window_mean, 2) for one in (budget, by_threshold)),
+            )
+            for budget, by_threshold in zip(budgets, thresholds, strict=True)
+        ]
+        caption = (
+            f"{_photos(part)}: {what}mIoU % of budgets and the difference to the threshold of equal cost in points"
+        )
+        yield Table(caption, (_names(found).knob, *names, "GMACs", "GMACs by threshold"), rows)
 
 
 def _exceptions(found: Search) -> str:
@@ -348,6 +394,11 @@ def _search_plots(found: Search) -> Iterator[Scatter | Histogram]:
             there: [mark for one in others for mark in _at_cost(one)],
             _state(found): _at_cost(marked, label),
         }
+        if isinstance(found, BudgetTuning):
+            series |= {
+                "by threshold, tuned on": [mark for one in found.thresholds for mark in _at_cost(one)],
+                "by threshold, held out": [mark for one in found.thresholds_held_out for mark in _at_cost(one)],
+            }
         yield _scatter("accuracy against arithmetic", "GMACs per window", "mIoU %", series)
     series = {
         here: [(one.value, one.miou_percent, "") for one in tuned.candidates],
@@ -407,6 +458,9 @@ class _Names(NamedTuple):
 
 
 def _names(found: Search) -> _Names:
+    if isinstance(found, BudgetTuning):
+        value = found.marked.value
+        return _Names(f"{found.knob} of equal cost", f"{found.knob} {found.recipe_value:g}", f"{value:g}")
     if isinstance(found, ThresholdTuning):
         return _Names(found.knob, f"{found.recipe_value:g}", f"{found.marked.value:g}")
     recipe, marked = (" and ".join(map(str, one)) or "none" for one in (found.recipe_layers, found.layers))

@@ -36,9 +36,11 @@ class Trial:
     reference: tuple[str, Callable[[Dataset], Evaluation]] | None = None
     variant: tuple[str, ...] = ()
 
-    def candidate(self, value: float, plan: MergePlan, speed: Speed | None = None) -> Candidate:
-        """A candidate on the photos to choose on. Errors as `miou_of`."""
-        return _candidate(value, self.evaluate(plan, self.tuning), speed)
+    def candidate(
+        self, value: float, plan: MergePlan, speed: Speed | None = None, *, held_out: bool = False
+    ) -> Candidate:
+        """A candidate on the photos to choose on, or on those held out. Errors as `miou_of`."""
+        return _candidate(value, self.evaluate(plan, self.held_out if held_out else self.tuning), speed)
 
     def outcome(
         self, title: str, found: Found, at: Callable[[float], MergePlan], whole: bool = False
@@ -63,7 +65,7 @@ class Trial:
                 recipe=Point(**_figures(self.evaluate(self.plan, self.held_out))),
                 marked=Point(**_figures(self.evaluate(marked, self.held_out))),
                 reference=Point(**_figures(self.reference[1](self.held_out))) if self.reference else None,
-                candidates=tuple(_candidate(p.value, self.evaluate(at(p.value), self.held_out)) for p in candidates),
+                candidates=tuple(self.candidate(p.value, at(p.value), held_out=True) for p in candidates),
             ),
         }
 

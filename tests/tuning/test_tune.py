@@ -238,11 +238,12 @@ def test_the_other_threshold_stays_as_it_is_given(bundle: Bundle, photos: Path, 
     assert {one.thresholds["gbm_threshold"] for one in merged} == {-4, 1, 2}
 
 
-@pytest.mark.parametrize("search", ["rule", "threshold", "positions", "attention"])
+@pytest.mark.parametrize("search", ["rule", "threshold", "budget", "positions", "attention"])
 def test_a_search_takes_the_flags_it_reads(search: str, capsys: pytest.CaptureFixture[str]) -> None:
     foreign = {
         "rule": ["--runtime", "--held-out", "--tau", "--variant", "--slice", "--count"],
         "threshold": ["--images", "--layers", "--count"],
+        "budget": ["--runtime", "--images", "--layers", "--count", "--knob", "--gbm", "--time"],
         "positions": ["--runtime", "--aim", "--target", "--images", "--knob", "--curve", "--gbm"],
         "attention": ["--runtime", "--held-out", "--reference", "--images", "--variant", "--slice", "--count"],
     }

@@ -178,8 +178,8 @@ class OnnxRuntimeCudaRunner(OnnxRuntimeRunner):
     def graph_images(self) -> int:
         """Largest batch for which CUDA graphs are used, 0 where they cannot be. With more, or wider, images the device
         is busy for longer than the host takes to launch, and rows of padding cost more than launches. Where the plan
-        says how many tokens are left nothing is padded, and all batches are replayed, but for those of full-size scores,
-        which would lie in memory twice.
+        says how many tokens are left nothing is padded, and all batches are replayed, but for those of full-size
+        scores, which would lie in memory twice.
         """
         recipe = self.bundle.recipe
         if self.segments and recipe.merging.static and recipe.output == "labels":

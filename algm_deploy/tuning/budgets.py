@@ -1,0 +1,92 @@
+"""Choosing budgets for an aim, on some photos, reported on others, with the curve of the thresholds beside theirs.
+
+A budget goes with a threshold: it is the share of windows and of tokens that the threshold merges on average over the
+photos to choose on, merged in every picture instead. So both rules cost the same at every point. Each budget is another
+network graph, so this runs in PyTorch, in process: nothing is exported.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+
+from algm_deploy.bundle.records import BudgetTuning, Candidate, Knob, MergeTokens
+from algm_deploy.bundle.signature import CLAP_THRESHOLD, GBM_THRESHOLD
+from algm_deploy.errors import PlanError
+from algm_deploy.recipe.schema import MergePlan, Size
+from algm_deploy.tuning.search import search
+from algm_deploy.tuning.trial import Trial
+
+LEAST = 0.0001
+"""A share that rounds to nothing, where a plan has to name one."""
+
+
+def knob_of(plan: MergePlan) -> Knob:
+    """The threshold that budgets are taken from: CLAP's, or GBM's in a plan without CLAP.
+
+    Raises:
+        PlanError: the plan does not merge by thresholds.
+    """
+    if plan.method != "algm" or not plan.layers or plan.budgeted:
+        raise PlanError(
+            "expected a bundle that merges by thresholds, whose averages become budgets, got one that does not: "
+            "export it without --budget and --dense"
+        )
+    return CLAP_THRESHOLD if plan.clap_layers else GBM_THRESHOLD
+
+
+def budgets_like(plan: MergePlan, tokens: Sequence[MergeTokens], grid: Size) -> MergePlan:
+    """The plan with budgets that merge as much as `tokens` tell of its thresholds; shares to four places.
+
+    Several GBM layers get one share, which leaves as many tokens after the last of them.
+    """
+    patches, settings = float(math.prod(grid)), {}
+    if plan.clap_layers:
+        members, windows = math.prod(plan.window), (grid[0] // plan.window[0]) * (grid[1] // plan.window[1])
+        left = tokens[0].mean
+        settings |= {"clap": "budget", "clap_budget": _share((patches - left) / (members - 1) / windows)}
+        patches = left
+    if plan.gbm_layers:
+        kept = (tokens[-1].mean / patches) ** (1 / len(plan.gbm_layers))
+        settings |= {"gbm": "budget", "gbm_budget": _share(1 - kept)}
+    return replace(plan, **settings)  # type: ignore[arg-type]
+
+
+def _share(exact: float) -> float:
+    return min(max(round(exact, 4), LEAST), 1.0)
+
+
+def tune_budget(trial: Trial, grid: Size, values: Sequence[float], whole: bool = False) -> BudgetTuning:
+    """Searches the budgets of a network with that patch grid which go with ascending thresholds.
+
+    `whole` measures every candidate, on both parts of the photos, instead of as many as it takes to choose.
+
+    Raises:
+        PlanError: the plan does not merge by thresholds, or the aim is one in multiply-adds that nobody counts.
+        GateError: no pixel was labelled.
+    """
+    knob = knob_of(trial.plan)
+
+    def by_threshold(value: float) -> MergePlan:
+        return replace(trial.plan, **{knob: value})  # type: ignore[arg-type]
+
+    @cache
+    def at(value: float) -> MergePlan:
+        plan = by_threshold(value)
+        return budgets_like(plan, trial.evaluate(plan, trial.tuning).tokens, grid)
+
+    def beside(value: float, held_out: bool = False) -> Candidate:
+        return trial.candidate(value, by_threshold(value), held_out=held_out)
+
+    found = search(trial.goal, values, lambda value: trial.candidate(value, at(value)), whole)
+    measured = [one.value for one in found.candidates]
+    return BudgetTuning(
+        knob=knob,
+        plan=at(found.marked.value),
+        recipe_value=getattr(trial.plan, knob),
+        thresholds=tuple(map(beside, measured)),
+        thresholds_held_out=tuple(beside(value, True) for value in (measured if whole else [found.marked.value])),
+        **trial.outcome(f"Budget, aim: {trial.goal.aim}", found, at, whole),
+    )
