@@ -37,17 +37,20 @@ def existing_rows(length: Tensor, rows: int, prefix: int) -> Tensor:
     return length.clamp(prefix, rows)
 
 
-def member_sums(share: Tensor, x: Tensor) -> Tensor:
-    """The product share (B, R, S) @ x (B, S, D), shares not negative. A value that is not finite reaches only the rows
-    it has a share in, where zero times infinity would make NaN of all others."""
+def member_sums(share: Tensor, x: Tensor, row: Tensor) -> Tensor:
+    """The product share (B, R, S) @ x (B, S, D), shares not negative, a column's in row `row` (B, S) if in any.
+
+    A value that is not finite reaches only that row, where zero times infinity would make NaN of all others. Nothing is
+    read back to see whether there is one.
+    """
     finite = x.isfinite()
-    captured = x.is_cuda and torch.cuda.is_current_stream_capturing()  # then nothing may wait for the device
-    if not captured and bool(finite.all()):
-        return product(share, x)
     sums = product(share, torch.where(finite, x, 0))
+    counts = (share.sum(1) > 0)[..., None]
+    target = row.clamp(0, len(share[0]) - 1)[..., None].expand_as(x)
     for sign in (1, -1):
-        infinite = ~finite & ~(sign * x < 0)  # a NaN is both
-        sums = sums + torch.where(product(share, infinite.to(share.dtype)) > 0, sign * torch.inf, 0.0)
+        infinite = counts & ~finite & ~(sign * x < 0)  # a NaN is both
+        there = torch.zeros_like(sums).scatter_reduce(1, target, infinite.to(sums.dtype), "amax")
+        sums = sums + torch.where(there > 0, sign * torch.inf, 0.0)
     return sums
 
 
@@ -67,7 +70,7 @@ def merge_rows(tokens: Tensor, weight: Tensor, row: Tensor, rows_out: int) -> Te
     member = torch.arange(rows_out, device=row.device)[:, None] == row[:, None, :]
     share = member * weight[:, None, :].to(wide(tokens).dtype)
     total = share.sum(-1, keepdim=True)
-    mean = member_sums(share, wide(tokens)) / torch.where(total > 0, total, 1)
+    mean = member_sums(share, wide(tokens), row) / torch.where(total > 0, total, 1)
     return mean.to(tokens.dtype)
 
 

@@ -134,7 +134,7 @@ def plan_name(plan: MergePlan, reference: MergePlan) -> str:
     for item in fields(plan):
         value = getattr(plan, item.name)
         differs = reference.layers and value != getattr(reference, item.name)
-        if differs and item.name != CLAP_THRESHOLD and item.name not in _TOLD_BY_BUDGETS:
+        if differs and item.name != CLAP_THRESHOLD and item.name not in _TOLD_BY_BUDGETS and value != "budget":
             parts.append(f"{item.name} {_text(value)}")
     return ", ".join(parts)
 
