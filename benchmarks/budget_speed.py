@@ -2,8 +2,7 @@
 
     python benchmarks/budget_speed.py CHECKPOINT PHOTOS --recipe segmenter_vit_s16_camvid -o budget_speed.json
 
-CHECKPOINT is a folder in the authors' format, or the word `random` for random weights of the recipe, whose thresholds
-are then set to what TOKENS keeps on average. Labels out. The budgets merge as much as the thresholds do on average on
+CHECKPOINT is a folder in the authors' format. Labels out. The budgets merge as much as the thresholds do on average on
 the very photos that are timed, and truncated drops as much; each of the two merging networks and the dense one has
 passed the parity chain in the same run. `duplicate`: one photo repeated, all photos in turn; `mixed`: different photos;
 both by the device's clock. `latency`: one photo, from host memory to its label map there, by the host's clock.

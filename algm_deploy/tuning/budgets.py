@@ -11,9 +11,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 from algm_deploy.bundle.records import BudgetTuning, Candidate, Knob, MergeTokens
-from algm_deploy.bundle.signature import CLAP_THRESHOLD, GBM_THRESHOLD
 from algm_deploy.errors import PlanError
 from algm_deploy.recipe.schema import MergePlan, Size
 from algm_deploy.tuning.search import search
@@ -34,7 +34,7 @@ def knob_of(plan: MergePlan) -> Knob:
             "expected a bundle that merges by thresholds, whose averages become budgets, got one that does not: "
             "export it without --budget and --dense"
         )
-    return CLAP_THRESHOLD if plan.clap_layers else GBM_THRESHOLD
+    return "clap_threshold" if plan.clap_layers else "gbm_threshold"
 
 
 def budgets_like(plan: MergePlan, tokens: Sequence[MergeTokens], grid: Size) -> MergePlan:
@@ -42,7 +42,8 @@ def budgets_like(plan: MergePlan, tokens: Sequence[MergeTokens], grid: Size) -> 
 
     Several GBM layers get one share, which leaves as many tokens after the last of them.
     """
-    patches, settings = float(math.prod(grid)), {}
+    patches = float(math.prod(grid))
+    settings: dict[str, Any] = {}
     if plan.clap_layers:
         members, windows = math.prod(plan.window), (grid[0] // plan.window[0]) * (grid[1] // plan.window[1])
         left = tokens[0].mean
@@ -51,7 +52,7 @@ def budgets_like(plan: MergePlan, tokens: Sequence[MergeTokens], grid: Size) -> 
     if plan.gbm_layers:
         kept = (tokens[-1].mean / patches) ** (1 / len(plan.gbm_layers))
         settings |= {"gbm": "budget", "gbm_budget": _share(1 - kept)}
-    return replace(plan, **settings)  # type: ignore[arg-type]
+    return replace(plan, **settings)
 
 
 def _share(exact: float) -> float:
