@@ -20,7 +20,7 @@ from algm_deploy.models.scores import upsample_scores
 from algm_deploy.models.vit import Tokens
 from algm_deploy.ops import reference
 from algm_deploy.ops.clap import window_similarity
-from algm_deploy.ops.gbm import first_source, gbm_similarity
+from algm_deploy.ops.gbm import WORST, first_source, gbm_similarity, undefined
 from algm_deploy.ops.tome import SEMANTICS, tome_similarity
 from algm_deploy.parity.graph import graph_facts, graph_problems, signature_problems
 from algm_deploy.parity.replay import Replayed, merges_in, rms
@@ -125,9 +125,10 @@ def _gbm(plan: MergePlan, layer: int, network: Network, tokens: Tokens) -> tuple
     rule = plan.gbm, float(layer), semantics, plan.batch, merges_in(plan, layer, network)
     ours = torch.ops.algm.gbm(*tokens[:4], scale, prefix, *rule)[2].numpy()
     values, length = tokens.values.float().numpy(), tokens.length.numpy()
-    best, match = gbm_similarity(tokens.values, tokens.length, prefix, semantics)
+    nothing = undefined(plan.gbm)
+    best, match = gbm_similarity(tokens.values, tokens.length, prefix, semantics, nothing)
     given, targets = _of_sources(best, match, length, values.shape[1], prefix, semantics)
-    exact, _ = reference.gbm_similarity(values, length, prefix, semantics)
+    exact, _ = reference.gbm_similarity(values, length, prefix, semantics, nothing)
     merged = reference.gbm_decisions(given, float(scale), *rule)
     row, _ = reference.gbm_rows(merged, targets, values.shape[1], length, prefix, semantics)
     expected = np.take_along_axis(row, tokens.map.numpy(), 1)
@@ -141,7 +142,7 @@ def _tome(plan: MergePlan, layer: int, network: Network, tokens: Tokens) -> tupl
     best, match = tome_similarity(tokens.keys, prefix)
     length = tokens.length.numpy()
     given, targets = _of_sources(best, match, length, rows, prefix, SEMANTICS)
-    exact, _ = reference.gbm_similarity(tokens.keys.float().numpy(), length, prefix, SEMANTICS)
+    exact, _ = reference.gbm_similarity(tokens.keys.float().numpy(), length, prefix, SEMANTICS, WORST)
     merged = reference.most_similar(given, r)
     row, _ = reference.gbm_rows(merged, targets, rows, length, prefix, SEMANTICS)
     row = reference.tome_order(given, merged, row, prefix)
