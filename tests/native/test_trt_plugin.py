@@ -24,6 +24,7 @@ RUNTIMES = {
     "rtx": ("tensorrt_rtx_libs", "libtensorrt_rtx.so.1"),
 }
 HERE = Path(__file__).parent
+SOURCES = r"-DALGM_PLUGIN_SOURCES=\"0123456789ab\""
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +68,7 @@ def host_plugins(root_dir: Path, declared: list[str], tmp_path_factory: pytest.T
     sources = root_dir / "runtimes"
     renamed = [f"-Dalgm_cuda_{name}=algm_cpu_{name}" for name in declared]
     files = [*(sources / "trt_plugin").glob("*.cpp"), *(sources / "kernels" / "cpu").glob("*.cpp")]
-    options = ["-O2", "-Xcompiler=-fPIC,-ffp-contract=off", "-I", sources / "kernels"]
+    options = ["-O2", "-Xcompiler=-fPIC,-ffp-contract=off", SOURCES, "-I", sources / "kernels"]
     return compiled(tmp_path_factory.mktemp("host_plugins") / "plugins.so", *renamed, *options, *files)
 
 
@@ -82,7 +83,7 @@ def run(check: str, *arguments: Path | str, **environment: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "check", ["created", "wrong_namespace", "serialized", "cloned", "types", "shapes", "workspace"]
+    "check", ["created", "wrong_namespace", "serialized", "cloned", "types", "shapes", "sizes", "workspace"]
 )
 def test_plugins(check: str, harness: Path, runtime: Path, plugins: Path) -> None:
     run(check, harness, runtime, plugins)
@@ -94,6 +95,13 @@ def test_plugins(check: str, harness: Path, runtime: Path, plugins: Path) -> Non
         (
             "wrong_types",
             ["clap: input tokens has unsupported type int8", "gbm: input map has unsupported type float16"],
+        ),
+        (
+            "no_workspace",
+            [
+                "clap: input tokens should have known dimensions, TensorRT told -1 for axis 2",
+                "gbm: inputs of these dimensions should need scratch memory, the kernels refuse them",
+            ],
         ),
         ("wrong_shapes", ["input tokens should have rank 3, got 2", "(prefix + grid) should be 25, got 30"]),
         (
@@ -112,7 +120,11 @@ def test_the_library_exports_what_tensorrt_looks_up_and_needs_no_cuda(plugins: P
     exported = subprocess.run(
         ["nm", "-D", "--defined-only", plugins], capture_output=True, text=True, check=True
     ).stdout
-    assert {line.split()[-1] for line in exported.splitlines()} == {"getCreators", "setLoggerFinder"}
+    assert {line.split()[-1] for line in exported.splitlines()} == {
+        "getCreators",
+        "setLoggerFinder",
+        "algm_plugin_sources",
+    }
     needed = subprocess.run(["readelf", "-d", plugins], capture_output=True, text=True, check=True).stdout
     assert "libcuda" not in needed
     assert "nvinfer" not in needed

@@ -31,7 +31,7 @@ from algm_deploy.bundle.records import Engine, ParsedNetwork, ParsedTensor, Timi
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BuildError, NotExecutedError, RuntimeUnavailableError
 from algm_deploy.lowering.export import base_onnx
-from algm_deploy.lowering.tensorrt import plugin_node, tensorrt_from_base
+from algm_deploy.lowering.tensorrt import merge_node, tensorrt_from_base
 from algm_deploy.merging import insert_merging
 from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.loading import network_class
@@ -168,8 +168,8 @@ def test_an_engine_with_our_plugins(
     network = built.parsed_network
     tail = {"labels": ("label_map", ("INT32",)), "scores": ("unmerge", (tokens,))}[output]
     assert [(p.plugin, p.dtypes) for p in network.plugins] == [
-        ("clap", (tokens, "FLOAT", "INT64", "INT64", "INT64")),
-        ("gbm", (tokens, "FLOAT", "INT64", "INT64", "INT64")),
+        ("clap", (tokens, "FLOAT", "INT64", "INT64", "INT32")),
+        ("gbm", (tokens, "FLOAT", "INT64", "INT64", "INT32")),
         tail,
     ]
     assert network.layers["ATTENTION_INPUT"] == {tokens: 3}
@@ -297,7 +297,7 @@ def test_wrong_namespace(rtx: None, models: Any, tmp_path: Path) -> None:
 
     with pytest.raises(BuildError, match=r"node encoder.blocks.0.merge/clap \(clap\).*Plugin not found") as error:
         build(changed(models["labels", "fp32"], tmp_path, elsewhere))
-    assert "clap version 1 namespace algm_deploy" in str(error.value)
+    assert "clap version 2 namespace algm_deploy" in str(error.value)
 
 
 def test_unsupported_type(rtx: None, tmp_path: Path) -> None:
@@ -311,7 +311,7 @@ def test_unsupported_type(rtx: None, tmp_path: Path) -> None:
         "tau": (TensorProto.FLOAT, []),
     }
     graph = helper.make_graph(
-        [plugin_node(clap, outputs=[*"tzml", "rows"])],
+        [merge_node(clap)],
         "g",
         [helper.make_tensor_value_info(name, kind, shape) for name, (kind, shape) in inputs.items()],
         [helper.make_tensor_value_info("m", TensorProto.INT64, ["b", 4])],
