@@ -32,12 +32,14 @@ from algm_deploy.native_libraries import REBUILD, require_library
 from algm_deploy.ops.schema import DOMAIN
 from algm_deploy.recipe.schema import Precision
 from algm_deploy.runners.registry import row_of
+from algm_deploy.runners.tensorrt.digest import keep_digest, make_digest, usual_rows
 from algm_deploy.runners.tensorrt.library import (
     Log,
     listening,
     load_bindings,
     load_plugins,
     nearest_plugin,
+    plugin_sources,
 )
 
 RTX_TARGETS = ("8.6", "8.9", "12.0")
@@ -77,6 +79,8 @@ def build_engine(
 ) -> Engine:
     """Writes `model.tensorrt.onnx` from the bundle's weights and builds its engine; both become part of the bundle.
 
+    With them goes what PyTorch computes for two small pictures, for whoever opens the engine first on a machine.
+
     Args:
         bundle: bundle to build for and to add to, the record as well.
         runtime: `tensorrt` or `tensorrt-rtx`.
@@ -93,11 +97,14 @@ def build_engine(
     precision = precision or bundle.recipe.precision
     check_options(options, runtime)
     require_tools(runtime)  # what is missing should show before the export, which takes longer
-    model, rewrites = write_tensorrt_onnx(bundle, precision)
+    digest = make_digest(bundle, options.batches)
+    rows, measured_on = usual_rows(bundle, digest, options.batches[1])
+    model, rewrites = write_tensorrt_onnx(bundle, precision, [*rows.values()])
     engine, built = engine_from_onnx(model, runtime, precision, options, progress)
+    keep_digest(bundle, runtime, digest)
     with bundle.add(row_of(runtime).own, made_from={TENSORRT_ONNX: built.onnx_hash}) as path:
         path.write_bytes(engine)
-    record = structs.replace(built, rewrites=dict(rewrites))
+    record = structs.replace(built, rewrites=dict(rewrites), usual_rows=rows, usual_rows_of=measured_on)
     bundle.record(record)
     return record
 
@@ -148,7 +155,7 @@ def engine_from_onnx(
         version_compatible=options.version_compatible,
         hardware_compatible=options.hardware_compatible,
         onnx_hash=sha256_of(model),
-        plugin_hash=sha256_of(plugins) if plugins else None,
+        plugin_sources=plugin_sources(plugins) if plugins else None,
         engine_bytes=len(engine),
         parsed_network=parsed,
         engine_layers=layers,

@@ -44,7 +44,7 @@ FACTS = Engine(
     version_compatible=False,
     hardware_compatible=False,
     onnx_hash="0" * 64,
-    plugin_hash=None,
+    plugin_sources=None,
     engine_bytes=6,
     parsed_network=ParsedNetwork(plugins=()),
     build_seconds=1.0,
@@ -371,7 +371,7 @@ def test_a_foreign_engine(bundle: Callable[..., Bundle]) -> None:
 def test_another_plugin_library(bundle: Callable[..., Bundle], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "plugins.so").touch()
     monkeypatch.setattr(runner_module, "load_plugins", lambda *_: tmp_path / "plugins.so")
-    assert "built with another plugin library" in refused(bundle(plugin_hash="1" * 64))
+    assert "built with another plugin library" in refused(bundle(plugin_sources="1" * 64))
 
 
 def test_a_changed_engine_file(bundle: Callable[..., Bundle]) -> None:
