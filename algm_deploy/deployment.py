@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from algm_deploy.bundle.records import Evaluation, Parity, ProtocolName, Rebuilds, Speed, Step
 from algm_deploy.bundle.signature import signature_of
 from algm_deploy.bundle.store import Bundle
-from algm_deploy.errors import BundleError, DatasetError, NotExecutedError
+from algm_deploy.errors import BundleError, CheckpointError, DatasetError, NotExecutedError, RecipeError
 from algm_deploy.evaluation.datasets import SPECS, Dataset, open_dataset
 from algm_deploy.evaluation.evaluate import evaluate as evaluate_network
 from algm_deploy.lowering.writing import write_bundle
@@ -36,9 +36,9 @@ from algm_deploy.models.checkpoints.variant import settings_from_variant
 from algm_deploy.parity.chain import verify as verify_chain
 from algm_deploy.parity.exchange import load_inputs, load_outputs, save_inputs, save_outputs
 from algm_deploy.parity.pairwise import Comparison, check_comparable, difference
-from algm_deploy.pictures.preprocessing import preprocessing_fingerprint, read_photo
+from algm_deploy.pictures.preprocessing import check_pixels, preprocessing_fingerprint
 from algm_deploy.pictures.shipped import scene
-from algm_deploy.pictures.sources import AnyPath, find_images, named
+from algm_deploy.pictures.sources import AnyPath, find_images, named, read_photos
 from algm_deploy.predictor import (
     AnyBundle,
     Predictor,
@@ -64,7 +64,7 @@ Images = AnyPath | Sequence[AnyPath]
 @dataclass(frozen=True)
 class Exported:
     """A new bundle, and what its owner should know about its settings, one printable line each: those on which their
-    sources disagreed (`conflicts`), and those that no source decided (`notes`)."""
+    sources disagreed (`conflicts`), and what no source decided or what was taken for granted (`notes`)."""
 
     bundle: Bundle
     conflicts: tuple[str, ...]
@@ -84,7 +84,8 @@ def export(
     """Exports a checkpoint to a bundle.
 
     Args:
-        checkpoint: `checkpoint.pth` or its folder, in the official format.
+        checkpoint: `checkpoint.pth` or its folder, in the official format; or another file of torch.save, or of
+            safetensors.
         bundle: folder of the new bundle; an existing bundle there is replaced once the new one is complete.
         recipe: name or TOML file; without it `variant.yml` beside the checkpoint decides.
         settings: dotted recipe settings that win over both sources, such as {"merging.clap_threshold": 0.9}.
@@ -96,18 +97,22 @@ def export(
         CheckpointError, RecipeError: one of them is malformed, or they do not fit together.
         BundleError: nothing can be written there.
     """
-    content = read_checkpoint(named(checkpoint))
+    target = named(bundle, BundleError)
+    content = read_checkpoint(named(checkpoint, CheckpointError))
     layers: list[tuple[str, Mapping[str, Any]]] = []
     if content.variant is not None or recipe is None:
         layers.append((VARIANT_FILE, settings_from_variant(content)))
     if recipe is not None:
         layers.append((f"recipe {recipe}", recipe_settings(str(recipe))))
     thresholds = {"merging.clap_threshold": tau, "merging.gbm_threshold": gbm}
-    asked = {**settings, **{key: value for key, value in thresholds.items() if value is not None}}
+    given = {key: value for key, value in thresholds.items() if value is not None}
+    if twice := sorted(settings.keys() & given.keys()):
+        raise RecipeError(f"expected {twice[0]} once, got it among the settings and as an argument: leave one out")
+    asked = {**settings, **given}
     layers.append((source, {key: checked(key, value) for key, value in asked.items()}))
     decided, conflicts = resolve(layers)
-    written = write_bundle(content, _with_classes(decided), Path(bundle), preprocessing_fingerprint(decided.protocol))
-    return Exported(written, conflicts, _threshold_note(decided, layers))
+    written = write_bundle(content, _with_classes(decided), target, preprocessing_fingerprint(decided.protocol))
+    return Exported(written, conflicts, (*content.notes, *_threshold_note(decided, layers)))
 
 
 def _with_classes(recipe: Recipe) -> Recipe:
@@ -193,7 +198,7 @@ def parity_windows(recipe: Recipe, paths: Sequence[Path], count: int) -> NDArray
     Without paths they are `count` of the drawn street scenes that ship, which exercise merging better than noise would:
     day, dusk and night are mixed, all differ, and beyond 24 they are mirror images and crops (`pictures.shipped`).
     """
-    photos = [read_photo(path) for path in spread(paths, count)] if paths else [scene(n)[0] for n in range(count)]
+    photos = read_photos(spread(paths, count)) if paths else [scene(n)[0] for n in range(count)]
     windows = []
     height, width = recipe.network.image_size
     for index, photo in enumerate(photos):
@@ -281,8 +286,9 @@ def evaluate(
             f"export it with --image-size {window}x{window}"
         )
     if not isinstance(data, Dataset):
-        data = open_dataset(dataset or bundle.recipe.protocol.dataset, named(data), split, slice_by)
-    elif dataset or split or slice_by:
+        name = bundle.recipe.protocol.dataset if dataset is None else dataset
+        data = open_dataset(name, named(data), split, slice_by)
+    elif (dataset, split, slice_by) != (None, None, None):
         raise DatasetError("expected a folder for dataset, split or slice_by, got an opened data set: leave them out")
     pictures = data.subset(limit) if limit else data
     bundle.require_writable()
@@ -340,11 +346,14 @@ def bench(
         progress: show a bar.
 
     Raises:
-        BundleError: the bundle was never verified on this runtime, or the pictures do not make batches.
+        BundleError: the bundle was never verified on this runtime, the pictures do not make batches, or numbers were
+            given beside a request that has them.
         GateError: its parity failed, so nothing is timed.
     """
     bundle, runtime = chosen(bundle, runtime)
     if isinstance(protocol, Request):
+        if dense or any(one is not None for one in (count, batch, warmup, rounds, tau, gbm)):
+            raise BundleError("expected a request alone, which holds all numbers, got others beside it: leave them out")
         request = protocol
     else:
         thresholds = given_thresholds(bundle, tau, gbm, dense)
@@ -359,7 +368,7 @@ def bench(
     reading: dict[str, float] = {}
     if paths and request.protocol == "latency":
         reading = reading_ms(spread(paths, request.count), bundle.recipe)
-    speeds = [structs.replace(one, **facts, stages={**reading, **one.stages}) for one in records.values()]
+    speeds = [structs.replace(one, **facts, reading=reading) for one in records.values()]
     for record in speeds:
         bundle.record(record)
     return speeds
@@ -396,7 +405,9 @@ def compare(
         outputs: outputs in that format, made from `inputs`, instead of a second run.
 
     Raises:
-        BundleError: the two do not take the same windows, or a file is none of Polygraphy's.
+        BundleError: the two do not take the same windows, a file is none of Polygraphy's, or it is given beside what it
+            replaces.
+        ImageError: inputs that are no pixels from 0 to 255.
         RuntimeUnavailableError: a runtime cannot run here.
     """
     one, _ = chosen(first, None)
@@ -405,17 +416,20 @@ def compare(
     names = _runtimes_to_compare(one, other, runtimes)
     if outputs is not None and inputs is None:
         raise BundleError("expected the inputs that the outputs were made from, got outputs alone: name both files")
-    feeds = load_inputs(Path(inputs)) if inputs else _feeds(parity_windows(one.recipe, _pictures(images), count))
+    paths = _pictures(images)
+    if inputs is not None and paths:
+        raise BundleError("expected pictures or a file of inputs, got both: leave one out")
+    feeds = _feeds(parity_windows(one.recipe, paths, count)) if inputs is None else _kept_feeds(inputs)
     runs = [_all_outputs(one, names[0], feeds, given_thresholds(one, tau, gbm, dense))]
     titles = [f"{bundle.path.name} on {name}" for bundle, name in zip((one, other), names, strict=True)]
     if outputs is None:
         runs.append(_all_outputs(other, names[1], feeds, given_thresholds(other, tau, gbm, dense)))
     else:
-        titles[1], kept = load_outputs(Path(outputs))
+        titles[1], kept = load_outputs(named(outputs, BundleError))
         runs.append(kept)
     if output is not None:
         thresholds = {**one.signature.defaults, **given_thresholds(one, tau, gbm, dense)}
-        _keep(Path(output), [{**thresholds, **feed} for feed in feeds], titles, runs)
+        _keep(named(output, BundleError), [{**thresholds, **feed} for feed in feeds], titles, runs)
     if len(runs[0]) != len(runs[1]):
         raise BundleError(f"expected outputs of {len(runs[0])} runs, got {len(runs[1])}: they come from other inputs")
     merges = (one.signature.merges, other.signature.merges)
@@ -425,6 +439,15 @@ def compare(
 
 def _feeds(windows: NDArray[Any]) -> list[dict[str, NDArray[Any]]]:
     return [{"image": window[None]} for window in windows]
+
+
+def _kept_feeds(file: AnyPath) -> list[dict[str, NDArray[Any]]]:
+    """Inputs from a file, after a look at their pixels."""
+    feeds = load_inputs(named(file, BundleError))
+    for feed in feeds:
+        if "image" in feed:
+            check_pixels(feed["image"])
+    return feeds
 
 
 def _runtimes_to_compare(one: Bundle, other: Bundle, given: Sequence[str] | None) -> tuple[str, str]:

@@ -4,6 +4,7 @@ Each message says what was expected, what came, and what to do. The command line
 `exit_code`: 1 a gate failed, 2 bad input, 3 built but nothing here can execute it.
 """
 
+import errno
 import re
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -32,6 +33,22 @@ def shown(value: object) -> str:
     except ValueError:  # Python refuses to write numbers of more than 4300 digits; hexadecimal ones can be read
         text = "a number of thousands of digits"
     return text[:100]
+
+
+# What helps where the system refuses a file, by its error; there is nothing special to do about others.
+_REMEDIES = {
+    errno.EACCES: "change its permissions",
+    errno.EPERM: "change its permissions",
+    errno.ENOSPC: "free space",
+    errno.EDQUOT: "free space",
+    errno.EMFILE: "raise the limit of open files (`ulimit -n`)",
+}
+
+
+def remedy(error: OSError, otherwise: str) -> str:
+    """What to do about a file that the system refuses, `otherwise` as the last words."""
+    special = _REMEDIES.get(error.errno or 0)
+    return f"{special} or {otherwise}" if special else otherwise
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
@@ -84,6 +101,10 @@ class NotExecutedError(RuntimeUnavailableError):
 
 class ExecutionError(AlgmDeployError):
     """A runtime took the executable and failed while running it."""
+
+
+class OutputError(AlgmDeployError):
+    """The standard output does not take what is printed."""
 
 
 class GateError(AlgmDeployError):

@@ -1,27 +1,49 @@
-"""Builds and finds the native libraries: the kernels and their shells for TensorRT and ONNX Runtime.
+"""Finds, and where it must compiles, the native libraries: the kernels and their shells for TensorRT and ONNX Runtime.
 
-Libraries live in a cache folder named after the version and the hash of the sources, so that a changed source or an
-upgraded package never loads an old binary. Nothing is compiled by installing the package; `algm-deploy build-native`
-calls `build`.
+    find_library("kernels")        from the wheel algm-deploy-native, else from the cache; None where neither has it
+    usable_library("kernels")      the same for work on a GPU: where it is absent and compilers are here, it is compiled
+                                   for the GPUs of this machine, once
+    require_library("trt_plugin")  the same for what cannot do without: BuildError with the cure
+    missing_here("kernels", "torch")  whether a runtime must do without it; logs what that costs and what mends it
+    build(...)                     compiles by order: `algm-deploy build-native`
+
+A library is used only where it was made from these very sources: the wheel tells in `made-from.txt`, the folder of the
+cache in its name. So a changed source or an upgraded package never loads an old binary.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import logging
 import os
 import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 from algm_deploy import __version__
+from algm_deploy.environment import nvidia_smi
 from algm_deploy.errors import BuildError
 from algm_deploy.package_data import content
 
+_LOG = logging.getLogger("algm_deploy")
+
 REBUILD = "algm-deploy build-native"
+WHEEL = "pip install 'algm-deploy[native]'"
+# The wheel: a package whose folder holds the libraries, and beside them the version and the hash of their sources.
+WHEEL_PACKAGE = "algm_deploy_native"
+MADE_FROM = "made-from.txt"
+COMPILE = "ALGM_COMPILE"
+"""Environment variable: 0 keeps the first use on a GPU from compiling."""
 # The GPU generations the kernels are compiled for; the newest one is added as PTX for GPUs that come later.
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
 
@@ -40,12 +62,14 @@ class Header:
 class Library:
     """One library: CMake target, which is also the file's stem, and the foreign header it is compiled against.
 
-    Without `cuda` it is complete on a machine that has no CUDA compiler, with what it offers the CPU.
+    Without `cuda` it is complete on a machine that has no CUDA compiler, with what it offers the CPU. `instead` says
+    what happens where it is absent, on a GPU and on a CPU; empty where it is not missed, or nothing works without it.
     """
 
     target: str
     header: Header | None = None
     cuda: bool = True
+    instead: tuple[str, str] = ("", "")
 
     @property
     def file_name(self) -> str:
@@ -67,48 +91,203 @@ ONNXRUNTIME_HEADER = Header(
     "unpack the archive of https://github.com/microsoft/onnxruntime/releases",
 )
 LIBRARIES = {
-    "kernels": Library("algm_kernels"),
+    "kernels": Library("algm_kernels", instead=("merging and label maps run in PyTorch's operators, slower", "")),
     "trt_plugin": Library("algm_trt_plugin", TENSORRT_HEADER),
-    "ort_custom_op": Library("algm_ort_custom_op", ONNXRUNTIME_HEADER, cuda=False),
+    # On a CPU the library serves label maps alone: merging is as fast without it.
+    "ort_custom_op": Library(
+        "algm_ort_custom_op",
+        ONNXRUNTIME_HEADER,
+        cuda=False,
+        instead=(
+            "merging and label maps run in standard operators, slower",
+            "label maps run in standard operators, slower",
+        ),
+    ),
     # Built along with trt_plugin; see runtimes/trt_plugin/CMakeLists.txt for what it cures.
     "rtx_alias": Library("algm_rtx_alias"),
 }
 BUILT = ("kernels", "trt_plugin", "ort_custom_op")
 """What is built where nothing is named: all of them."""
-_SOURCE_SUFFIXES = frozenset({".cpp", ".cu", ".cuh", ".h", ".hpp", ".txt"})
+_SOURCE_SUFFIXES = frozenset({".cmake", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".txt"})
+_LOG = logging.getLogger("algm_deploy")
+_ONE_COMPILES = threading.Lock()
 
 
 def source_hash() -> str:
-    """Hash of every native source file and its place in the tree, 12 hexadecimal digits."""
+    """Hash of every native source file and its place in the tree, 12 hexadecimal digits.
+
+    `runtimes/sources.cmake` computes the same for the wheel.
+    """
     root = content("runtimes")
-    digest = hashlib.sha256()
-    for path in sorted(p for p in root.rglob("*") if p.suffix in _SOURCE_SUFFIXES):
-        digest.update(f"{path.relative_to(root).as_posix()}\0{path.stat().st_size}\0".encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:12]
+    files = {path.relative_to(root).as_posix(): path for path in root.rglob("*") if path.suffix in _SOURCE_SUFFIXES}
+    listed = (f"{hashlib.sha256(files[name].read_bytes()).hexdigest()}  {name}\n" for name in sorted(files))
+    return hashlib.sha256("".join(listed).encode()).hexdigest()[:12]
+
+
+def made_from() -> str:
+    """What a library must have been made from to be used: `<version>-<hash of the sources>`."""
+    return f"{__version__}-{source_hash()}"
 
 
 def cache_folder() -> Path:
-    """Where the libraries of these very sources live: `$XDG_CACHE_HOME/algm-deploy/native/<version>-<hash>`."""
+    """Where what is compiled here from these very sources lives: `$XDG_CACHE_HOME/algm-deploy/native/<made_from>`."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "algm-deploy" / "native" / f"{__version__}-{source_hash()}"
+    return base / "algm-deploy" / "native" / made_from()
+
+
+def wheel_folder() -> Path | None:
+    """Folder of the libraries of the wheel algm-deploy-native, None where it is not installed."""
+    spec = find_spec(WHEEL_PACKAGE)
+    return Path(spec.origin).parent if spec and spec.origin else None
+
+
+def wheel_refused() -> str | None:
+    """Why an installed wheel is left alone; None where there is none, or where it is the right one."""
+    folder = wheel_folder()
+    if folder is None:
+        return None
+    found = folder / MADE_FROM
+    told = found.read_text(encoding="utf-8").strip() if found.is_file() else "nothing it tells"
+    if told == made_from():
+        return None
+    return f"expected the installed wheel algm-deploy-native to be made from {made_from()}, it is made from {told}"
 
 
 def find_library(name: str) -> Path | None:
-    """The built library `name` (a key of `LIBRARIES`), or None where it has not been built from these sources."""
-    path = cache_folder() / LIBRARIES[name].file_name
-    return path if path.is_file() else None
+    """The library `name` (a key of `LIBRARIES`) made from these sources, None where there is none.
+
+    That of the wheel, else what `build` has made, else what was compiled for the GPUs of this machine at first use.
+    """
+    return next((path for folder in _folders() if (path := folder / LIBRARIES[name].file_name).is_file()), None)
+
+
+def _folders() -> Iterator[Path]:
+    wheel = wheel_folder()
+    if wheel and not wheel_refused():
+        yield wheel
+    yield cache_folder()
+    if any(cache_folder().glob("gpu-*")):
+        yield _folder_for(machine_architectures())
+
+
+def _folder_for(architectures: Sequence[int]) -> Path:
+    """What is compiled at first use holds code for these GPUs alone, and a home may be shared with other machines."""
+    return cache_folder() / f"gpu-{'-'.join(map(str, architectures))}"
+
+
+def usable_library(name: str) -> Path | None:
+    """The library `name` for work on a GPU; None where it is absent and cannot be compiled.
+
+    Compiling it for the GPUs of this machine takes half a minute and happens once, unless the environment says
+    `ALGM_COMPILE=0`. A failure is logged, and not tried again by this process.
+    """
+    return find_library(name) or _compiled(name)
 
 
 def require_library(name: str) -> Path:
-    """The built library `name`; BuildError with the command that builds it where it is absent."""
-    path = find_library(name)
+    """The library `name`, on a machine with a GPU compiled if need be; BuildError with the cure where it is absent."""
+    path = usable_library(name)
     if path is None:
-        raise BuildError(
-            f"expected the native library {LIBRARIES[name].file_name} in {cache_folder()}, found none: "
-            f"run `{REBUILD} {name}` first"
-        )
+        found, cure = _absence_here(name)
+        raise BuildError(f"expected the native library {LIBRARIES[name].file_name}, but {found}: {cure}")
     return path
+
+
+def slower_without(name: str, gpu: bool) -> str:
+    """One line for what does without the library `name`: what that costs on a GPU or a CPU, and the cure."""
+    found, cure = _absence_here(name)
+    return f"{found}: {LIBRARIES[name].instead[0 if gpu else 1]}; faster with: {cure}"
+
+
+def missing_here(name: str, runtime: str, then: str = "", gpu: bool = True) -> bool:
+    """Whether a runtime must do without the library `name`, which on a GPU is compiled first where that is possible.
+
+    One line of the log says so, once a process, with what that costs and the cure; `then` is what is to be done after
+    it, such as "then build the bundle again".
+    """
+    missing = (usable_library(name) if gpu else find_library(name)) is None
+    if missing:
+        say_once(", ".join(filter(None, (f"{runtime}: {slower_without(name, gpu)}", then))))
+    return missing
+
+
+@cache
+def say_once(line: str) -> None:
+    """Logs a warning, once a process."""
+    _LOG.warning(line)
+
+
+class Absence(NamedTuple):
+    """Why a library is absent, and the cure."""
+
+    found: str
+    cure: str
+
+
+def absence(name: str, lacks: Sequence[str]) -> Absence:
+    """Of the library `name` on a machine that lacks what `missing_for` told."""
+    if not lacks:
+        return Absence(f"the library {name} is not built", f"{REBUILD} {name}")
+    lack, _, ways = lacks[0].partition(" (")
+    return Absence(f"the library {name} is not built, which needs {lack}", f"{WHEEL}, or {ways.removesuffix(')')}")
+
+
+def _absence_here(name: str) -> Absence:
+    found, cure = absence(name, missing_for(name))
+    refused = wheel_refused()
+    return Absence(f"{found} ({refused})", WHEEL) if refused else Absence(found, cure)
+
+
+@cache
+def machine_architectures() -> tuple[int, ...]:
+    """Compute capabilities of the GPUs in this machine as nvcc writes them, such as 89, each once and sorted.
+
+    Hidden ones (CUDA_VISIBLE_DEVICES) among them, so that what is compiled serves whichever is visible next time.
+    """
+    told = {row[0] for row in nvidia_smi("compute_cap")}
+    return tuple(sorted(int(text.replace(".", "")) for text in told if re.fullmatch(r"\d+\.\d", text)))
+
+
+def compiles_at_first_use() -> bool:
+    """Whether the environment allows it."""
+    return os.environ.get(COMPILE) != "0"
+
+
+def _compiled(name: str) -> Path | None:
+    """The library, compiled now for the GPUs of this machine; None where that is not possible."""
+    if not compiles_at_first_use() or missing_for(name) or not (architectures := machine_architectures()):
+        return None
+    with _ONE_COMPILES:
+        return _compiled_once(name, architectures, _folder_for(architectures))
+
+
+@cache  # a failure too: it is said once, and would cost the next call as long
+def _compiled_once(name: str, architectures: tuple[int, ...], folder: Path) -> Path | None:
+    path = folder / LIBRARIES[name].file_name
+    try:
+        with _locked(folder):
+            if not path.is_file():  # another process may have made it while this one waited
+                _LOG.warning(
+                    "compiling native libraries for compute capability %s, once, which takes half a minute; %s=0 in "
+                    "the environment leaves it out",
+                    " and ".join(f"{number / 10:.1f}" for number in architectures),
+                    COMPILE,
+                )
+                ready = [one for one in BUILT if one == name or not missing_for(one)]  # they share what takes long
+                build(ready, architectures, progress=_LOG.isEnabledFor(logging.WARNING), folder=folder)
+    except (BuildError, OSError) as error:
+        _LOG.warning("expected to compile the library %s, it failed: %s", name, error)
+        return None
+    return path
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One process at a time."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def find_nvcc() -> Path | None:

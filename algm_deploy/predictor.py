@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import logging
-import os
-import sys
 from collections.abc import Iterable, Iterator
 from functools import partial
-from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, Literal, NoReturn, Self, get_args, overload
+from typing import Any, Literal, NoReturn, Self, get_args, overload
 
 import cv2
 import numpy as np
@@ -18,12 +15,18 @@ from PIL import Image
 
 from algm_deploy.bundle.signature import CLAP_THRESHOLD, GBM_THRESHOLD
 from algm_deploy.bundle.store import Bundle
-from algm_deploy.errors import BundleError, ImageError, RuntimeUnavailableError
-from algm_deploy.pictures.preprocessing import Pixels, canvas_of, preprocessing_fingerprint, window_anchors
+from algm_deploy.errors import BundleError, ImageError
+from algm_deploy.pictures.preprocessing import (
+    Pixels,
+    canvas_of,
+    check_pixels,
+    preprocessing_fingerprint,
+    window_anchors,
+)
 from algm_deploy.pictures.sliding import MAP_PREFIX, Labels, Pending, Prediction, predict_all
-from algm_deploy.pictures.sources import AnyPath, Failure, Picture, Source, Sources, is_single, pictures_of
+from algm_deploy.pictures.sources import AnyPath, Failure, Picture, Source, Sources, is_single, named, pictures_of
 from algm_deploy.recipe.schema import Recipe, Size
-from algm_deploy.runners.contract import runner
+from algm_deploy.runners.contract import host_array, runner
 from algm_deploy.runners.registry import default_runtime
 
 AnyBundle = Bundle | AnyPath
@@ -59,8 +62,6 @@ class Predictor:
         RuntimeUnavailableError: the runtime or the device is not there, or cannot run here.
     """
 
-    _any_opened: ClassVar[bool] = False  # in this process or in one that it was forked from
-
     def __init__(
         self,
         bundle: AnyBundle,
@@ -73,6 +74,7 @@ class Predictor:
         batch: int | None = None,
     ) -> None:
         self.bundle, self.runtime = chosen(bundle, runtime, device)
+        self.bundle.warn_of_failed_parity([self.runtime])
         _check_preprocessing(self.bundle)
         self.signature = self.bundle.signature
         given = given_thresholds(self.bundle, tau, gbm, dense)
@@ -82,9 +84,7 @@ class Predictor:
         self.batch = 1 if coupled else self.signature.max_batch
         self.batch = self._checked_batch(batch)
         self._runner = runner(self.bundle, self.runtime, device)
-        self._process = os.getpid()
         self._runner.__enter__()
-        Predictor._any_opened = True
         _LOG.info("%s runs on %s, %s", self.bundle.path, self.runtime, self.device_name)
 
     @property
@@ -109,15 +109,11 @@ class Predictor:
         self.close()
 
     def __reduce__(self) -> NoReturn:
-        raise RuntimeUnavailableError(
-            "expected a bundle to send to another process, got an opened predictor, which holds its runtime: send the "
-            "bundle's path and load it there"
-        )
+        self._runner.__reduce__()
 
     def close(self) -> None:
         """Frees the runtime. In a forked process nothing happens: it belongs to the process that opened it."""
-        if os.getpid() == self._process:
-            self._runner.__exit__(None, None, None)
+        self._runner.__exit__(None, None, None)
 
     @overload
     def predict(self, source: Image.Image, *, batch: int | None = None) -> Labels: ...
@@ -221,13 +217,10 @@ class Predictor:
         """The network's outputs for windows, with this predictor's thresholds.
 
         Raises:
+            BundleError: no array, or one that does not fit; see `Runner.infer`.
+            ImageError: pixels that are no numbers from 0 to 255.
             RuntimeUnavailableError: in a process that was forked after the predictor had been opened.
         """
-        if os.getpid() != self._process:
-            raise RuntimeUnavailableError(
-                "expected a predictor of this process, got one that was opened before the process forked, whose "
-                "runtime would hang: load it in the child process, on a GPU one that `spawn` started"
-            )
         return self._runner.infer({"image": self._fitting(windows), **self.thresholds}, outputs)
 
     def _pending(self, picture: Picture | Failure, scores: bool) -> Pending | Failure:
@@ -274,7 +267,8 @@ class Predictor:
 
     def _fitting(self, windows: NDArray[Any]) -> NDArray[Any]:
         """Pixels in the network's dtype; a photo longer than the protocol allows is interpolated, then rounded."""
-        wanted = self.signature.image.dtype
+        wanted, windows = self.signature.image.dtype, host_array(windows)
+        check_pixels(windows)
         if wanted == "uint8" and windows.dtype != np.uint8:
             windows = np.clip(np.rint(windows), 0, 255)
         fitting: NDArray[Any] = windows.astype(wanted, copy=False)
@@ -284,18 +278,9 @@ class Predictor:
 load = Predictor
 
 
-def _alone_after_fork() -> None:
-    """PyTorch's threads do not outlive a fork; a child that loads a bundle again would wait for them for ever."""
-    if Predictor._any_opened and "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(1)
-
-
-os.register_at_fork(after_in_child=_alone_after_fork)
-
-
 def chosen(bundle: AnyBundle, runtime: str | None, device: str | None = None) -> tuple[Bundle, str]:
     """The opened bundle, and the runtime that was named or is the best that can execute it here, on that device."""
-    opened = bundle if isinstance(bundle, Bundle) else Bundle.open(Path(bundle))
+    opened = bundle if isinstance(bundle, Bundle) else Bundle.open(named(bundle, BundleError))
     return opened, runtime or default_runtime(opened.files, device)
 
 

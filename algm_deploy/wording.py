@@ -13,6 +13,12 @@ def counted(count: int, things: str) -> str:
     return f"{count} {things.removesuffix('s') if count == 1 else things}"
 
 
+def first_few(items: Sequence[str], count: int = 3, separator: str = "; ") -> str:
+    """The first of many, and how many more there are."""
+    more = [f"{len(items) - count} more"] if len(items) > count else []
+    return separator.join([*items[:count], *more])
+
+
 def dataset_title(dataset: str, split: str) -> str:
     """A data set and its split, for people; a folder without splits is called what it is."""
     half = _HALF.fullmatch(split)

@@ -30,8 +30,8 @@ from algm_deploy.timing.protocols import Request, usual_request
 
 KEPT = (
     "batch_ms_mean_of_medians", "latency_ms_p50", "latency_ms_p90", "latency_ms_p99", "throughput_img_per_s",
-    "speedup", "merge_efficiency", "gmacs_per_window_mean", "tokens", "stages", "stable", "rounds", "execution",
-    "host_device_copies",
+    "speedup", "merge_efficiency", "gmacs_per_window_mean", "tokens", "stages", "reading", "stable", "rounds",
+    "execution", "host_device_copies",
 )  # fmt: skip
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
+import gc
 import hashlib
 import os
 import shutil
 from collections import Counter
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +19,11 @@ import pytest
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+os.environ.setdefault("ALGM_COMPILE", "0")  # no test compiles by the way, on a machine with a GPU
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
     import numpy as np
 
@@ -99,6 +105,35 @@ def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callab
     return folder
 
 
+@pytest.fixture(scope="session", autouse=True)
+def translated_once() -> Iterator[None]:
+    """Bundles of the same network are written from one translation to ONNX, which takes ten seconds a time.
+
+    The key is all that a translation reads: weights, what the modules are and what they were given, plan and dtype.
+    Tests of the translation itself call `base_onnx` where it is defined, and processes that tests start translate for
+    themselves.
+    """
+    from algm_deploy.lowering import writing
+
+    original, made = writing.base_onnx, dict[str, Any]()
+
+    def remembered(network: Any, plan: Any, image_dtype: str) -> Any:
+        digest = hashlib.sha256(repr((plan, image_dtype)).encode())
+        for name, module in network.named_modules():
+            given = {key: value for key, value in vars(module).items() if not key.startswith("_")}
+            digest.update(repr((name, type(module), given)).encode())
+        for name, tensor in network.state_dict().items():
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode() + tensor.numpy().tobytes())
+        key = digest.hexdigest()
+        if key not in made:
+            made[key] = original(network, plan, image_dtype)
+        return made[key].clone()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writing, "base_onnx", remembered)
+        yield
+
+
 @pytest.fixture(scope="session")
 def tiny_checkpoint(vectors_dir: Path, made_once: Callable[..., Path]) -> Path:
     """Folder of an official checkpoint: the golden 4-block, 64-wide network for 128x128 pixels, and variant.yml."""
@@ -127,6 +162,15 @@ def tiny_export(tiny_checkpoint: Path, made_once: Callable[..., Path]) -> Callab
         return Bundle.open(folder)
 
     return bundle
+
+
+@pytest.fixture
+def no_native_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Native libraries are neither installed nor built; the cache is an empty folder."""
+    from algm_deploy import native_libraries
+
+    monkeypatch.setattr(native_libraries, "wheel_folder", lambda: None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "no-cache"))
 
 
 @pytest.fixture
@@ -160,6 +204,31 @@ def wide_bundle(tiny_export: Callable[..., Bundle]) -> Bundle:
 
 
 @pytest.fixture(scope="session")
+def unprivileged() -> Callable[[], AbstractContextManager[None]]:
+    """`with unprivileged():` this thread obeys permissions, also where root runs the tests."""
+    libc, words = ctypes.CDLL(None, use_errno=True), ctypes.c_uint32 * 6  # effective, permitted, inheritable; 64 bits
+    header, overrides = (ctypes.c_uint32 * 2)(0x20080522, 0), 0b110  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
+
+    def call(name: str, data: ctypes.Array[ctypes.c_uint32]) -> None:
+        if getattr(libc, name)(header, data):
+            raise OSError(ctypes.get_errno(), name)
+
+    @contextmanager
+    def obey() -> Iterator[None]:
+        before, after = words(), words()
+        for data in (before, after):
+            call("capget", data)
+        after[0] &= ~overrides
+        call("capset", after)
+        try:
+            yield
+        finally:
+            call("capset", before)
+
+    return obey
+
+
+@pytest.fixture(scope="session")
 def ort_library() -> Path:
     """The custom operator library for the CPU."""
     from native_build import built
@@ -187,6 +256,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, torch sees none"))
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: Python need not look through it for garbage again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -3,29 +3,40 @@
 from __future__ import annotations
 
 import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from algm_deploy.native_libraries import LIBRARIES, build, cache_folder, missing_for
+from algm_deploy.native_libraries import LIBRARIES, build, cache_folder, find_library, missing_for
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """A folder, made where it is missing, in which one process at a time compiles."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 @cache
 def built(name: str, *architectures: int) -> Path:
-    """A library for some GPU architectures, or for the CPU alone, from the cache of these very sources.
+    """A library for some GPU architectures, or for the CPU: the installed one, else one for the CPU alone.
 
-    It lies beside what `find_library` finds, so that no test changes what the product runs with. The first process that
-    asks compiles it. Skips the test where a tool is missing.
+    The first process that asks for what is absent compiles it, into the cache beside what `find_library` finds, so that
+    no test changes what the product runs with. Skips the test where a tool is missing.
     """
     cuda = bool(architectures)
+    if not cuda and (found := find_library(name)):
+        return found
     if lacks := missing_for(name, cuda):
         pytest.skip(f"needs {'; and '.join(lacks)}")
     folder = cache_folder() / ("sm_" + "_".join(map(str, architectures)) if cuda else "cpu")
     path = folder / LIBRARIES[name].file_name
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(folder):
         if not path.is_file():
             # Both libraries of the CPU share what takes long to compile.
             others = [] if cuda else [n for n in ("kernels", "ort_custom_op") if not missing_for(n, cuda)]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from PIL import Image
 from algm_deploy import __version__
 from algm_deploy.bundle.records import Parity
 from algm_deploy.bundle.store import Bundle
+from algm_deploy.cli import arguments as kinds
 from algm_deploy.cli import main
 from algm_deploy.cli.making import _engine_options
 from algm_deploy.cli.parser import parser
@@ -130,6 +132,27 @@ def test_photos_that_cannot_be_evaluated_are_no_success(run: Run, bundle: Path, 
     assert code == 2
     assert "b_1.png" in said and "all" in out
     assert "1 of 3 images could not be evaluated" in said
+
+
+def test_a_photo_without_a_label_is_named_and_no_failure(run: Run, bundle: Path, data: Path) -> None:
+    labels = data / "annotations" / "test" / "b_1.png"
+    Image.fromarray(np.full_like(np.asarray(Image.open(labels)), 255)).save(labels)
+    for _ in range(2):  # measured, and read from the state file
+        code, out, said = run("evaluate", bundle, "--data", data, "--runtime", "torch")
+        assert (code, out.splitlines()[2].split()[1]) == (0, "3")
+        assert "note: no labelled pixel, so in the figures of tokens alone: b_1\n" in said
+
+
+def test_a_report_draws_the_photos_that_can_be_read(run: Run, bundle: Path, photo: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    shutil.copy(photo, folder / "street.png")
+    (folder / "cut.png").write_bytes(photo.read_bytes()[:2000])
+    page = tmp_path / "report.html"
+    code, out, said = run("report", bundle, "-o", page, "--images", folder, "--runtime", "torch")
+    assert (code, out) == (2, f"{page}\n")
+    assert "1 of 2 files could not be drawn:\n  " in said and "cut.png: the picture cannot be decoded" in said
+    assert "street.png" in page.read_text()
 
 
 def test_tau_changes_the_token_count(run: Run, bundle: Path, data: Path) -> None:
@@ -316,8 +339,6 @@ def test_export_of_bad_settings(
         ("export", "c", "-o", "b", "--max-batch", "many"),
         ("export", "c"),
         ("export", "c", "-o", "b", "--scores", "--labels"),
-        ("export", "", "-o", "b"),
-        ("predict", "bundle", ""),
         ("predict", "bundle", "photo", "--tau", "nan"),
         ("verify", "bundle", "--run", "torch"),  # half a flag's name
         ("verify", "bundle", "-q", "-v"),
@@ -332,6 +353,70 @@ def test_usage(run: Run, arguments: tuple[str, ...]) -> None:
     assert err.startswith("algm-deploy")
     assert err.count("\n") == 1
     assert "--help` tells more" in err
+
+
+def arguments_of(command: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """Every argument of a command, and of the commands below it."""
+    for action in command._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                yield from arguments_of(below)
+        elif action.nargs != 0:
+            yield action
+
+
+def test_an_empty_text_is_no_argument() -> None:
+    """The value of a variable that is not set: a path would be the current folder, a name the default."""
+    found = list(arguments_of(parser()))
+    assert {action.dest for action in found if action.type is kinds.path} > {
+        "bundle",
+        "images",
+        "output",
+        "data",
+        "beside",
+    }
+    for action in found:
+        if action.choices is None:
+            assert action.type is not None, f"{action.dest} takes any text"
+            with pytest.raises((argparse.ArgumentTypeError, ValueError)):
+                action.type("")  # type: ignore[operator]
+        else:
+            assert "" not in action.choices
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("export", "", "-o", "b"),
+        ("export", "c", "-o", ""),
+        ("export", "c", "-o", "b", "--recipe", ""),
+        ("predict", "bundle", ""),
+        ("evaluate", "bundle", "--data", "data", "--dataset", ""),
+        ("compare", "bundle", "--runtimes", "torch,"),
+        ("tune", "threshold", "bundle", "--data", "data", "--held-out", ""),
+    ],
+)
+def test_an_empty_text_is_told(run: Run, words: tuple[str, ...]) -> None:
+    code, out, err = run(*words)
+    assert (code, out) == (2, "")
+    assert "expected a name, got an empty text: is a variable unset?" in err
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "said"),
+    [
+        ("report", ("--dataset", "camvid"), "expected --data with --dataset"),
+        ("deploy", ("--limit", "3"), "expected --data with --limit"),
+        ("deploy", ("--tau", "0.9", "--set", "merging.clap_threshold=0.8"), "expected merging.clap_threshold once"),
+        ("export", ("--labels", "--set", "output=scores"), "expected output once"),
+        ("export", ("--dense", "--set", "merging.gbm_layers=[5]"), "expected merging.gbm_layers once"),
+    ],
+)
+def test_no_flag_is_dropped(
+    run: Run, bundle: Path, tiny_checkpoint: Path, tmp_path: Path, command: str, flags: tuple[str, ...], said: str
+) -> None:
+    rest = (bundle,) if command == "report" else (tiny_checkpoint, "-o", tmp_path / "b")
+    sentence(run(command, *rest, *flags), command, said)
 
 
 def test_checkpoint_that_is_none(run: Run, tmp_path: Path) -> None:

@@ -15,10 +15,11 @@ from PIL import Image
 
 from algm_deploy.bundle.records import Evaluation, Parity, Rebuilds, tokens_by_merge
 from algm_deploy.bundle.store import Bundle
-from algm_deploy.deployment import bench, build, evaluate, export, parity_windows, repeat_build, verify
+from algm_deploy.deployment import bench, build, compare, evaluate, export, parity_windows, repeat_build, verify
 from algm_deploy.environment import device_name
-from algm_deploy.errors import BundleError, CheckpointError, DatasetError, NotExecutedError, RecipeError
+from algm_deploy.errors import BundleError, CheckpointError, DatasetError, ImageError, NotExecutedError, RecipeError
 from algm_deploy.evaluation.datasets import SPECS, open_dataset
+from algm_deploy.parity.exchange import save_inputs
 from algm_deploy.pictures.shipped import scene, scene_paths
 from algm_deploy.pictures.sources import find_images
 from algm_deploy.timing.protocols import Request, usual_request
@@ -177,6 +178,15 @@ def test_windows_of_photos(tiny_bundle: Bundle, photos: Path) -> None:
     assert len(parity_windows(tiny_bundle.recipe, found, 9)) == 3
 
 
+def test_every_photo_that_cannot_be_read_is_named(tiny_bundle: Bundle, tmp_path: Path) -> None:
+    paths = [tmp_path / f"{index}.png" for index in range(3)]
+    Image.fromarray(scene(0)[0]).save(paths[1])
+    for index in (0, 2):
+        paths[index].write_bytes(b"no picture")
+    with pytest.raises(ImageError, match=r"0\.png: expected a picture.*; .*2\.png: expected a picture"):
+        parity_windows(tiny_bundle.recipe, paths, 3)
+
+
 def test_windows_without_photos_are_the_scenes_that_ship(tiny_bundle: Bundle) -> None:
     windows = parity_windows(tiny_bundle.recipe, [], 3)
     assert windows.shape == (3, 3, 128, 128)
@@ -298,13 +308,6 @@ def test_steps_take_paths_and_texts(tiny_bundle: Bundle, copied: Callable[..., B
     folder = str(copied(tiny_bundle).path)
     report = verify(folder, "onnxruntime-cpu", images=str(photos), count=2, progress=False)
     assert (report.passed, report.pictures, report.images) == (True, "photos", 2)
-    for nothing in ("", [""]):
-        with pytest.raises(DatasetError, match="got an empty one"):
-            verify(folder, "onnxruntime-cpu", images=nothing)
-    with pytest.raises(DatasetError, match="got an empty one"):
-        evaluate(folder, "")
-    with pytest.raises(DatasetError, match="got an empty one"):
-        export("", photos.parent / "new")
 
 
 def test_the_best_runtime_is_the_default_of_every_step(
@@ -355,3 +358,40 @@ def test_thresholds_and_numbers_of_a_benchmark(
     assert asked[0].thresholds == {"clap_threshold": 0.5, "gbm_threshold": 2.0}
     bench(bundle, "torch")
     assert asked[1] == usual_request(bundle.recipe, "latency")
+    with pytest.raises(BundleError, match="expected a request alone"):
+        bench(bundle, "torch", protocol=asked[1], tau=0.5)
+
+
+def test_no_argument_is_dropped(
+    tiny_bundle: Bundle, tiny_checkpoint: Path, photos: Path, tmp_path: Path, labelled: Path
+) -> None:
+    """What contradicts another argument, or would be read by nobody, is refused."""
+    with pytest.raises(RecipeError, match=r"expected merging\.clap_threshold once"):
+        export(tiny_checkpoint, tmp_path / "b", settings={"merging.clap_threshold": 0.9}, tau=0.8)
+    with pytest.raises(BundleError, match="expected pictures or a file of inputs, got both"):
+        compare(tiny_bundle, runtimes=["torch"], images=photos, inputs=tmp_path / "inputs.json")
+    with pytest.raises(DatasetError, match="expected a folder for dataset, split or slice_by"):
+        evaluate(tiny_bundle, open_dataset("folder", labelled), "torch", dataset="")
+
+
+def test_an_empty_name_is_not_the_current_folder(tiny_bundle: Bundle, tiny_checkpoint: Path, labelled: Path) -> None:
+    for kind, step in (
+        (CheckpointError, lambda: export("", "b")),
+        (BundleError, lambda: export(tiny_checkpoint, "")),
+        (BundleError, lambda: verify("")),
+        (BundleError, lambda: compare(tiny_bundle, inputs="")),
+        (DatasetError, lambda: verify(tiny_bundle, "torch", images="")),
+        (DatasetError, lambda: verify(tiny_bundle, "torch", images=[""])),
+        (DatasetError, lambda: evaluate(tiny_bundle, "", "torch", dataset="folder")),
+        (DatasetError, lambda: evaluate(tiny_bundle, labelled, "torch", dataset="")),
+        (DatasetError, lambda: evaluate(tiny_bundle, labelled, "torch", dataset="folder", slice_by="")),
+    ):
+        with pytest.raises(kind, match=r"got (an empty|the data set '')"):
+            step()
+
+
+def test_inputs_that_are_no_pixels_are_not_compared(tiny_bundle: Bundle, tmp_path: Path) -> None:
+    window = np.full((1, 3, 128, 128), np.nan, np.float32)
+    save_inputs([{"image": window}], tmp_path / "inputs.json")
+    with pytest.raises(ImageError, match=r"expected RGB pixels in 0\.\.255, got values from nan"):
+        compare(tiny_bundle, runtimes=["torch"], inputs=tmp_path / "inputs.json")

@@ -12,6 +12,8 @@ import numpy as np
 from PIL import Image
 
 from algm_deploy.bundle.store import Bundle
+from algm_deploy.pictures.shipped import scene
+from algm_deploy.runners.contract import runner
 
 HIDDEN = "import sys; sys.modules['algm_deploy'] = None; exec(open('snippet.py').read())"
 
@@ -21,14 +23,26 @@ def code_of(page: Path) -> str:
 
 
 def test_model_runs_without_the_package(root_dir: Path, tiny_bundle: Bundle, tmp_path: Path) -> None:
-    for name in ("model.onnx", "model.onnx.data"):
+    for name in ("model.onnx", "model.onnx.data", "manifest.json"):
         shutil.copy(tiny_bundle.path / name, tmp_path)
-    rng = np.random.default_rng(0)
-    Image.fromarray(rng.integers(0, 256, (90, 120, 3), dtype=np.uint8)).save(tmp_path / "photo.png")
+    size = tiny_bundle.recipe.network.image_size
+    photo = scene(0)[0][: size[0], : size[1]]
+    Image.fromarray(photo).save(tmp_path / "photo.png")
     (tmp_path / "snippet.py").write_text(code_of(root_dir / "docs" / "plain-onnxruntime.md"))
     done = subprocess.run([sys.executable, "-c", HIDDEN], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "tokens after each merge: [" in done.stdout
+    with runner(tiny_bundle, "onnxruntime-cpu") as run:
+        image = {"image": photo.transpose(2, 0, 1)[None]}
+        counts, others = (
+            run.infer({**image, **thresholds}, ["token_counts"])["token_counts"][0]
+            for thresholds in ({}, {"clap_threshold": np.float32(0.8)})
+        )
+    assert counts.tolist() != others.tolist()  # so that the page shows whether it takes the bundle's own thresholds
+    told = done.stdout.splitlines()
+    assert told[0] == f"tokens after each merge: {counts}"
+    assert told[1] == f"inlined: {counts}"
+    assert told[2].startswith(f"reference: {counts} largest difference ")
+    assert float(told[2].split()[-1]) < 1e-4
     labels = np.asarray(Image.open(tmp_path / "labels.png"))
-    assert labels.shape == tiny_bundle.recipe.network.image_size
+    assert labels.shape == size
     assert labels.max() < tiny_bundle.recipe.network.classes

@@ -494,3 +494,25 @@ def _seconds(call: Callable[[], None]) -> float:
     start = time.process_time()
     call()
     return time.process_time() - start
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [(np.nan, "got values from nan to nan"), (np.inf, "from 0 to inf"), (-2.5, "from -2.5 to 0"), (300, "0 to 300")],
+)
+def test_windows_that_are_no_pixels(tiny_bundle: Bundle, value: float, said: str) -> None:
+    """NaN would become some class, and normalised pixels a picture that is all but black."""
+    windows = np.zeros((1, 3, 128, 128), np.float32)
+    with Predictor(tiny_bundle, "torch") as predictor:
+        predictor.scores_of(windows - 0.4)  # as rounding may leave them
+        windows[0, 1, 5, 7] = value
+        for use in (predictor.scores_of, predictor.infer):
+            with pytest.raises(
+                ImageError, match=rf"expected RGB pixels in 0\.\.255, .*{said}: .* normalisation is part"
+            ):
+                use(windows)
+
+
+def test_a_bundle_without_a_name() -> None:
+    with pytest.raises(BundleError, match="expected the name of a file or a folder, got an empty one"):
+        algm_deploy.load("")

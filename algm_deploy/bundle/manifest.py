@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from algm_deploy.bundle.files import write_atomically
+from algm_deploy.bundle.files import reading_errors, write_atomically
 from algm_deploy.bundle.records import SCHEMA, Manifest
 from algm_deploy.bundle.upgrade import upgraded
 from algm_deploy.errors import BundleError, RecipeError
@@ -23,16 +23,18 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of a bundle's folder.
 
     Raises:
-        BundleError: there is none, or it is not what this release or an earlier one wrote.
+        BundleError: there is none, it cannot be read, or it is not what this release or an earlier one wrote.
     """
     file = folder / MANIFEST
-    if not file.is_file():
-        raise BundleError(
-            f"{folder}: expected a bundle with {MANIFEST}, found none: name the folder that `deploy` wrote"
-        )
+    with reading_errors(file):
+        if not file.is_file():
+            raise BundleError(
+                f"{folder}: expected a bundle with {MANIFEST}, found none: name the folder that `deploy` wrote"
+            )
+        content = file.read_bytes()
     try:
-        table = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        table = json.loads(content.decode())
+    except (ValueError, RecursionError) as error:
         raise BundleError(f"{file}: expected JSON, got {_reason(error)}: copy or export the bundle again") from error
     return manifest_of(table, file)
 

@@ -207,8 +207,10 @@ class ByPicture(Record, frozen=True, kw_only=True):
 class Speed(Measurement, Record, frozen=True, kw_only=True):
     """One network under one protocol, timed in turns with the others of its run.
 
-    `thresholds` are those in force of the merged network in this run. `stages` are medians in milliseconds of parts of
-    a latency. `representative`: the pictures are photos. A run that is not `stable` has no figure worth telling.
+    `thresholds` are those in force of the merged network in this run. `stages` are the parts of `latency_ms_p50`, which
+    goes from a window in the host's memory to its label map there: they add up to it. `reading` are medians of what a
+    photo takes before that, which is in no other figure. `representative`: the pictures are photos. A run that is not
+    `stable` has no figure worth telling.
     """
 
     section: ClassVar[str] = "speeds"
@@ -230,6 +232,7 @@ class Speed(Measurement, Record, frozen=True, kw_only=True):
     latency_ms_p90: float | None = None
     latency_ms_p99: float | None = None
     stages: dict[str, float] = {}
+    reading: dict[str, float] = {}
     speedup: float | None = None
     merge_efficiency: float | None = None
     merge_efficiency_by_round: Spread | None = None

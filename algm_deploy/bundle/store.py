@@ -1,29 +1,51 @@
 """Bundles: folders that runtimes execute, each file named in `manifest.json` with its hash and what it was made from.
 
-A bundle appears complete or not at all. `BundleWriter` fills a folder beside the target and renames it; `Bundle.add`
-puts one more file into a bundle; `Bundle.record` keeps what a step found. A crash leaves the old state or the new one.
+A bundle is complete or none. `BundleWriter` fills a hidden folder inside the target and puts all of it in place;
+`Bundle.add` puts one more file into a bundle; `Bundle.record` keeps what a step found. A crash leaves the old state or
+the new one. Nothing beside the bundle's folder is touched, so that it may be a mount point.
 """
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from shlex import quote
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from msgspec.structs import replace
 
-from algm_deploy.bundle.files import beside, locked, sha256_of, storage_errors, sync, write_atomically
+from algm_deploy.bundle.files import (
+    LOCK,
+    PARTIAL,
+    as_new,
+    beside,
+    ended_in_order,
+    locked,
+    reading_errors,
+    require_utf8,
+    sha256_of,
+    storage_errors,
+    sync,
+    workspace,
+)
 from algm_deploy.bundle.manifest import MANIFEST, checked_name, read_manifest, write_manifest
-from algm_deploy.bundle.records import FileEntry, Manifest, Measurement, NotRun, Step, Stored
+from algm_deploy.bundle.records import FileEntry, Manifest, Measurement, NotRun, Parity, Step, Stored
 from algm_deploy.bundle.signature import Signature
 from algm_deploy.environment import environment
 from algm_deploy.errors import BundleError
 from algm_deploy.recipe.schema import Recipe
 
 Found = TypeVar("Found", bound=Measurement)
+
+_LOG = logging.getLogger("algm_deploy")
+# A complete bundle whose files wait to be put in place.
+_COMPLETE = ".complete"
+# What may lie in a folder that is free for a bundle: names of ours, and what a new file system is born with.
+_NO_CONTENT = (LOCK, _COMPLETE, "lost+found")
 
 
 class Bundle:
@@ -36,17 +58,21 @@ class Bundle:
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path, self.manifest = path, manifest
         self._verified: dict[str, FileEntry] = {}
+        self._warned: set[str] = set()
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
-        """Opens a bundle; BundleError when it is missing, incomplete or of another schema."""
+        """Opens a bundle; BundleError when it is missing, incomplete, unreadable or of another schema."""
         path = Path(path)
-        _recover(path)
-        if not path.exists():
-            raise BundleError(f"expected a bundle at {path}, found nothing: make one with `algm-deploy deploy`")
+        require_utf8(path, BundleError)
+        with reading_errors(path, "name another one"):
+            if not path.exists():
+                raise BundleError(f"expected a bundle at {path}, found nothing: make one with `algm-deploy deploy`")
+            _recover(path)
         bundle = cls(path, read_manifest(path))
         for name in bundle.files:
-            bundle._check_presence(name)
+            with suppress(PermissionError):  # only who needs the file has to read it
+                bundle._check_presence(name)
         return bundle
 
     @property
@@ -115,6 +141,24 @@ class Bundle:
 
         self._change(change)
 
+    def warn_of_failed_parity(self, runtimes: Iterable[str]) -> None:
+        """Logs a line, once, for each of these runtimes on which the parity chain failed when it last ran."""
+        for runtime in runtimes:
+            record = self.found(Parity, runtime)
+            if record is None or record.passed or runtime in self._warned:
+                continue
+            self._warned.add(runtime)
+            failed = ", ".join(f"{link.number} {link.name}" for link in record.links if not link.passed)
+            _LOG.error(
+                "WARNING: %s FAILED the parity chain on %s (%s): trust no result of it before `algm-deploy verify %s "
+                "--runtime %s` passes",
+                self.path,
+                runtime,
+                f"link {failed}" if failed else "nothing was compared",
+                quote(str(self.path)),
+                runtime,
+            )
+
     def note_not_run(self, steps: Iterable[Step], runtime: str, reason: str) -> None:
         """Notes, atomically, why steps did not run on a runtime."""
         new = tuple(NotRun(step=step, runtime=runtime, reason=reason) for step in steps)
@@ -129,7 +173,7 @@ class Bundle:
         """Refuses a bundle that takes no record, before the work that ends in one.
 
         Raises:
-            BundleError: nothing can be written in its folder or beside it.
+            BundleError: nothing can be written in its folder.
         """
         manifest = self.path / MANIFEST
         probe = beside(manifest, ".partial")
@@ -143,16 +187,18 @@ class Bundle:
         target = self.path / checked_name(name)
         with storage_errors(target):
             target.parent.mkdir(parents=True, exist_ok=True)
-        with ExitStack() as held:  # the lock, over announcement and rename: another process may add the same name
-
-            def announce(written: Path) -> None:
-                entry = _entry(written, made_from, uses)
-                held.enter_context(locked(self.path))
+        # The lock is held over announcement and rename: another process may add the same name.
+        with storage_errors(target), workspace(self.path) as folder:
+            path = folder / target.name
+            yield path
+            as_new(path, folder / LOCK)
+            sync(path)
+            entry = _entry(path, made_from, uses)
+            with locked(self.path):
                 self._change_locked(lambda old: replace(old, replacing={**old.replacing, name: entry}))
-
-            with write_atomically(target, announce) as path:
-                yield path
-            self._change_locked(lambda manifest: _settled(manifest, name))
+                path.replace(target)
+                sync(target.parent)
+                self._change_locked(lambda manifest: _settled(manifest, name))
         self._verified.pop(name, None)
 
     def _change(self, change: Callable[[Manifest], Manifest]) -> None:
@@ -179,8 +225,9 @@ class Bundle:
 
     def _check_hash(self, name: str) -> FileEntry:
         if name not in self._verified:
-            self._check_presence(name)
-            sha256 = sha256_of(self.path / name)
+            with reading_errors(self.path / name):
+                self._check_presence(name)
+                sha256 = sha256_of(self.path / name)
             found = [entry for entry in self._candidates(name) if entry.sha256 == sha256]
             if not found:
                 raise BundleError(
@@ -228,11 +275,14 @@ class BundleWriter:
         self._entries: dict[str, FileEntry] = {}
 
     def __enter__(self) -> Self:
-        _recover(self.target)
+        require_utf8(self.target, BundleError)
         _check_free(self.target)
-        self.folder = beside(self.target, ".partial")
-        with storage_errors(self.target):
-            self.folder.mkdir(parents=True)
+        with ExitStack() as held:
+            held.enter_context(ended_in_order())
+            held.enter_context(storage_errors(self.target, self.target))
+            held.enter_context(_made(self.target))
+            self.folder = held.enter_context(workspace(self.target))
+            self._held = held.pop_all()
         return self
 
     def path(self, name: str) -> Path:
@@ -246,6 +296,7 @@ class BundleWriter:
         path = self.path(name)
         if not path.is_file():
             raise BundleError(f"expected {name} written before it is listed, found none at {path}")
+        as_new(path, self.folder / LOCK)
         self._entries[name] = _entry(path, made_from, uses)
         return self._entries[name]
 
@@ -256,16 +307,14 @@ class BundleWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            with storage_errors(self.target):
-                if error is not None:
-                    raise error
-                self._finish()
-        finally:
-            shutil.rmtree(self.folder, ignore_errors=True)
+        with self._held:
+            if error is not None:
+                raise error
+            self._finish()
 
     def _finish(self) -> None:
         written = {path.relative_to(self.folder).as_posix() for path in self.folder.rglob("*") if path.is_file()}
+        written.discard(LOCK)
         if written != set(self._entries):
             raise BundleError(
                 f"expected every file of the bundle listed, {sorted(written ^ set(self._entries))} differ"
@@ -274,7 +323,13 @@ class BundleWriter:
         write_manifest(self.folder, Manifest(environment=environment(), recipe=self.recipe, files=files, **self._facts))
         for name in self._entries:
             sync(self.folder / name)
-        _swap(self.folder, self.target)
+        with locked(self.target):
+            _check_free(self.target)
+            _put_in_place(self.target)  # what another process left
+            sync(self.folder)
+            self.folder.rename(self.target / _COMPLETE)
+            sync(self.target)
+            _put_in_place(self.target)
 
 
 def _entry(path: Path, made_from: Mapping[str, str] | None, uses: tuple[str, ...]) -> FileEntry:
@@ -288,32 +343,62 @@ def _settled(manifest: Manifest, name: str) -> Manifest:
 
 
 def _check_free(target: Path) -> None:
-    taken = target.is_file() or (target.is_dir() and not (target / MANIFEST).is_file() and any(target.iterdir()))
-    if taken:
+    with storage_errors(target, target):
+        names = {entry.name for entry in target.iterdir()} if target.is_dir() else set()
+    taken = any(name not in _NO_CONTENT and not name.endswith(PARTIAL) for name in names)
+    if target.is_file() or (taken and not {MANIFEST, _COMPLETE} & names):
         raise BundleError(f"expected a bundle or a free name at {target}, found something else: choose another name")
 
 
-def _swap(new: Path, target: Path) -> None:
-    """Puts a complete folder in place of `target`. Between the two renames `_recover` brings the old one back."""
-    with locked(target):
-        _check_free(target)
-        sync(new)
-        old = _aside(target)
-        if target.exists():
-            target.rename(old)
-        new.rename(target)
-        sync(target.parent)
-        shutil.rmtree(old, ignore_errors=True)
+@contextmanager
+def _made(target: Path) -> Iterator[None]:
+    """The folder of a bundle is there in the block, and afterwards where it holds something or was there before."""
+    made = [folder for folder in (target, *target.parents) if not folder.exists()]
+    target.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    finally:
+        with suppress(OSError), locked(target):
+            if [entry.name for entry in target.iterdir()] == [LOCK]:
+                (target / LOCK).unlink()
+        with suppress(OSError):  # not empty
+            for folder in made:
+                folder.rmdir()
+
+
+def _put_in_place(target: Path) -> None:
+    """Gives the files of a complete bundle that waits in `target` their places, and removes those of the old one.
+
+    Called with the lock held. Every step can be done again: after a crash whoever comes next goes on.
+    """
+    new = target / _COMPLETE
+    if (new / MANIFEST).is_file():
+        names = (*read_manifest(new).files, MANIFEST)  # the manifest at last
+        _remove_others(target, names)
+        for name in names:
+            if (new / name).exists():
+                (target / name).parent.mkdir(parents=True, exist_ok=True)
+                (new / name).replace(target / name)
+        sync(target)
+    shutil.rmtree(new, ignore_errors=True)
+
+
+def _remove_others(target: Path, names: Iterable[str]) -> None:
+    """Removes what a new bundle with these files does not have; folders that another process works in stay."""
+    for path in sorted(target.rglob("*"), reverse=True):  # what is in a folder before the folder
+        name = path.relative_to(target).as_posix()
+        top, _, _ = name.partition("/")
+        if name in names or top in _NO_CONTENT or top.endswith(PARTIAL):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            with suppress(OSError):  # not empty, or a mount point of its own
+                path.rmdir()
+        else:
+            path.unlink()
 
 
 def _recover(path: Path) -> None:
-    """Undoes a replacement that was stopped between its two renames."""
-    if path.exists() or not _aside(path).exists():
-        return
-    with locked(path):
-        if not path.exists():
-            _aside(path).rename(path)
-
-
-def _aside(path: Path) -> Path:
-    return path.with_name(f".{path.name}.old")
+    """Goes on with a replacement that was stopped before all files were in place."""
+    if (path / _COMPLETE).is_dir():
+        with locked(path):
+            _put_in_place(path)

@@ -88,12 +88,17 @@ def _evaluation(key: str, old: Table, merges: Mapping[str, str]) -> Table:
 
 
 def _speed(key: str, old: Table, merges: Mapping[str, str], defaults: Mapping[str, float]) -> Table:
-    """The key alone said at which thresholds a whole run was timed: `torch mixed dense batch 8 clap_threshold 0.9`."""
+    """The key alone said at which thresholds a whole run was timed: `torch mixed dense batch 8 clap_threshold 0.9`.
+
+    Stages were timed in calls of their own and did not add up; of them only the reading of photos stays.
+    """
     runtime, _, _, _, _, *given = key.split()
     thresholds = {**defaults, **dict(zip(given[::2], map(float, given[1::2]), strict=True))}
     new = {**_without(_with_tokens(old, merges)), "runtime": runtime, "thresholds": storable(thresholds)}
     if not new.get("merge_efficiency_by_round", True):
         del new["merge_efficiency_by_round"]
+    stages = new.pop("stages", {})
+    new["reading"] = {name: stages[name] for name in ("decode_ms_p50", "preprocess_ms_p50") if name in stages}
     if by_picture := new.get("by_picture"):
         prefix = "tokens_after_"
         tokens = {merges[n.removeprefix(prefix)]: c for n, c in by_picture.items() if n.startswith(prefix)}

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from algm_deploy.cli.parser import parser
-from algm_deploy.cli.saying import note
-from algm_deploy.errors import AlgmDeployError, out_of_memory
+from algm_deploy.cli.saying import note, output, prepare_streams, tell
+from algm_deploy.errors import AlgmDeployError, OutputError, out_of_memory, remedy
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; errors made for users are one sentence, without a traceback."""
-    options = parser().parse_args(arguments)
-    _listen(options)
+    prepare_streams()
+    command = "algm-deploy"
     try:
+        options = _options(arguments)
+        command = f"algm-deploy {options.command}"
+        _listen(options)
         run: Callable[[argparse.Namespace], int] = options.run
         code = run(options)
         if chosen := getattr(options, "chosen", None):
             note(options, f"ran on {chosen}, the best that can execute here; --runtime chooses another")
-        sys.stdout.flush()  # here, where a failure is caught
+        with output():
+            sys.stdout.flush()  # here, where a failure is caught
         return code
     except AlgmDeployError as error:
         message, code = str(error), error.exit_code
@@ -34,19 +38,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         message, code = "interrupted", 130
     except BrokenPipeError:  # such as `algm-deploy list | head`: whoever reads has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141  # as a shell counts a process that ended by SIGPIPE
     except OSError as error:
         place, reason = f"{error.filename or 'a file'!s:.200}", error.strerror or str(error)
-        message, code = f"expected to use {place}, got {reason}: name another one", AlgmDeployError.exit_code
+        message = f"expected to use {place}, got {reason}: {remedy(error, 'name another one')}"
+        code = AlgmDeployError.exit_code
     except Exception as error:
         if not out_of_memory(error):
             raise
         said = next(iter(str(error).splitlines()), type(error).__name__)[:200]
         message = f"expected more free memory ({said}): use smaller pictures or batches"
         code = AlgmDeployError.exit_code
-    print(f"algm-deploy {options.command}: {message}", file=sys.stderr)
+    with suppress(OutputError, BrokenPipeError), output():
+        sys.stdout.flush()  # what was printed before, if it can be
+    tell(f"{command}: {message}")
     return code
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """What was asked for; help and versions are printed, and end it."""
+    try:
+        return parser().parse_args(arguments)
+    except SystemExit:
+        with output():
+            sys.stdout.flush()
+        raise
 
 
 def _listen(options: argparse.Namespace) -> None:

@@ -7,14 +7,15 @@ may stand in any order.
 from __future__ import annotations
 
 import argparse
-import sys
 import tomllib
 from collections.abc import Callable, Sequence
+from itertools import islice
 from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from algm_deploy.errors import RecipeError
+from algm_deploy.cli.saying import tell
+from algm_deploy.errors import DatasetError, RecipeError
 from algm_deploy.recipe.reading import checked
 from algm_deploy.recipe.schema import DENSE
 from algm_deploy.runners.registry import RUNTIMES, default_runtime
@@ -33,32 +34,48 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, prog: str | None = None, **options: Any) -> None:
         super().__init__(prog, **options)
-        self.allow_abbrev, self._any_order = False, False
+        self.allow_abbrev = False
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse, names and flags intermixed; what it calls in turn is argparse's own."""
-        if self._any_order or self._subparsers is not None:
-            return super().parse_known_args(args, namespace)
-        self._any_order = True
-        try:
-            return self.parse_known_intermixed_args(args, namespace)
-        finally:
-            self._any_order = False
+        """As argparse, names and flags intermixed; a name that begins with a dash stands after two dashes."""
+        if args is not None and self._subparsers is None:
+            args = self._names_last(args)
+        return super().parse_known_args(args, namespace)
+
+    def _names_last(self, given: Sequence[str]) -> list[str]:
+        flags: list[str] = []
+        names: list[str] = []
+        words = iter(given)
+        for word in words:
+            if word == "--":
+                names += words
+            elif word.startswith("-") and word != "-":
+                action = self._option_string_actions.get(word)
+                count = 1 if action and action.nargs is None else action.nargs if action else 0
+                flags += [word, *islice(words, count)]  # type: ignore[arg-type]  # no flag takes a varying number
+            else:
+                names.append(word)
+        return [*flags, "--", *names] if names else flags
 
     def error(self, message: str) -> NoReturn:
         """One sentence and where help is; argparse would print every flag first."""
-        print(f"{self.prog}: {message}; `{self.prog} --help` tells more", file=sys.stderr)
+        tell(f"{self.prog}: {message}; `{self.prog} --help` tells more")
         raise SystemExit(2)
 
 
 # ---------------------------------------------------------------------------------------------------------------- types
 
 
-def path(text: str) -> Path:
-    """A path; an empty one, such as that of an unset variable, would mean the current folder."""
+def word(text: str) -> str:
+    """A name; an empty one, such as that of an unset variable, would mean the default."""
     if not text:
-        raise argparse.ArgumentTypeError("expected a path, got an empty text: is a variable unset?")
-    return Path(text)
+        raise argparse.ArgumentTypeError("expected a name, got an empty text: is a variable unset?")
+    return text
+
+
+def path(text: str) -> Path:
+    """A path; an empty one would mean the current folder."""
+    return Path(word(text))
 
 
 def size(text: str) -> tuple[int, int]:
@@ -151,7 +168,9 @@ def runtime(command: Parser) -> None:
 
 def device(command: Parser) -> None:
     """Where it executes."""
-    command.add_argument("--device", metavar="DEVICE", help="cpu, cuda or cuda:1; default: the runtime's usual one")
+    command.add_argument(
+        "--device", type=word, metavar="DEVICE", help="cpu, cuda or cuda:1; default: the runtime's usual one"
+    )
 
 
 def images(command: Parser, default: str) -> None:
@@ -173,11 +192,12 @@ def dataset(command: Parser, required: bool, slices: bool = True) -> None:
     )
     command.add_argument(
         "--dataset",
+        type=word,
         help="its name, or folder for labelled photos of your own with a classes.json; default: the bundle's",
     )
-    command.add_argument("--split", help="default: the split its results are published on")
+    command.add_argument("--split", type=word, help="default: the split its results are published on")
     if slices:
-        command.add_argument("--slice", help=_SLICE)
+        command.add_argument("--slice", type=word, help=_SLICE)
 
 
 def thresholds(command: Parser) -> None:
@@ -207,7 +227,7 @@ def settings(command: Parser) -> None:
     command.add_argument("checkpoint", type=path, metavar="CHECKPOINT", help="a file, its folder, or that of its parts")
     command.add_argument("-o", "--output", type=path, required=True, metavar="BUNDLE", help="folder to write")
     command.add_argument(
-        "--recipe", help="recipe by name (see list) or TOML file; default: the checkpoint's variant.yml"
+        "--recipe", type=word, help="recipe by name (see list) or TOML file; default: the checkpoint's variant.yml"
     )
     command.add_argument(
         "--image-size",
@@ -220,7 +240,9 @@ def settings(command: Parser) -> None:
     tail.add_argument("--labels", action="store_true", help="output label maps only: fastest")
     command.add_argument("--precision", choices=("fp32", "fp16"), help="of weights and tokens; default: the recipe's")
     command.add_argument("--max-batch", type=positive, help="largest batch the bundle takes; default: the recipe's")
-    command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any setting of the recipe")
+    command.add_argument(
+        "--set", type=word, action="append", default=[], metavar="KEY=VALUE", help="any setting of the recipe"
+    )
     group = command.add_argument_group("merging, instead of the recipe's; what a run may still change")
     group.add_argument("--tau", type=finite, help="CLAP's threshold: the lower, the more merges; above 1 nothing does")
     group.add_argument("--gbm", type=finite, help="GBM's multiplier of the deviation, or its threshold")
@@ -245,7 +267,8 @@ def given_settings(options: argparse.Namespace) -> dict[str, Any]:
     """Recipe settings from the flags of `settings`.
 
     Raises:
-        RecipeError: --dense beside a threshold, an unknown setting, or a value that does not fit.
+        RecipeError: --dense beside a threshold, a setting by a flag and by --set, an unknown one, or a value that does
+            not fit.
     """
     given = {key: value for flag, key in _SETTINGS.items() if (value := getattr(options, flag)) is not None}
     if options.scores or options.labels:
@@ -254,12 +277,25 @@ def given_settings(options: argparse.Namespace) -> dict[str, Any]:
         if options.tau is not None or options.gbm is not None:
             raise RecipeError("expected --dense without --tau and --gbm: a network without merges reads no threshold")
         given |= _WITHOUT_MERGES
-    return given | dict(map(setting, options.set))
+    asked = dict(map(setting, options.set))
+    if twice := sorted(given.keys() & asked.keys()):
+        raise RecipeError(f"expected {twice[0]} once, got it by a flag and by --set: leave one out")
+    return given | asked
 
 
 def given_thresholds(options: argparse.Namespace) -> dict[str, Any]:
     """The arguments `tau`, `gbm` and `dense` of the Python functions, from the flags of `thresholds`."""
     return {"tau": options.tau, "gbm": options.gbm, "dense": options.dense}
+
+
+def check_data(options: argparse.Namespace) -> None:
+    """DatasetError where there are flags about a data set and none that names it: they would say nothing."""
+    flags = ("dataset", "split", "slice", "limit")
+    given = [flag for flag in flags if getattr(options, flag, None) is not None]
+    if options.data is None and given:
+        raise DatasetError(
+            f"expected --data with --{given[0]}, got no data set: name its folder, or leave the flag out"
+        )
 
 
 def runtime_of(options: argparse.Namespace, bundle: Bundle | None = None) -> str:

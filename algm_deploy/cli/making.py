@@ -106,7 +106,7 @@ def _engine_flags(command: arguments.Parser) -> None:
     group.add_argument("--hardware-compatible", action="store_true", help="tensorrt only: runs on later GPUs too")
     group.add_argument(
         "--compute-capabilities",
-        type=arguments.several(str),
+        type=arguments.several(arguments.word),
         metavar="CC,CC",
         help="tensorrt-rtx only: GPUs to build for, such as 8.6,8.9",
     )
@@ -189,6 +189,7 @@ def deploy(options: argparse.Namespace) -> int:
     from algm_deploy.pictures.sources import find_images
 
     # What is wrong is told before the work, not after it.
+    arguments.check_data(options)
     runtime = arguments.runtime_of(options)
     require_runtime(runtime)
     _given_engine_options(runtime, options)

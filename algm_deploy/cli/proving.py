@@ -92,6 +92,7 @@ def evaluated(bundle: Bundle, runtime: str, options: argparse.Namespace, thresho
     """Evaluates and prints; returns what is wrong with the figures, nothing where all images are in them."""
     from algm_deploy.deployment import evaluate
     from algm_deploy.report.tables import quality_table, text_table
+    from algm_deploy.wording import first_few
 
     dataset = dataset_of(bundle, options)
     record = evaluate(bundle, dataset, runtime, limit=options.limit, **thresholds, progress=not options.quiet)
@@ -101,6 +102,9 @@ def evaluated(bundle: Bundle, runtime: str, options: argparse.Namespace, thresho
         say(text_table(*quality_table(record)))
     for name, reason in record.failures.items():
         note(options, f"not evaluated: {name}: {reason}")
+    if record.unlabelled:
+        names = first_few(record.unlabelled, 10, ", ")
+        note(options, f"no labelled pixel, so in the figures of tokens alone: {names}")
     if not record.failures:
         return ""
     return (
@@ -198,7 +202,7 @@ def compare_flags(command: arguments.Parser) -> None:
     )
     command.add_argument(
         "--runtimes",
-        type=arguments.several(str),
+        type=arguments.several(arguments.word),
         metavar="A[,B]",
         help="what executes the first and the second; one name stands for both; default: torch and the best one here",
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from algm_deploy.cli import arguments
-from algm_deploy.cli.saying import say
+from algm_deploy.cli.saying import say, tell
 from algm_deploy.errors import GateError, PlanError, RecipeError
 
 if TYPE_CHECKING:
@@ -66,12 +65,17 @@ def _data_flags(command: arguments.Parser, required: bool = True, slices: bool =
 
 def _search_flags(command: arguments.Parser) -> None:
     _data_flags(command)
-    command.add_argument("--held-out", help="split to report on; default: the second half of each slice is kept back")
+    command.add_argument(
+        "--held-out",
+        type=arguments.word,
+        help="split to report on; default: the second half of each slice is kept back",
+    )
     command.add_argument(
         "--held-out-limit", type=arguments.positive, metavar="LIMIT", help="of --held-out; default: as --limit"
     )
     command.add_argument(
         "--reference",
+        type=arguments.word,
         help="whose mIoU to keep: dense (default), clap (the same without GBM), a number in percent, or another "
         "bundle, without merging",
     )
@@ -81,6 +85,7 @@ def _search_flags(command: arguments.Parser) -> None:
     command.add_argument("--tau", type=arguments.finite, help="CLAP's threshold instead of the bundle's")
     command.add_argument(
         "--variant",
+        type=arguments.word,
         action="append",
         default=[],
         metavar="KEY=VALUE",
@@ -144,6 +149,7 @@ def tune_rule(options: argparse.Namespace) -> int:
     bundle = _opened(options, ".toml")
     if bool(options.images) == bool(options.data):
         raise RecipeError("expected either --images with photos or --data with a data set")
+    arguments.check_data(options)
     layers = (1,) if options.layers == "first" else tuple(range(1, bundle.recipe.network.encoder_depth + 1))
     found = tune_by_rule(bundle, _dataset(bundle, options) if options.data else find_images(options.images), layers)
     return _kept(bundle, found, options, replace(bundle.recipe.merging, clap_threshold=round(found.clap_threshold, 4)))
@@ -221,6 +227,8 @@ def _trial(bundle: Bundle, options: argparse.Namespace, in_process: bool) -> Tri
     if "target" in AIMS[aim] and options.target is None:
         raise RecipeError(f"expected --target with --aim {aim}: multiply-adds of a window in 10^9, or img/s")
     evaluate = _told(PlanEvaluator(bundle, variant) if in_process else _on_runtime(bundle, options.runtime), plan)
+    if options.held_out is None and options.held_out_limit is not None:
+        raise RecipeError("expected --held-out with --held-out-limit, got no split of its own: use --limit for both")
     tuning = _dataset(bundle, options)
     if options.held_out is None:
         tuning, held_out = halves(tuning)
@@ -319,8 +327,7 @@ def _told(evaluate: Evaluate, base: MergePlan) -> Evaluate:
         found = evaluate(plan, dataset)
         gmacs = found.gmacs_per_window_mean if plan.layers else None
         cost = "" if gmacs is None else f", {gmacs:.2f} GMACs per window"
-        told = f"{dataset.title}, {plan_name(plan, base)}: mIoU {miou_of(found):.2f} %{cost}"
-        print(told, file=sys.stderr, flush=True)
+        tell(f"{dataset.title}, {plan_name(plan, base)}: mIoU {miou_of(found):.2f} %{cost}")
         return found
 
     return once
@@ -382,6 +389,7 @@ def _kept(
     if plan and reached and not getattr(options, "variant", None):
         comments = (f"By algm-deploy tune: {found.title}.", *tuning_page(found).lines)
         with write_atomically(options.output) as path:
-            path.write_text(recipe_toml(replace(bundle.recipe, merging=plan), comments), encoding="utf-8")
+            text = recipe_toml(replace(bundle.recipe, merging=plan), comments)
+            path.write_bytes(text.encode("utf-8", "backslashreplace"))  # slices are called as files are
         say(str(options.output))
     return 0 if reached else GateError.exit_code

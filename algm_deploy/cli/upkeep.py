@@ -48,7 +48,11 @@ def doctor(options: argparse.Namespace) -> int:
 def native_flags(command: arguments.Parser) -> None:
     """Flags of build-native."""
     command.add_argument(
-        "libraries", nargs="*", metavar="LIBRARY", help="kernels (for PyTorch), trt_plugin, ort_custom_op; default: all"
+        "libraries",
+        type=arguments.word,
+        nargs="*",
+        metavar="LIBRARY",
+        help="kernels (for PyTorch), trt_plugin, ort_custom_op; default: all",
     )
     command.add_argument(
         "--architectures",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from algm_deploy.cli import arguments, proving
-from algm_deploy.cli.saying import say
+from algm_deploy.cli.saying import output, say
 from algm_deploy.errors import ImageError
 
 
@@ -53,16 +54,18 @@ def predict(options: argparse.Namespace) -> int:
             except ImageError as error:
                 failures.append(str(error))
                 continue
-            for path in written:
-                tqdm.write(str(path))
-    if failures:
-        listed = "\n  ".join(failures) if len(sources) > 1 else failures[0]
-        raise ImageError(
-            f"{len(failures)} of {len(sources)} files could not be predicted:\n  {listed}"
-            if len(sources) > 1
-            else listed
-        )
+            with output():
+                for path in written:
+                    tqdm.write(str(path))
+    _check_all_done(failures, len(sources), "predicted")
     return 0
+
+
+def _check_all_done(failures: Sequence[str], files: int, done: str) -> None:
+    """ImageError about the files that failed, when the others are done."""
+    if failures:
+        listed = "\n  ".join((f"{len(failures)} of {files} files could not be {done}:", *failures))
+        raise ImageError(failures[0] if files == 1 else listed)
 
 
 def report_flags(command: arguments.Parser) -> None:
@@ -89,6 +92,7 @@ def report(options: argparse.Namespace) -> int:
     from algm_deploy.report.gallery import Photo, draw_gallery, labelled_photos
     from algm_deploy.report.page import write_report
 
+    arguments.check_data(options)
     bundles = [Bundle.open(path) for path in (options.bundle, *options.beside)]
     photos = [Photo(path.name, path) for path in find_images(options.images)] if options.images else []
     if options.data:
@@ -96,5 +100,6 @@ def report(options: argparse.Namespace) -> int:
     gallery = None
     if photos:
         gallery = draw_gallery(bundles[0], arguments.runtime_of(options, bundles[0]), photos, not options.quiet)
-    say(str(write_report(bundles, options.output, gallery)))
+    say(str(write_report(bundles, options.output, gallery if gallery and gallery.examples else None)))
+    _check_all_done(gallery.failures if gallery else (), len(photos), "drawn")
     return 0

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from algm_deploy.environment import Device, environment, nvidia_smi
-from algm_deploy.native_libraries import LIBRARIES, find_library, missing_for
+from algm_deploy.native_libraries import LIBRARIES, compiles_at_first_use, find_library, missing_for, wheel_refused
 from algm_deploy.runners.registry import RUNTIMES
 
 MODULES = tuple(dict.fromkeys(row.module for row in RUNTIMES.values()))
@@ -49,7 +49,7 @@ class Module:
 
 @dataclass(frozen=True)
 class Library:
-    """A native library: where it was built, and what building it here lacks."""
+    """A native library: where it is, of the wheel or compiled here, and what compiling it here lacks."""
 
     path: str | None
     lacks: tuple[str, ...] = ()
@@ -60,7 +60,8 @@ class Machine:
     """What was found. `modules` by import name, `libraries` by the name `build-native` takes.
 
     `nvidia_card`: the bus shows an NVIDIA graphics device. `visible_devices`: the variable CUDA_VISIBLE_DEVICES, if
-    set. `requirements`: those of the package that are missing or too old.
+    set. `requirements`: those of the package that are missing or too old. `wheel_refused`: why the installed wheel of
+    native libraries is left alone. `compiles`: the first use on a GPU may compile what is missing.
     """
 
     python: str
@@ -74,6 +75,8 @@ class Machine:
     modules: dict[str, Module]
     libraries: dict[str, Library]
     requirements: tuple[str, ...] = ()
+    wheel_refused: str | None = None
+    compiles: bool = True
 
 
 def examine() -> Machine:
@@ -95,6 +98,8 @@ def examine() -> Machine:
         modules=modules,
         libraries=libraries,
         requirements=unmet_requirements(),
+        wheel_refused=wheel_refused(),
+        compiles=compiles_at_first_use(),
     )
 
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from algm_deploy.doctor.probes import Machine, examine, numbers
-from algm_deploy.native_libraries import REBUILD
+from algm_deploy.doctor.probes import Library, Machine, examine, numbers
+from algm_deploy.native_libraries import LIBRARIES, WHEEL, absence
 from algm_deploy.runners.registry import RUNTIMES, Runtime, row_of
 
 Step = Literal["build", "execute"]
@@ -91,7 +91,8 @@ def _facts(machine: Machine) -> Iterable[tuple[str, str]]:
         yield f"module {name}", listed or "not installed"
     for name, library in machine.libraries.items():
         needs = f", needs {', '.join(lack.split(' (')[0] for lack in library.lacks)}" if library.lacks else ""
-        yield f"library {name}", library.path or f"not built{needs}"
+        later = ", compiled when it is first used" if _compiled_on_use(machine, library) else ""
+        yield f"library {name}", library.path or f"not built{needs}{later}"
 
 
 def _general_problems(machine: Machine) -> Iterable[tuple[str, Problem]]:
@@ -101,6 +102,8 @@ def _general_problems(machine: Machine) -> Iterable[tuple[str, Problem]]:
             "requirements",
             Problem(f"missing or too old: {', '.join(machine.requirements)}", f"pip install -U {listed}"),
         )
+    if machine.wheel_refused:
+        yield "native libraries", Problem(machine.wheel_refused, WHEEL)
     if problem := _two_onnxruntimes(machine):
         yield "onnxruntime", problem
     torch = machine.modules["torch"]
@@ -113,11 +116,14 @@ def _general_problems(machine: Machine) -> Iterable[tuple[str, Problem]]:
             ),
         )
     if machine.gpus and torch.facts.get("cuda") and (problem := _missing(machine, "kernels")):
-        yield "torch", Problem(f"{problem.found}: merging runs in PyTorch's operators, slower", problem.cure)
+        yield "torch", _slower(problem, "kernels", gpu=True)
     if machine.modules["onnxruntime"].packages and (problem := _missing(machine, "ort_custom_op")):
-        # On a CPU the library serves label maps alone: merging is as fast without it.
-        steps = "merging and label maps run" if machine.gpus else "label maps run"
-        yield "onnxruntime", Problem(f"{problem.found}: {steps} in standard operators, slower", problem.cure)
+        yield "onnxruntime", _slower(problem, "ort_custom_op", gpu=bool(machine.gpus))
+
+
+def _slower(problem: Problem, library: str, gpu: bool) -> Problem:
+    """What does without a library says what that costs."""
+    return Problem(f"{problem.found}: {LIBRARIES[library].instead[0 if gpu else 1]}", problem.cure)
 
 
 def _two_onnxruntimes(machine: Machine) -> Problem | None:
@@ -245,14 +251,15 @@ def _libraries(machine: Machine, row: Runtime) -> Problem | None:
 
 
 def _missing(machine: Machine, name: str) -> Problem | None:
-    """A native library that is not built."""
+    """A native library that is neither here nor compiled when it is first used."""
     library = machine.libraries[name]
-    if library.path is not None:
+    if library.path is not None or _compiled_on_use(machine, library):
         return None
-    if not library.lacks:
-        return Problem(f"the library {name} is not built", f"{REBUILD} {name}")
-    lack, _, ways = library.lacks[0].partition(" (")
-    return Problem(f"the library {name} is not built, which needs {lack}", ways.removesuffix(")"))
+    return Problem(*absence(name, library.lacks))
+
+
+def _compiled_on_use(machine: Machine, library: Library) -> bool:
+    return machine.compiles and bool(machine.gpus) and library.path is None and not library.lacks
 
 
 def _success(machine: Machine, row: Runtime, step: Step) -> str:

@@ -20,14 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from algm_deploy.errors import DatasetError
-from algm_deploy.pictures.preprocessing import read_indices
+from algm_deploy.pictures.preprocessing import orientation_of, read_indices, read_photo
+from algm_deploy.pictures.sources import IMAGE_SUFFIXES, files_below
 from algm_deploy.recipe.schema import Color
 from algm_deploy.wording import dataset_title
 
 IGNORE = 255
 """Label of pixels that count for nothing, in every data set after its mapping."""
 
-PHOTO_ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff")
 _NOT_A_LABEL = -1
 
 
@@ -77,10 +77,46 @@ class Dataset:
             )
         return labels.astype(np.uint8)
 
+    def read(self, sample: Sample) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+        """A photo (H, W, 3) RGB, upright, and the class index of each of its pixels (H, W) as `labels_of` has them.
+
+        Raises:
+            ImageError: a file cannot be read.
+            DatasetError: as `labels_of`; or the labels are of another size, or of the photo before its EXIF orientation
+                turned it, or it cannot be told whether they are.
+        """
+        photo, labels = read_photo(sample.image_path), self.labels_of(sample)
+        _check_alignment(sample, photo.shape[:2], labels.shape)
+        return photo, labels
+
     def subset(self, count: int) -> Dataset:
         """The same data set with at most `count` samples, evenly spread over the sorted names so that slices stay."""
         picked = np.unique(np.linspace(0, len(self.samples) - 1, min(count, len(self.samples))).round().astype(int))
         return replace(self, samples=tuple(self.samples[index] for index in picked))
+
+
+def _check_alignment(sample: Sample, upright: tuple[int, ...], labels: tuple[int, ...]) -> None:
+    """Whether labels of this height and width lie on the pixels of an upright photo of that one.
+
+    Some tools draw labels on the photo as it is stored, others on it as EXIF turns it. The published evaluation turns
+    photos and not labels, so it is right for the second kind alone. Where the orientation exchanges the sides of a
+    photo that is not square, its size tells the kind.
+    """
+    orientation = orientation_of(sample.image_path)
+    turned = orientation > 1 and orientation_of(sample.label_path) == 1
+    stored = upright[::-1] if orientation > 4 else upright
+    if labels == upright and (stored != upright or not turned):
+        return
+    if not turned or labels not in (upright, stored):
+        raise DatasetError(
+            f"{sample.label_path}: expected the photo's height and width {upright}, got {labels}: the files do not "
+            "belong together"
+        )
+    kind = "are those of the pixels before that" if labels != upright else "may be those of the pixels before that"
+    raise DatasetError(
+        f"{sample.label_path}: expected labels of the upright photo, which its EXIF orientation {orientation} turns, "
+        f"got some of {labels} that {kind}: save the photo without the orientation, turned as its labels are"
+    )
 
 
 @dataclass(frozen=True)
@@ -205,7 +241,7 @@ def _folder_spec(root: Path, split: str | None) -> Spec:
     classes = read_classes(root / "classes.json")
     lookup = _lookup({index: index for index in range(len(classes.names))}, ignored=(classes.ignore_label,))
     layouts = tuple(
-        Layout("images/{split}", PHOTO_ENDINGS, f"{labels}/{{split}}", ".png", lookup)
+        Layout("images/{split}", IMAGE_SUFFIXES, f"{labels}/{{split}}", ".png", lookup)
         for labels in ("annotations", "labels")
     )
     return Spec(classes, {split or "all": split or "."}, layouts)
@@ -234,9 +270,9 @@ def _photos(base: Path, layout: Layout, split: str) -> dict[str, Path]:
         names = listing.read_text().split() if listing.is_file() else []
         return {name: folder / (name + layout.image_endings[0]) for name in names}
     photos: dict[str, Path] = {}
-    for path in sorted(folder.rglob("*")):
+    for path in files_below(folder) if folder.is_dir() else ():
         ending = next((end for end in layout.image_endings if path.name.lower().endswith(end.lower())), None)
-        if ending is not None and path.is_file():
+        if ending is not None:
             name = PurePosixPath(path.relative_to(folder)).as_posix()[: -len(ending)]
             if name in photos:
                 raise DatasetError(f"{path} and {photos[name].name} share one name and so one label file: rename one")
@@ -271,6 +307,8 @@ def _listing(folder: Path, limit: int = 8) -> str:
 
 
 def _slicer(slice_by: str) -> Callable[[str], str]:
+    if not slice_by:
+        raise DatasetError("expected 'folder', FILE.csv:COLUMN or a regular expression for slices, got an empty text")
     if slice_by == "folder":
         return _parent_folder
     file, _, column = slice_by.rpartition(":")

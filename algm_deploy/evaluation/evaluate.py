@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,9 +29,11 @@ from algm_deploy.evaluation.metrics import Agreement, Confusion, agreement, conf
 from algm_deploy.pictures.preprocessing import preprocessing_fingerprint, read_photo
 from algm_deploy.pictures.sliding import Prediction, ScoresOf, predict_labels
 from algm_deploy.recipe.schema import DENSE, MergePlan, Protocol, Recipe
+from algm_deploy.wording import first_few
 
-STATE_VERSION = 2
+STATE_VERSION = 3
 HISTOGRAM_BINS = 32
+_LOG = logging.getLogger("algm_deploy")
 Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
 
 
@@ -108,6 +111,7 @@ def evaluate(
     unlabelled = tuple(result.name for result in done if not result.cells)
     if len(unlabelled) == len(done):
         raise DatasetError(_nothing_evaluated(dataset, failures, unlabelled))
+    _tell_masks(dataset, done)
     return Evaluation(
         runtime=runtime,
         device=device,
@@ -228,12 +232,7 @@ def _files_sha256(sample: Sample) -> str:
 def _measured(
     sample: Sample, files: str, dataset: Dataset, scores_of: ScoresOf, recipe: Recipe, window_batch: int
 ) -> ImageResult:
-    photo, labels = read_photo(sample.image_path), dataset.labels_of(sample)
-    if labels.shape != photo.shape[:2]:
-        raise DatasetError(
-            f"{sample.label_path}: expected the photo's height and width {photo.shape[:2]}, got {labels.shape}: "
-            "the files do not belong together"
-        )
+    photo, labels = dataset.read(sample)
     prediction = predict_labels(photo, scores_of, recipe.protocol, window_batch)
     _check_tokens(prediction, recipe.merging)
     counts = confusion_matrix(labels, prediction.labels, len(dataset.class_names), IGNORE).ravel()
@@ -249,11 +248,22 @@ def _measured(
 
 def _nothing_evaluated(dataset: Dataset, failures: Mapping[str, str], unlabelled: Sequence[str]) -> str:
     reasons = [*failures.values(), *(f"{name}: no pixel has a label" for name in unlabelled)]
-    more = [f"{len(reasons) - 3} more"] if len(reasons) > 3 else []
     return (
         f"{dataset.title}: expected images with labels, none of {len(reasons)} can be evaluated "
-        f"({'; '.join([*reasons[:3], *more])}): mend these files and run it again"
+        f"({first_few(reasons)}): mend these files and run it again"
     )
+
+
+def _tell_masks(dataset: Dataset, results: Iterable[ImageResult]) -> None:
+    """Says it where labels look like masks of a foreground: they hold no class but the first, or the first two."""
+    names = dataset.class_names
+    present = np.flatnonzero(_summed(results, len(names)).sum(axis=1))
+    if len(names) > 2 and present.max() < 2:
+        _LOG.warning(
+            "%s: expected labels of %d classes, got %s alone: if they are masks of a foreground, with 0 and 255 or 0 "
+            "and 1 as values, these figures mean nothing",
+            *(dataset.title, len(names), " and ".join(names[index] for index in present)),
+        )
 
 
 def _check_tokens(prediction: Prediction, plan: MergePlan) -> None:

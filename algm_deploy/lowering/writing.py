@@ -34,14 +34,15 @@ def write_bundle(checkpoint: Checkpoint, recipe: Recipe, target: Path, preproces
 
     Raises:
         CheckpointError: the weights do not fit the recipe's network.
+        BundleError: nothing can be written there.
         ExportError: the network cannot be written as ONNX, or the precision has no portable ONNX.
     """
     if recipe.precision == "bf16":
         raise ExportError("portable ONNX has no bf16 that runtimes agree on: export fp32 or fp16")
-    weights = state_dict_for(recipe.network, checkpoint)
-    source = {file.name: sha256_of(file) for file in checkpoint.files}
-    model = network_module(recipe.network, weights.state_dict, DTYPES[recipe.precision])
-    with BundleWriter(target, recipe) as writer:
+    with BundleWriter(target, recipe) as writer:  # first of all: a place that takes no bundle is told before the work
+        weights = state_dict_for(recipe.network, checkpoint)
+        source = {file.name: sha256_of(file) for file in checkpoint.files}
+        model = network_module(recipe.network, weights.state_dict, DTYPES[recipe.precision])
         write_network(writer, model, deployed(model, recipe), source)
         writer.describe(
             unused_checkpoint_keys=weights.unused,

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from algm_deploy.bundle.files import WEIGHTS
+from algm_deploy.bundle.files import WEIGHTS, reading_errors
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BundleError, ExportError
 from algm_deploy.models.vit import VitNetwork
@@ -66,7 +66,8 @@ def load_network(bundle: Bundle, dtype: torch.dtype | None = None) -> VitNetwork
     """
     path = bundle.file(WEIGHTS)
     try:
-        weights = load_file(path)
+        with reading_errors(path):
+            weights = load_file(path)
     except SafetensorError as error:
         raise BundleError(f"{path}: expected weights as safetensors ({error}): export the bundle again") from error
     expected = parameter_shapes(bundle.recipe.network)

@@ -2,6 +2,9 @@
 
 A merge is described by `row` (B, S) int64: for every input row the output row it joins, -1 for rows that vanish
 (padding). Everything else - values, sizes, composed maps, gradients - follows from it.
+
+Means follow IEEE arithmetic in every implementation: with an infinite member the mean is infinite, with two of opposite
+sign or a NaN it is NaN, and no other row is touched.
 """
 
 from __future__ import annotations
@@ -29,6 +32,24 @@ def product(a: Tensor, b: Tensor) -> Tensor:
         return a @ b
 
 
+def existing_rows(length: Tensor, rows: int, prefix: int) -> Tensor:
+    """How many of `rows` rows exist where a length (B) may be any int64; prefix rows always do."""
+    return length.clamp(prefix, rows)
+
+
+def member_sums(share: Tensor, x: Tensor) -> Tensor:
+    """The product share (B, R, S) @ x (B, S, D), shares not negative. A value that is not finite reaches only the rows
+    it has a share in, where zero times infinity would make NaN of all others."""
+    finite = x.isfinite()
+    if bool(finite.all()):
+        return product(share, x)
+    sums = product(share, torch.where(finite, x, 0))
+    for sign in (1, -1):
+        infinite = ~finite & ~(sign * x < 0)  # a NaN is both
+        sums = sums + torch.where(product(share, infinite.to(share.dtype)) > 0, sign * torch.inf, 0.0)
+    return sums
+
+
 def merge_rows(tokens: Tensor, weight: Tensor, row: Tensor, rows_out: int) -> Tensor:
     """Weighted mean of the input rows that share an output row.
 
@@ -45,7 +66,7 @@ def merge_rows(tokens: Tensor, weight: Tensor, row: Tensor, rows_out: int) -> Te
     member = torch.arange(rows_out, device=row.device)[:, None] == row[:, None, :]
     share = member * weight[:, None, :].to(wide(tokens).dtype)
     total = share.sum(-1, keepdim=True)
-    mean = product(share, wide(tokens)) / torch.where(total > 0, total, 1)
+    mean = member_sums(share, wide(tokens)) / torch.where(total > 0, total, 1)
     return mean.to(tokens.dtype)
 
 
@@ -105,11 +126,12 @@ def merge_rows_reference(
     batch, _, width = tokens.shape
     sums = np.zeros((batch, rows_out, width))
     weights, sizes = np.zeros((batch, rows_out)), np.zeros((batch, rows_out))
-    for b, i in np.ndindex(*row.shape):
-        if (out := row[b, i]) >= 0:
-            weight = float(size[b, i]) if weighted else 1.0
-            sums[b, out] += weight * tokens[b, i].astype(np.float64)
-            weights[b, out] += weight
-            sizes[b, out] += size[b, i]
-    mean = sums / np.where(weights > 0, weights, 1)[..., None]
-    return mean.astype(tokens.dtype), sizes.astype(np.float32)
+    with np.errstate(invalid="ignore", over="ignore"):  # infinities of opposite sign; means beyond the 16-bit types
+        for b, i in np.ndindex(*row.shape):
+            if (out := row[b, i]) >= 0:
+                weight = float(size[b, i]) if weighted else 1.0
+                sums[b, out] += weight * tokens[b, i].astype(np.float64)
+                weights[b, out] += weight
+                sizes[b, out] += size[b, i]
+        mean = sums / np.where(weights > 0, weights, 1)[..., None]
+        return mean.astype(tokens.dtype), sizes.astype(np.float32)

@@ -3,7 +3,8 @@
     attention(qkv (B,S,3D), length (B) int64 or none) -> (B,S,D)
 
 Attributes: `heads` H, `scale`. A row of `qkv` is laid out [query | key | value], each [head][D / H]. Keys at and behind
-`length` are never attended to, whatever they hold; the result of queries there is unspecified. fp32, fp16 or bf16.
+`length`, any int64, are never attended to, whatever they hold; the result of queries there is unspecified. fp32, fp16
+or bf16.
 
 An opaque operator on purpose: a visible mask would let the exporter specialise on the token count.
 """
@@ -129,6 +130,7 @@ def reference(qkv: np.ndarray, length: np.ndarray | None, *, heads: int, scale: 
     images, rows, width = qkv.shape
     out = np.zeros((images, rows, width // 3), qkv.dtype)
     for b in range(images):
-        valid = rows if length is None else int(length[b])
-        out[b, :valid] = attention_reference(qkv[b, :valid], 1.0, heads, scale)
+        valid = rows if length is None else min(max(int(length[b]), 0), rows)
+        if valid:
+            out[b, :valid] = attention_reference(qkv[b, :valid], 1.0, heads, scale)
     return out

@@ -103,6 +103,18 @@ class Body:
         """True values of each image: (B, 1) int64."""
         return self("ReduceSum", self.int64(flags), [1], keepdims=1)
 
+    def member_sums(self, share: Value, x: Value) -> Value:
+        """MatMul of share (B, R, S), not negative, and x (B, S, D), fp32. A value that is not finite reaches only the
+        rows it has a share in, where zero times infinity would make NaN of all others."""
+        finite = self("Less", self("Abs", x), np.inf)
+        beyond = [self("Not", self("Or", finite, self(sign, x, 0.0))) for sign in ("Less", "Greater")]  # a NaN is both
+        parts = self("Concat", self("Where", finite, x, 0.0), *map(self.fp32, beyond), axis=2)
+        sums, *there = self.several(3, "Split", self("MatMul", share, parts), axis=2, num_outputs=3)
+        up, down = (
+            self("Where", self("Greater", t, 0.0), i, 0.0) for t, i in zip(there, (np.inf, -np.inf), strict=True)
+        )
+        return self("Add", sums, self("Add", up, down))
+
     def inverse(self, permutation: Value) -> Value:
         """Inverse (B, R) of a permutation a row."""
         shape = self("Shape", permutation)

@@ -11,6 +11,9 @@ length int64. Output rows are [prefix | merged windows | unmerged patches by ras
 `map` holds for every patch its output row, prefix counted; `length` counts the valid rows of each image, prefix
 included.
 
+A token's value is the mean of its members, weighted by size. With an infinite member it is infinite, with two of
+opposite sign or a NaN it is NaN, and no other token is touched.
+
 Windows start at the top left; patches right of and below the last whole window stay unmerged.
 
 semantics  `code`: merge at similarity >= threshold, as the published program. `paper`: strictly above.
@@ -197,10 +200,11 @@ def onnx_body(body: Body, attributes: Mapping[str, Any], tokens: Value, size: Va
 def reference_similarity(tokens: np.ndarray, grid: tuple[int, int], window: tuple[int, int], prefix: int) -> np.ndarray:
     """Window similarities (B, W) in fp64, rounded once to fp32."""
     x = tokens[:, prefix:].astype(np.float64)
-    x = x / np.maximum(np.linalg.norm(x, axis=-1, keepdims=True), NORM_EPS)
-    x = x[:, window_members(grid, window)]
-    k = x.shape[2]
-    gram = np.einsum("bwid,bwjd->bwij", x, x)
+    with np.errstate(invalid="ignore"):
+        x = x / np.maximum(np.linalg.norm(x, axis=-1, keepdims=True), NORM_EPS)
+        x = x[:, window_members(grid, window)]
+        k = x.shape[2]
+        gram = np.einsum("bwid,bwjd->bwij", x, x)
     gram[..., np.arange(k), np.arange(k)] = 0
     mean: np.ndarray = gram.sum((-1, -2)) / (k * (k - 1))
     return mean.astype(np.float32)

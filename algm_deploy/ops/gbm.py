@@ -6,9 +6,9 @@ similar enough.
     gbm(tokens (B,S,D), size (B,S), map (B,N), length (B), threshold ())
         -> tokens (B,S'',D), size (B,S''), map (B,N), length (B)
 
-Attributes: `prefix` P, `mode`, `divisor`, `semantics`, `batch`. Dtypes as for CLAP. Rows at and behind `length` do
-not exist. Output rows are [prefix | A rows that stay, ascending | all B rows, ascending | zero padding of size 0];
-`map` is composed: for every patch its row in the new sequence.
+Attributes: `prefix` P, `mode`, `divisor`, `semantics`, `batch`. Dtypes and means as for CLAP. Rows at and behind
+`length`, any int64, do not exist, those of the prefix apart. Output rows are [prefix | A rows that stay, ascending |
+all B rows, ascending | zero padding of size 0]; `map` is composed: for every patch its row in the new sequence.
 
 mode       `adaptive`: a row joins at similarity >= mean + threshold * std / divisor, mean and unbiased standard
            deviation over the best similarities of the image's A rows; the published code sets threshold 1 and divisor
@@ -18,7 +18,7 @@ semantics  `code`: A are the even rows of the sequence, prefix counted, `>=`, si
 batch      `per_image`: each image decides alone. `batch_min`: mean and deviation are averaged over the batch, and all
            images merge as many rows as the image with the fewest, each its most similar ones.
 Statistics are fp64, the threshold is rounded to fp32 once. With fewer than two A rows the deviation is undefined and
-nothing merges. Ties go to the lower row.
+nothing merges. Ties go to the lower row, and a similarity that is NaN never wins.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from torch import Tensor
 
 from algm_deploy.ops._rows import (
     NORM_EPS,
+    existing_rows,
     merge_rows,
     merge_rows_reference,
     product,
@@ -60,7 +61,7 @@ def row_weights(size: Tensor, semantics: str) -> Tensor:
 
 
 def gbm_scores(tokens: Tensor, length: Tensor, prefix: int, semantics: str) -> tuple[Tensor, Tensor]:
-    """Cosines (B, |A|, |B|) fp32 of A and B rows, -inf for B that may not be joined; and which A may merge."""
+    """Cosines (B, |A|, |B|) fp32 of A and B rows, -inf for B that may not be joined and for NaN; which A may merge."""
     first = first_source(semantics, prefix)
     x = wide(tokens)
     norm = x.norm(dim=-1, keepdim=True).clamp(min=NORM_EPS)
@@ -70,7 +71,8 @@ def gbm_scores(tokens: Tensor, length: Tensor, prefix: int, semantics: str) -> t
     allowed = (rows >= prefix) & (rows < length[:, None])
     # 16-bit values are multiplied as they are, as tensor cores would, and scaled afterwards.
     scores = product(x[:, first::2], x[:, first + 1 :: 2].mT) / norm[:, first::2] / norm[:, first + 1 :: 2].mT
-    return torch.where(allowed[:, None, first + 1 :: 2], scores.float(), -torch.inf), allowed[:, first::2]
+    joinable = allowed[:, None, first + 1 :: 2] & (scores < torch.inf)  # which NaN is not
+    return torch.where(joinable, scores.float(), -torch.inf), allowed[:, first::2]
 
 
 def gbm_similarity(tokens: Tensor, length: Tensor, prefix: int, semantics: str) -> tuple[Tensor, Tensor]:
@@ -143,6 +145,7 @@ def gbm(
     batch: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Global bipartite merging: tokens join the most similar token of the other half."""
+    length = existing_rows(length, tokens.shape[1], prefix)
     best, match = gbm_similarity(tokens, length, prefix, semantics)
     merged = gbm_decisions(best, gbm_threshold(best, threshold, mode, divisor, batch), semantics, batch)
     row, length_out = gbm_rows(merged, match, length, tokens.shape[1], prefix, semantics)
@@ -173,6 +176,7 @@ def onnx_similarity(body: Body, tokens: Value, allowed: Value, first: int) -> tu
     source, target = (body.rows(unit, start, END, 2) for start in (first, first + 1))
     scores = body("MatMul", source, body("Transpose", target, perm=[0, 2, 1]))
     allowed_target = body("Unsqueeze", body.rows(allowed, first + 1, END, 2), [1])
+    allowed_target = body("And", allowed_target, body("Less", scores, np.inf))  # which NaN is not
     # One column more, so that the maximum of an empty B exists.
     scores = body("Pad", body("Where", allowed_target, scores, -np.inf), [0, 0, 0, 0, 0, 1], -np.inf)
     best = body("ReduceMax", scores, [2], keepdims=0)
@@ -253,7 +257,7 @@ def _onnx_means(
     else:
         share = body("Mul", joined, body("Unsqueeze", source_size, [1]))
         own, total = body("Mul", target, wide(target_size)), body("Max", new_size, 1.0)
-    mean = body("Div", body("Add", own, body("MatMul", share, source)), total)
+    mean = body("Div", body("Add", own, body.member_sums(share, source)), total)
     values = [body.like(source, tokens), body.like(mean, tokens)]
     sizes = [source_size, body("Squeeze", new_size, [2])]
     if first:
@@ -268,7 +272,7 @@ def onnx_body(
     """GBM in standard ops."""
     prefix, first = attributes["prefix"], first_source(attributes["semantics"], attributes["prefix"])
     rows = body.indices(body.size_of(tokens, 1))
-    valid = body("Less", rows, body("Unsqueeze", length, [1]))
+    valid = body("Less", rows, body("Unsqueeze", body("Max", length, prefix), [1]))
     allowed = body("And", valid, body("GreaterOrEqual", rows, prefix))
     best, match = onnx_similarity(body, tokens, allowed, first)
     limit = _onnx_threshold(body, best, threshold, attributes)
@@ -327,9 +331,11 @@ def reference_similarity(
     """For every image: best similarity of its A rows (fp64 sums rounded to fp32), and the row of B that has it."""
     best, match = [], []
     for b, x in enumerate(tokens.astype(np.float64)):
-        x = x / np.maximum(np.linalg.norm(x, axis=-1, keepdims=True), NORM_EPS)
         sources, targets = reference_split(len(x), int(length[b]), prefix, semantics)
-        scores = (x[sources] @ x[targets].T).astype(np.float32)
+        with np.errstate(invalid="ignore"):
+            x = x / np.maximum(np.linalg.norm(x, axis=-1, keepdims=True), NORM_EPS)
+            scores = (x[sources] @ x[targets].T).astype(np.float32)
+        scores = np.where(np.isnan(scores), np.float32(-np.inf), scores)
         if len(targets) == 0:
             best.append(np.full(len(sources), -np.inf, dtype=np.float32))
             match.append(np.zeros(len(sources), dtype=np.int64))

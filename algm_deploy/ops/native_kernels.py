@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from algm_deploy.errors import ExecutionError
-from algm_deploy.native_libraries import find_library
+from algm_deploy.native_libraries import missing_here, require_library
 from algm_deploy.ops.clap import clap
 from algm_deploy.ops.gbm import gbm
 from algm_deploy.ops.kernel_library import KernelLibrary, clap_params, gbm_params, label_map_params
@@ -146,11 +146,12 @@ class Kernels:
 
 @cache
 def use_kernels() -> Kernels | None:
-    """Loads the kernel library and makes the operators use it on CUDA devices; None where it is not built."""
-    path = find_library(LIBRARY)
-    if path is None or not torch.cuda.is_available():
+    """Loads the kernel library and makes the operators use it on CUDA devices; None without it, which one line says."""
+    if not torch.cuda.is_available():
         return None
-    kernels = Kernels(path)
+    if missing_here(LIBRARY, "torch"):
+        return None
+    kernels = Kernels(require_library(LIBRARY))
     for operator, kernel in ((clap, kernels.clap), (gbm, kernels.gbm), (label_map, kernels.label_map)):
         operator.register_kernel("cuda", kernel)
     return kernels

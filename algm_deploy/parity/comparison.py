@@ -291,7 +291,9 @@ class Labels:
         complete = len(self._agreement) == expected > 0
         mean, worst = (float(f(self._agreement)) if self._agreement else 0.0 for f in (np.mean, np.min))
         baseline = float(np.mean(self._baseline)) if self._baseline else 1.0
-        gate = self._recipe.gates.label_agreement - ERROR_FACTOR * (1 - baseline)
+        gate = max(
+            self._recipe.gates.label_agreement - ERROR_FACTOR * (1 - baseline), 0.0
+        )  # a share, as it is compared
         measured = f"{100 * mean:.3f} % of pixels equal, worst image {100 * worst:.2f} %"
         if self._otherwise:
             measured += f"; {100 * float(np.mean(self._free)):.3f} % deciding freely"

@@ -16,7 +16,7 @@ from typing import Any
 import cv2
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from algm_deploy.errors import ImageError
 from algm_deploy.recipe.schema import Protocol
@@ -69,7 +69,9 @@ def photo_of(picture: Image.Image) -> NDArray[np.uint8]:
 
 
 def read_indices(path: Path) -> NDArray[np.integer[Any]]:
-    """Reads a label picture as its stored indices (H, W), uint8 or wider; a palette is never applied.
+    """Reads a label picture as its stored indices (H, W), uint8 or wider, upright according to its own orientation.
+
+    A palette is never applied.
 
     Raises:
         ImageError: no readable picture, or one with colour channels.
@@ -77,8 +79,34 @@ def read_indices(path: Path) -> NDArray[np.integer[Any]]:
     with _reading(path), Image.open(path) as opened:
         if opened.mode not in ("L", "P", "I", "I;16", "I;16B", "1"):
             raise ImageError(f"{path}: a label file holds one class index a pixel, got a {opened.mode} colour picture")
-        indices = np.asarray(opened)
+        indices = np.asarray(ImageOps.exif_transpose(opened))
     return indices.astype(np.uint8) if indices.dtype == bool else indices
+
+
+def orientation_of(path: Path) -> int:
+    """The EXIF orientation of a picture, 1 to 8, by which it is turned or mirrored when it is read; 1 leaves it alone.
+
+    Raises:
+        ImageError: no readable picture.
+    """
+    with _reading(path), Image.open(path) as opened:
+        found = opened.getexif().get(ExifTags.Base.Orientation, 1)
+    return int(found) if found in range(1, 9) else 1
+
+
+def check_pixels(windows: NDArray[Any]) -> None:
+    """ImageError where pixels are no RGB values in 0..255; NaN among them would become a class without a word.
+
+    Half a step beyond counts for rounding, as interpolated pixels may need it.
+    """
+    if windows.dtype == np.uint8 or not windows.size:
+        return
+    low, high = windows.min(), windows.max()
+    if not (low >= -0.5 and high <= 255.5):  # NaN is neither
+        raise ImageError(
+            f"expected RGB pixels in 0..255, got values from {low:g} to {high:g}: give them as in a picture file, the "
+            "normalisation is part of the network"
+        )
 
 
 def canvas_of(photo: NDArray[np.uint8], protocol: Protocol) -> Pixels:

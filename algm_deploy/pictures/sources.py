@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from algm_deploy.errors import DatasetError, ImageError
+from algm_deploy.errors import AlgmDeployError, DatasetError, ImageError
 from algm_deploy.pictures.preprocessing import photo_of, read_photo
 from algm_deploy.pictures.video import VIDEO_SUFFIXES, Video
 
-IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff"}
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
 WRITTEN = (".labels", ".overlay", ".tokens")
 """Ends of the names, without suffix, of what `predict` writes (label map, overlay, merged tokens): it is no input."""
 
@@ -51,18 +51,42 @@ class Failure:
 def find_images(paths: AnyPath | Sequence[AnyPath]) -> list[Path]:
     """Pictures among files and, in the order of their paths, below folders.
 
-    In folders hidden names, links that lead nowhere and pictures that `predict` wrote are left out. A file named by
-    itself is taken whatever its name is: its reader will tell.
+    Of the files that `files_below` finds in folders, pictures that `predict` wrote are left out. A file named by itself
+    is taken whatever its name is: its reader will tell.
 
     Raises:
-        DatasetError: a path is empty or does not exist, or no picture was found.
+        DatasetError: a path is empty or does not exist, a folder cannot be listed, or no picture was found.
     """
-    return _found(paths, IMAGE_SUFFIXES, "pictures")
+    return _found(paths, {*IMAGE_SUFFIXES}, "pictures")
 
 
 def find_sources(paths: AnyPath | Sequence[AnyPath]) -> list[Path]:
     """Pictures and videos, as `find_images` finds pictures."""
-    return _found(paths, IMAGE_SUFFIXES | VIDEO_SUFFIXES, "pictures or videos")
+    return _found(paths, {*IMAGE_SUFFIXES, *VIDEO_SUFFIXES}, "pictures or videos")
+
+
+def files_below(folder: Path, above: tuple[Path, ...] = ()) -> Iterator[Path]:
+    """Files below a folder, in the order of their paths; `above` are the resolved folders that it was reached through.
+
+    Hidden names are left out: systems keep what belongs to a file beside it under such a name, `._a.jpg` for `a.jpg`.
+    Links are followed, except where they lead nowhere or back to a folder above them.
+
+    Raises:
+        DatasetError: a folder cannot be listed.
+    """
+    try:
+        here = folder.resolve()
+        visible = [entry for entry in sorted(folder.iterdir()) if not entry.name.startswith(".")]
+        kinds = [(entry, entry.is_dir(), entry.is_file()) for entry in visible]
+    except OSError as error:
+        raise DatasetError(f"{folder}: expected a folder that can be listed, got {error.strerror}") from error
+    if here in above:
+        return
+    for entry, is_folder, is_file in kinds:
+        if is_folder:
+            yield from files_below(entry, (*above, here))
+        elif is_file:
+            yield entry
 
 
 def is_video(path: Path) -> bool:
@@ -146,10 +170,27 @@ def _is_several(source: Sources) -> TypeGuard[Iterable[Source]]:
     return isinstance(source, Iterable) and not other
 
 
-def named(path: AnyPath) -> Path:
-    """A path; DatasetError where it is empty, which would be the current folder."""
+def read_photos(paths: Iterable[Path]) -> list[NDArray[np.uint8]]:
+    """The pixels of photos, as `read_photo` reads them.
+
+    Raises:
+        ImageError: some cannot be read; all of them are named, so that the next try finds no further one.
+    """
+    photos, failures = [], []
+    for path in paths:
+        try:
+            photos.append(read_photo(path))
+        except ImageError as error:
+            failures.append(str(error))
+    if failures:
+        raise ImageError("; ".join(failures))
+    return photos
+
+
+def named(path: AnyPath, kind: type[AlgmDeployError] = DatasetError) -> Path:
+    """A path; an error of a kind where it is empty, which would be the current folder."""
     if not os.fspath(path):
-        raise DatasetError("expected the name of a file or a folder, got an empty one: check the variable it came from")
+        raise kind("expected the name of a file or a folder, got an empty one: check the variable it came from")
     return Path(path)
 
 
@@ -159,7 +200,7 @@ def _found(paths: AnyPath | Sequence[AnyPath], suffixes: set[str], what: str) ->
     for path in given:
         if not path.exists():
             raise DatasetError(f"{path}: expected {what} or a folder of them, found nothing of this name")
-        found += sorted(p for p in path.rglob("*") if _is_input(p, path, suffixes)) if path.is_dir() else [path]
+        found += [p for p in files_below(path) if _is_input(p, path, suffixes)] if path.is_dir() else [path]
     if not found:
         listed = ", ".join(map(str, given))
         raise DatasetError(f"{listed}: expected {what} ({', '.join(sorted(suffixes))}), found none")
@@ -168,5 +209,4 @@ def _found(paths: AnyPath | Sequence[AnyPath], suffixes: set[str], what: str) ->
 
 def _is_input(path: Path, folder: Path, suffixes: set[str]) -> bool:
     names = (*path.relative_to(folder).parts[:-1], path.stem)
-    left_out = any(name.startswith(".") or name.endswith(WRITTEN) for name in names)
-    return path.suffix.lower() in suffixes and not left_out and path.is_file()
+    return path.suffix.lower() in suffixes and not any(name.endswith(WRITTEN) for name in names)

@@ -17,7 +17,7 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from algm_deploy.bundle.files import write_atomically
+from algm_deploy.bundle.files import require_utf8, write_atomically
 from algm_deploy.errors import ImageError
 
 # What OpenCV's FFmpeg can write for each kind of file; H.264 is not among it. Browsers play WebM.
@@ -48,6 +48,7 @@ class Video:
         self.path = path
         if not path.is_file():
             raise ImageError(f"{path}: no such file")
+        require_utf8(path.absolute(), ImageError)
         with _quiet():  # the absolute path, as FFmpeg takes names with a colon for addresses
             self._capture = cv2.VideoCapture(str(path.absolute()), cv2.CAP_FFMPEG)
         if not self._capture.isOpened():
@@ -102,6 +103,7 @@ def video_writer(path: Path, rate: float) -> Iterator[Callable[[NDArray[np.uint8
         raise ImageError(f"{path}: expected one of {', '.join(_CODECS)} as the suffix of a video to write")
     if not path.parent.is_dir():
         raise ImageError(f"{path}: expected a folder that exists for a video, got {path.parent}: make it first")
+    require_utf8(path.absolute(), ImageError)
     with write_atomically(path) as temporary:
         writer = _Writer(path, temporary, rate)
         try:

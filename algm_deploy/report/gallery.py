@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from algm_deploy.bundle.signature import CLAP_THRESHOLD
 from algm_deploy.bundle.store import Bundle
+from algm_deploy.errors import ImageError
 from algm_deploy.evaluation.datasets import IGNORE, Classes, Dataset
 from algm_deploy.pictures.preprocessing import read_photo
 from algm_deploy.pictures.sliding import Labels, Prediction
@@ -47,39 +48,45 @@ class Example:
 class Gallery:
     """Examples as one runtime computed them, and the colours of the classes that occur in them.
 
-    `at_thresholds` show the same photos at several values of the threshold that was tuned last.
+    `at_thresholds` show the same photos at several values of the threshold that was tuned last. `failures` tell of the
+    photos that could not be read or predicted.
     """
 
     runtime: str
     examples: tuple[Example, ...]
     legend: tuple[tuple[str, tuple[int, int, int]], ...]
     at_thresholds: tuple[Example, ...] = ()
+    failures: tuple[str, ...] = ()
 
 
 def labelled_photos(dataset: Dataset, count: int) -> list[Photo]:
-    """Up to `count` photos spread evenly over a data set, with their labels."""
+    """Up to `count` photos spread evenly over a data set, with their labels. Errors as `Dataset.read`."""
     samples = dataset.subset(count).samples
-    return [Photo(sample.name, sample.image_path, dataset.labels_of(sample)) for sample in samples]
+    return [Photo(sample.name, sample.image_path, dataset.read(sample)[1]) for sample in samples]
 
 
 def draw_gallery(bundle: Bundle, runtime: str, photos: Sequence[Photo], progress: bool = True) -> Gallery:
     """Predicts each photo with merging and, where thresholds decide, without; draws that and the steps in between.
 
     Raises:
-        ImageError: a photo cannot be read or does not fit the bundle.
         RuntimeUnavailableError: the runtime is not installed or cannot run here.
     """
     classes, plan = classes_of(bundle.recipe), bundle.recipe.merging
     similarity_of = window_similarity_of(bundle)
     seen: set[int] = set()
-    examples = []
+    examples, drawn, failures = [], [], []
     with ExitStack() as opened:
         predictors = [opened.enter_context(Predictor(bundle, runtime))]
         if bundle.signature.defaults:  # ToMe merges whatever the thresholds
             predictors.append(opened.enter_context(Predictor(bundle, runtime, dense=True)))
         for photo in tqdm(photos, "gallery", unit="photo", disable=None if progress else True):
-            pixels = read_photo(photo.path)
-            predictions = [one.prediction(pixels) for one in predictors]
+            try:
+                pixels = read_photo(photo.path)
+                predictions = [one.prediction(pixels) for one in predictors]
+            except ImageError as error:
+                failures.append(f"{photo.path}: {str(error).removeprefix(f'{photo.path}: ')}")
+                continue
+            drawn.append(photo)
             panels = [Panel("Photo", _size(pixels), pixels)]
             if plan.layers:
                 panels, _ = token_panels(predictors[0], pixels, predictions[0], similarity_of)
@@ -88,8 +95,8 @@ def draw_gallery(bundle: Bundle, runtime: str, photos: Sequence[Photo], progress
             seen |= {int(index) for p in predictions for index in np.unique(p.labels)}
     legend = tuple((classes.names[index], classes.palette[index]) for index in sorted(seen))
     tuned = next((one.pictured for one in reversed(bundle.manifest.tunings) if one.pictured), None)
-    at_thresholds = draw_thresholds(bundle, runtime, photos, *tuned, progress) if tuned else []
-    return Gallery(runtime, tuple(examples), legend, tuple(at_thresholds))
+    at_thresholds = draw_thresholds(bundle, runtime, drawn, *tuned, progress) if tuned else []
+    return Gallery(runtime, tuple(examples), legend, tuple(at_thresholds), tuple(failures))
 
 
 def draw_thresholds(
@@ -154,7 +161,9 @@ def _errors(pixels: Rgb, labels: Labels, truth: NDArray[np.uint8]) -> Rgb:
 
 
 def _wrong(labels: Labels, truth: NDArray[np.uint8] | None) -> str:
-    return "" if truth is None else f"{_share((labels != truth)[truth != IGNORE])} of the labelled pixels wrong"
+    if truth is None or (truth == IGNORE).all():
+        return ""
+    return f"{_share((labels != truth)[truth != IGNORE])} of the labelled pixels wrong"
 
 
 def _share(flags: NDArray[np.bool_]) -> str:

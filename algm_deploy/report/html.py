@@ -13,10 +13,13 @@ from algm_deploy.report.tables import numeric_columns
 def render(template: str, **values: Any) -> str:
     """The HTML that a template makes of these values. Pages extend `base.jinja`; `parts.jinja` has what they share.
 
+    Bytes of a file's name that are no UTF-8 stand in it as escapes, as they do in a terminal.
+
     Raises:
         UndefinedError: the template asks for a value that was not given.
     """
-    return TEMPLATES.get_template(template).render(values)
+    page = TEMPLATES.get_template(template).render(values)
+    return page.encode("utf-8", "backslashreplace").decode()
 
 
 def _shortened(value: Any) -> Any:

@@ -59,6 +59,8 @@ def write_report(bundles: Sequence[Bundle], target: Path, gallery: Gallery | Non
     variants = [bundles[0].path / "variants" / name for name in ("dense", "truncated")]
     beside = [*bundles[1:], *(Bundle.open(path) for path in variants if path.is_dir())]
     page = report_page(bundles[0], beside, gallery, read_published())
+    for bundle in (bundles[0], *beside):
+        bundle.warn_of_failed_parity(record.runtime for record in bundle.manifest.parity)
     if not target.parent.is_dir():
         raise BundleError(f"expected a folder for the report, got {target.parent}: create it first")
     with write_atomically(target) as path:

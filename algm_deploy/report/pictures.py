@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from tqdm import tqdm
 from algm_deploy.bundle.files import write_atomically
 from algm_deploy.bundle.signature import CLAP_THRESHOLD
 from algm_deploy.bundle.store import Bundle
-from algm_deploy.errors import GateError, ImageError
+from algm_deploy.errors import BundleError, GateError, ImageError
 from algm_deploy.evaluation.datasets import Classes
 from algm_deploy.pictures.preprocessing import Pixels, read_photo
 from algm_deploy.pictures.sliding import Labels, Prediction
@@ -28,6 +29,8 @@ from algm_deploy.recipe.schema import MergePlan, Size, patch_margins
 from algm_deploy.report.colors import classes_of, colored, value_colors
 from algm_deploy.report.sheets import INK, Panel, Rgb, columns_for, legend, scale, sheet
 from algm_deploy.wording import merge_titles
+
+_LOG = logging.getLogger("algm_deploy")
 
 LABELS, OVERLAY, TOKENS = (f"{ending}.png" for ending in WRITTEN)
 
@@ -159,7 +162,7 @@ class PictureWriter:
 
 def window_similarity_of(bundle: Bundle) -> SimilarityOf | None:
     """A function from image windows (b, 3, H, W) to the mean cosine similarity (b, rows, columns) of CLAP's windows;
-    None where there is no CLAP.
+    None where there is no CLAP, and where the bundle's weights may not be read, which the log tells.
 
     No deployed graph has this as an output: PyTorch computes it here in fp32, from the bundle's weights, up to the
     point where CLAP decides.
@@ -173,7 +176,14 @@ def window_similarity_of(bundle: Bundle) -> SimilarityOf | None:
     network, plan = bundle.recipe.network, bundle.recipe.merging
     if not plan.clap_layers:
         return None
-    encoder = Deployed(load_network(bundle, torch.float32), network, "scores").model.encoder
+    try:
+        weights = load_network(bundle, torch.float32)
+    except BundleError as error:
+        if not isinstance(error.__cause__, OSError):
+            raise
+        _LOG.warning("pictures go without the similarity of windows: %s", error)  # what executes may need no weights
+        return None
+    encoder = Deployed(weights, network, "scores").model.encoder
     blocks = encoder.blocks[: plan.clap_layers[0]]
     entering: list[torch.Tensor] = []
     slot = blocks[-1].get_submodule("merge")

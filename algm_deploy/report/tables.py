@@ -208,18 +208,30 @@ def condensed(table: Table) -> tuple[Table, str]:
     return narrow, ", ".join(f"{title} {value}" for title, value in shared.items())
 
 
+_TIMED = {
+    "latency": "a time goes from a window in the host's memory to its label map there",
+    "mixed": "a time is the network's alone, from pictures to its output, both on its device",
+    "duplicate": "a time is the network's alone, from pictures to its output, both on its device",
+}
+
+
 def speed_notes(rows: Sequence[Measured[Speed]]) -> list[str]:
     """What a reader of speed records of one run must know beside the figures, one line each."""
     first = rows[0].record
     pictures = counted(first.pictures_timed or 0, first.pictures or "pictures")
-    notes = [f"{pictures}, {first.rounds} rounds, clock: {first.clock}"]
+    notes = [f"{pictures}, {first.rounds} rounds, clock: {first.clock}; {_TIMED[first.protocol]}"]
     if not first.representative:
         notes.append("not representative: how much merges depends on the picture, give --images with photos of yours")
     if not first.stable:
         drifts = ", ".join(f"{row.record.variant} {shown(row.record.drift_percent, 1)} %" for row in rows)
         notes.append(f"not stable: the halves of the run differ ({drifts}): close what else runs here, then repeat")
     elif first.stages:
-        notes += [f"p50 of {row.record.variant}: {_stages(row.record.stages)}" for row in rows]
+        notes += [
+            f"p50 of {row.record.variant} {shown(row.record.latency_ms_p50, 1)} ms, of it {_stages(row.record.stages)}"
+            for row in rows
+        ]
+    if first.reading:
+        notes.append(f"before that, in no time above, for a photo: {_stages(first.reading)}")
     return notes + [f"{row.record.variant} ran {told}" for row in rows if (told := _executed(row.record))]
 
 

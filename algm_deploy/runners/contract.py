@@ -8,12 +8,15 @@ Checks are done here, once; a runtime fills in `_open`, `_infer` and `_close`.
 
 from __future__ import annotations
 
+import ctypes
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from pkgutil import resolve_name
 from shlex import quote
 from types import TracebackType
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, NoReturn, Self
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -46,7 +49,8 @@ class Placement(NamedTuple):
 class Runner(ABC):
     """One runtime on one bundle. Open it with `with`; a closed runner can be opened again.
 
-    `infer` and `infer_device` may be called from several threads. What they return belongs to the caller.
+    `infer` and `infer_device` may be called from several threads, in the process that opened the runner: the threads of
+    a runtime do not outlive a fork. What they return belongs to the caller.
 
     Args:
         bundle: to run.
@@ -69,6 +73,7 @@ class Runner(ABC):
         self.device = self._asked
         """Where it executes; with its index once the runner is open."""
         self._opened = False
+        self._process = os.getpid()
 
     @classmethod
     def row(cls) -> Runtime:
@@ -97,7 +102,11 @@ class Runner(ABC):
         return []
 
     def __enter__(self) -> Self:
+        if self._opened:
+            self._check_process()
+        self._process = os.getpid()
         self.device = _device_here(self._asked, self.row())
+        _AFTER_FORK.opened(self)
         self._open()
         self._opened = True
         return self
@@ -105,8 +114,18 @@ class Runner(ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Frees the runtime. In a forked process nothing happens: it belongs to the process that opened it."""
+        if os.getpid() != self._process:
+            return
         self._opened = False
         self._close()
+        _AFTER_FORK.closed(self)
+
+    def __reduce__(self) -> NoReturn:
+        raise RuntimeUnavailableError(
+            "expected a bundle to send to another process or to copy, got an opened network, which holds its runtime: "
+            "send the bundle's path and load it there"
+        )
 
     # --- what runs ----------------------------------------------------------------------------------------------------
 
@@ -157,17 +176,19 @@ class Runner(ABC):
         """Runs the network once.
 
         Args:
-            feeds: `image` (b, 3, H, W) in the signature's dtype, 1 <= b <= the bundle's maximum batch, and optionally
-                thresholds as fp32 scalars; missing thresholds take the bundle's defaults.
+            feeds: `image` (b, 3, H, W) in the signature's dtype, 1 <= b <= the bundle's maximum batch, an array or what
+                NumPy makes one of, such as a tensor of the host; optionally thresholds as numbers, missing ones take
+                the bundle's defaults.
             outputs: names to return; by default labels or scores, and token counts.
 
         Raises:
             BundleError: an unknown name, or a dtype or shape that differs from the signature.
-            RuntimeUnavailableError: there is not enough memory for the batch.
+            RuntimeUnavailableError: there is not enough memory for the batch, the runner is closed, or it was opened
+                before the process forked.
             ExecutionError: the runtime failed while it ran the network.
         """
         wanted, thresholds = self._checked(feeds, outputs)
-        image = np.asarray(feeds["image"])
+        image = host_array(feeds["image"])
         self.check_image(image)
         image = np.require(image, requirements=["C", "W"])  # PyTorch warns of read-only memory
         results = self._guarded(torch.from_numpy(image), thresholds, wanted, CPU)
@@ -190,7 +211,7 @@ class Runner(ABC):
         """
         wanted, thresholds = self._checked(feeds, outputs)
         given = feeds["image"]
-        image = given if isinstance(given, Tensor) else from_dlpack(given)
+        image = given if isinstance(given, Tensor) else _from_dlpack(given)
         if image.device != self.device:
             raise BundleError(
                 f"expected an image in the memory of {self.device}, got one in that of {image.device}: move it there, "
@@ -266,6 +287,10 @@ class Runner(ABC):
     ) -> tuple[tuple[str, ...], dict[str, float]]:
         """The outputs that are wanted, and all thresholds."""
         self._check_open()
+        if not isinstance(feeds, Mapping):
+            raise BundleError(f"expected inputs by name, such as {{'image': image}}, got {type(feeds).__name__}")
+        if isinstance(outputs, str) or not isinstance(outputs, Iterable | None):
+            raise BundleError(f"expected a list of outputs, such as ['token_counts'], got {outputs!r:.50}")
         wanted = tuple(outputs) if outputs is not None else tuple(t.name for t in self.signature.outputs[:2])
         if not wanted:
             known = ", ".join(t.name for t in self.signature.outputs)
@@ -279,6 +304,70 @@ class Runner(ABC):
     def _check_open(self) -> None:
         if not self._opened:
             raise RuntimeUnavailableError(f"the {self.runtime} runner is closed: use it inside a `with` block")
+        self._check_process()
+
+    def _check_process(self) -> None:
+        """Before anything native is touched: it would wait for threads that are not there."""
+        if os.getpid() != self._process:
+            raise RuntimeUnavailableError(
+                f"expected a network that this process opened on {self.runtime}, got one that was opened before the "
+                "process forked, which would hang: load it in the child process, on a GPU one that `spawn` started"
+            )
+
+
+class _AfterFork:
+    """What a forked process must know of the runners that its parent opened: their threads did not come along."""
+
+    def __init__(self) -> None:
+        self._open: WeakSet[Runner] = WeakSet()
+        self._any = False
+        os.register_at_fork(after_in_child=self._in_child)
+
+    def opened(self, run: Runner) -> None:
+        self._any = True
+        self._open.add(run)
+
+    def closed(self, run: Runner) -> None:
+        self._open.discard(run)
+
+    def _in_child(self) -> None:
+        if self._any:
+            torch.set_num_threads(1)  # a child that loads for itself would wait for PyTorch's threads for ever
+        for run in self._open:
+            # Nothing may free it, the end of the process included: ONNX Runtime joins its threads then.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(run))
+
+
+_AFTER_FORK = _AfterFork()
+
+
+def host_array(value: Any) -> Array:
+    """The array of numbers that NumPy makes of a value: a tensor of the host is taken where it lies.
+
+    Raises:
+        BundleError: it makes none, as of a tensor of a GPU, of a text or of rows of different lengths.
+    """
+    try:
+        made = np.asarray(value.detach() if isinstance(value, Tensor) else value)
+        if made.dtype.kind not in "biuf":
+            raise TypeError(f"an array of {made.dtype}")
+        return made
+    except (TypeError, ValueError, RuntimeError) as error:
+        place = f" in the memory of {value.device}" if isinstance(value, Tensor) else ""
+        raise BundleError(
+            f"expected an image as an array of the host, got {type(value).__name__}{place} ({error!s:.100}): convert "
+            "it first, or give tensors of a GPU to infer_device"
+        ) from error
+
+
+def _from_dlpack(value: Any) -> Tensor:
+    try:
+        return from_dlpack(value)
+    except (AttributeError, TypeError, ValueError, RuntimeError, BufferError) as error:
+        raise BundleError(
+            f"expected an image as a tensor or anything with DLPack, got {type(value).__name__} ({error!s:.100}): "
+            "convert it first, or use infer for arrays of the host"
+        ) from error
 
 
 def _check_names(kind: str, given: Iterable[str], tensors: Iterable[signature.Tensor]) -> None:
@@ -288,9 +377,12 @@ def _check_names(kind: str, given: Iterable[str], tensors: Iterable[signature.Te
 
 
 def _threshold(name: str, value: Any) -> float:
-    number = np.asarray(value.cpu() if isinstance(value, Tensor) else value, dtype=np.float32)
+    try:
+        number = np.asarray(value.detach().cpu().float() if isinstance(value, Tensor) else value, dtype=np.float32)
+    except (TypeError, ValueError):
+        number = np.asarray(np.nan)
     if number.shape != () or np.isnan(number):
-        raise BundleError(f"{name} is one number, or infinity to merge nothing; got {number.tolist()!r:.50}")
+        raise BundleError(f"{name} is one number, or infinity to merge nothing; got {value!r:.50}")
     return float(number)
 
 

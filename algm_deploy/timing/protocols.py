@@ -4,7 +4,7 @@
 |---|---|---|
 | duplicate | one picture repeated, as the published code times; mean over the pictures | network, on its device |
 | mixed | different pictures, each in equally many batches | network, on its device |
-| latency | one picture | host, until its label map is back in host memory |
+| latency | one picture | host, from a window in its memory until the label map is back there |
 
 The device's clock is CUDA events where the runtime executes on a CUDA device, and the host's clock elsewhere, where
 both are one. Every network is run through its runner with the same output; truncated keeps as many tokens as merging
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -248,6 +249,8 @@ class _Contestant:
         defaults = run.signature.defaults  # none where nothing merges
         self.thresholds = {name: thresholds.get(name, default) for name, default in defaults.items()}
         self.on_cuda = run.device.type == "cuda"
+        self.halves: list[tuple[float, float]] = []
+        """Of every call of `whole`: milliseconds until the outputs are in host memory, and from there."""
 
     def network(self, windows: Array) -> Callable[[], float]:
         """Milliseconds of the network alone, on its device, when the pictures are there."""
@@ -256,12 +259,17 @@ class _Contestant:
 
     def whole(self, windows: Array) -> Callable[[], float]:
         """Milliseconds of the host's clock from pictures to label maps, both in host memory."""
-        return partial(host_ms, lambda: self._labels(self.run.infer(self._feeds(windows), [self.output])))
 
-    def label_map(self, windows: Array) -> Callable[[], float]:
-        """Milliseconds of the host's clock from the network's scores to label maps, both in host memory."""
-        outputs = self.run.infer(self._feeds(windows), [self.output])
-        return partial(host_ms, lambda: self._labels(outputs))
+        def call() -> float:
+            start = time.perf_counter()
+            outputs = self.run.infer(self._feeds(windows), [self.output])
+            between = time.perf_counter()
+            self._labels(outputs)
+            end = time.perf_counter()
+            self.halves.append((1e3 * (between - start), 1e3 * (end - between)))
+            return 1e3 * (end - start)
+
+        return call
 
     def executed(self, windows: Array) -> dict[str, Any]:
         """How the network really ran, as far as its runner tells."""
@@ -297,18 +305,29 @@ def _times(
             return take_turns(network, effort, bar.update), {}
         whole: list[Work] = [{name: one.whole(batch) for name, one in contestants.items()} for batch in batches]
         times = take_turns(whole, effort, bar.update)
-        parts = {"network": take_turns(network, _STAGE_EFFORT, bar.update)}
-        if any(one.output == "scores" for one in contestants.values()):  # else the network ends in its label map
-            tail: list[Work] = [{name: one.label_map(batch) for name, one in contestants.items()} for batch in batches]
-            parts["label_map"] = take_turns(tail, _STAGE_EFFORT, bar.update)
-    stages = {name: {part: taken[name] for part, taken in parts.items()} for name in times}
-    return times, {name: _stages(times[name], stages[name]) for name in times}
+        on_cuda = any(one.on_cuda for one in contestants.values())  # elsewhere nothing is copied
+        alone = take_turns(network, _STAGE_EFFORT, bar.update) if on_cuda else {}
+    return times, {
+        name: _stages(one, float(np.median(times[name])), effort.warmup, alone.get(name))
+        for name, one in contestants.items()
+    }
 
 
-def _stages(whole: Times, parts: Mapping[str, Times]) -> dict[str, float]:
-    """Medians of the parts of a latency; what they leave are copies between host and device, and calls."""
-    known = {f"{name}_ms_p50": float(np.median(times)) for name, times in parts.items()}
-    return {**known, "copies_and_calls_ms_p50": max(float(np.median(whole)) - sum(known.values()), 0.0)}
+def _stages(one: _Contestant, p50: float, warmup: int, alone: Times | None) -> dict[str, float]:
+    """The parts of a median latency, which add up to it: as all timed calls together divide.
+
+    The network `alone` was timed on its device in calls of its own; what it leaves of its part are copies between host
+    and device, and calls.
+    """
+    halves = np.array(one.halves[warmup:]).sum(0)
+    network, label_map = (p50 * halves / halves.sum()).tolist()
+    if one.output == "labels":  # the network ends in its label map
+        network, label_map = p50, 0.0
+    stages = {"network_ms_p50": network}
+    if alone is not None:
+        stages["network_ms_p50"] = min(network, float(np.median(alone)))
+        stages["copies_and_calls_ms_p50"] = network - stages["network_ms_p50"]
+    return stages | ({"label_map_ms_p50": label_map} if one.output == "scores" else {})
 
 
 # -------------------------------------------------------------------------------------------------------------- records

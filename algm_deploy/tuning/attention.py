@@ -22,12 +22,13 @@ from tqdm import tqdm
 from algm_deploy.bundle.records import AttentionTuning, storable
 from algm_deploy.bundle.signature import threshold_defaults
 from algm_deploy.bundle.store import Bundle
-from algm_deploy.errors import DatasetError, PlanError
+from algm_deploy.errors import DatasetError, ImageError, PlanError
 from algm_deploy.evaluation.datasets import Dataset, Sample
 from algm_deploy.merging import deployed, merge_inputs
 from algm_deploy.models.loading import load_network
 from algm_deploy.models.vit import Block, Tokens, VisionTransformer
 from algm_deploy.recipe.schema import DENSE, MergePlan, Recipe
+from algm_deploy.tuning.photos import check_all_measured
 from algm_deploy.tuning.similarity import windows_of
 
 Array = NDArray[np.float64]
@@ -38,8 +39,8 @@ def measure_attention(bundle: Bundle, plan: MergePlan, dataset: Dataset, progres
 
     Raises:
         PlanError: the plan merges nothing, or in the last block.
-        DatasetError: labels of another size than their photo, or no label at all.
-        ImageError: a photo cannot be read.
+        DatasetError: no label at all; or, when the others are measured, photos or labels that cannot be read or do not
+            fit.
     """
     if not plan.layers:
         raise PlanError("expected a plan that merges, got one without: there is nothing to compare with dense")
@@ -50,9 +51,13 @@ def measure_attention(bundle: Bundle, plan: MergePlan, dataset: Dataset, progres
     network = load_network(bundle, torch.float32).to(device)
     recipes = [replace(bundle.recipe, merging=one) for one in (DENSE, plan)]
     probes = [_Probe(deployed(network, recipe).model.encoder, recipe.merging) for recipe in recipes]
-    found = []
+    found, failures = [], []
     for sample in tqdm(dataset.samples, "attention", unit="image", disable=None if progress else True):
-        found += _of_photo(sample, dataset, probes, bundle.recipe, device)
+        try:
+            found += _of_photo(sample, dataset, probes, bundle.recipe, device)
+        except (ImageError, DatasetError) as error:
+            failures.append(str(error))
+    check_all_measured(dataset.title, failures)
     if not found:
         raise DatasetError(f"{dataset.title}: expected labelled pixels, got none")
     patches, tokens, dense, merged, classes_dense, classes_merged = (

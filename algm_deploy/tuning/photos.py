@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from algm_deploy.bundle.files import sha256_of
 from algm_deploy.errors import DatasetError, ImageError
 from algm_deploy.evaluation.datasets import Dataset, Sample
+from algm_deploy.wording import first_few
 
 
 def halves(dataset: Dataset) -> tuple[Dataset, Dataset]:
@@ -47,6 +49,19 @@ def check_apart(tuning: Dataset, held_out: Dataset) -> None:
             f"expected photos in {held_out.title} that are not in {tuning.title}, which is tuned on, got {len(both)} "
             f"in both, first {both[0]}: name another split as --held-out, or leave it out to keep half of each slice "
             "back"
+        )
+
+
+def check_all_measured(title: str, failures: Sequence[str]) -> None:
+    """Refuses a measurement that some photos are not in, when the others are done: the reasons are those of all.
+
+    Raises:
+        DatasetError: there are failures.
+    """
+    if failures:
+        raise DatasetError(
+            f"{title}: expected photos and labels to measure, {len(failures)} cannot be ({first_few(failures)}): mend "
+            "these files and run it again"
         )
 
 

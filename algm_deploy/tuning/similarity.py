@@ -33,7 +33,7 @@ from tqdm import tqdm
 from algm_deploy.bundle.files import write_atomically
 from algm_deploy.bundle.records import BlockSimilarity, ClassSimilarity, PairSimilarity, RuleTuning
 from algm_deploy.bundle.store import Bundle
-from algm_deploy.errors import BundleError, DatasetError
+from algm_deploy.errors import BundleError, DatasetError, ImageError
 from algm_deploy.evaluation.datasets import IGNORE, Dataset, Sample
 from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.loading import load_network
@@ -47,11 +47,11 @@ from algm_deploy.pictures.preprocessing import (
     window_anchors,
 )
 from algm_deploy.recipe.schema import Recipe, Size, patch_margins
-from algm_deploy.tuning.photos import content_of
+from algm_deploy.tuning.photos import check_all_measured, content_of
 
 ALL = "all"
 WINDOWS = range(2, 9)
-STATE_VERSION = 2
+STATE_VERSION = 3
 _SCOPES: dict[int | None, str] = {**{side: f"{side}x{side}" for side in WINDOWS}, None: "global"}
 
 
@@ -105,8 +105,8 @@ def tune_by_rule(
         progress: show a bar.
 
     Raises:
-        DatasetError: no photo, or labels of another size than their photo.
-        ImageError: a photo or its labels cannot be read.
+        DatasetError: no photo; or, when the others are measured, photos or labels that cannot be read or do not fit.
+        ImageError: a file is not there.
         BundleError: the state file cannot be used.
     """
     dataset = photos if isinstance(photos, Dataset) else None
@@ -114,17 +114,22 @@ def tune_by_rule(
     if not samples:
         raise DatasetError("expected photos to measure, got none")
     file = _state_file(bundle, samples, dataset, layers)
-    sums = _read(file, layers) if file.exists() else _Sums(0, {layer: {} for layer in layers})
+    sums = _read(file, layers) if file.exists() else _Sums(0, {layer: {} for layer in layers}, [])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     encoder = dense_encoder(bundle, max(layers)).to(device)
     with tqdm(samples, "similarity", unit="image", disable=None if progress else True, initial=sums.done) as bar:
         for sample in samples[sums.done :]:
-            windows = windows_of(sample, bundle.recipe, dataset)
-            for layer, groups in _measured(list(windows), encoder, bundle.recipe, layers).items():
-                _join(sums.layers[layer], groups)
+            try:
+                windows = list(windows_of(sample, bundle.recipe, dataset))
+            except (ImageError, DatasetError) as error:
+                sums.failures.append(str(error))
+            else:
+                for layer, groups in _measured(windows, encoder, bundle.recipe, layers).items():
+                    _join(sums.layers[layer], groups)
             sums.done += 1
             _write(file, sums)
             bar.update()
+    check_all_measured(dataset.title if dataset else "the photos", sums.failures)
     pooled = sum((groups[ALL] for groups in sums.layers.values()), Moments())
     return RuleTuning(
         title="Threshold by the rule",
@@ -242,29 +247,24 @@ def windows_of(
     """The protocol's windows of a photo: pixels (3, H, W), and the class of each patch (N,) where it has labels.
 
     Raises:
-        DatasetError: the labels are of another size than their photo.
+        DatasetError: the labels do not lie on their photo.
         ImageError: a file cannot be read.
     """
-    photo = read_photo(sample.image_path if isinstance(sample, Sample) else sample)
+    labels: NDArray[np.uint8] | None = None
+    if isinstance(sample, Sample) and dataset:
+        photo, labels = dataset.read(sample)
+    else:
+        photo = read_photo(sample.image_path if isinstance(sample, Sample) else sample)
     canvas = canvas_of(photo, recipe.protocol)
-    labels = _labels(sample, dataset, photo, canvas) if isinstance(sample, Sample) and dataset else None
+    if labels is not None:
+        size = canvas.shape[1::-1]
+        labels = np.asarray(cv2.resize(labels, size, interpolation=cv2.INTER_NEAREST_EXACT), np.uint8)
     side, network = recipe.protocol.window, recipe.network
     for top, left in window_anchors(canvas.shape[:2], recipe.protocol):
         crop = slice(top, top + side), slice(left, left + side)
         pixels = canvas[crop].transpose(2, 0, 1).copy()
         known = None if labels is None else patch_classes(labels[crop], network.patch_size, network.classes)
         yield pixels, known
-
-
-def _labels(sample: Sample, dataset: Dataset, photo: NDArray[np.uint8], canvas: Pixels) -> NDArray[np.uint8]:
-    """A photo's class indices at the size of its canvas."""
-    labels = dataset.labels_of(sample)
-    if labels.shape != photo.shape[:2]:
-        raise DatasetError(
-            f"{sample.label_path}: expected the photo's height and width {photo.shape[:2]}, got {labels.shape}: "
-            "the files do not belong together"
-        )
-    return np.asarray(cv2.resize(labels, canvas.shape[1::-1], interpolation=cv2.INTER_NEAREST_EXACT), np.uint8)
 
 
 def _measured(windows: Windows, encoder: VisionTransformer, recipe: Recipe, layers: Sequence[int]) -> dict[int, Groups]:
@@ -300,10 +300,11 @@ def _join(groups: Groups, more: Groups) -> None:
 
 
 class _Sums(Struct, forbid_unknown_fields=True):
-    """The sums so far, of one measurement: photos that are done, and their statistics by layer."""
+    """The sums so far, of one measurement: photos that are done, their statistics by layer, and why some are not in."""
 
     done: int
     layers: dict[int, Groups]
+    failures: list[str]
 
 
 def _state_file(

@@ -9,9 +9,10 @@ from typing import Any
 from msgspec import structs
 
 from algm_deploy.bundle.records import Candidate, Evaluation, HeldOut, Point, Speed, TunedOn
-from algm_deploy.errors import GateError
+from algm_deploy.errors import DatasetError
 from algm_deploy.evaluation.datasets import Dataset
 from algm_deploy.recipe.schema import DENSE, MergePlan
+from algm_deploy.tuning.photos import check_all_measured
 from algm_deploy.tuning.search import Found, Goal
 from algm_deploy.wording import dataset_title
 
@@ -71,11 +72,12 @@ def miou_of(evaluation: Evaluation) -> float:
     """mIoU in percent.
 
     Raises:
-        GateError: no pixel of the evaluated images was labelled.
+        DatasetError: images could not be evaluated, or none has a labelled pixel.
     """
+    title = dataset_title(evaluation.dataset, evaluation.split)
+    check_all_measured(title, list(evaluation.failures.values()))
     if evaluation.miou_percent is None:
-        title = dataset_title(evaluation.dataset, evaluation.split)
-        raise GateError(f"{title}: no labelled pixel, so there is no mIoU to tune for")
+        raise DatasetError(f"{title}: expected labelled pixels, got none, so there is no mIoU to tune for")
     return evaluation.miou_percent
 
 

@@ -7,7 +7,8 @@
  *
  * Letters: B images, S rows of the sequence (prefix rows counted), N = grid_h * grid_w patches, P prefix rows (class
  * token, registers), D width, K classes, W = (grid_h / window_h) * (grid_w / window_w) windows.
- * Maps, lengths and counts are int64; sizes, thresholds and similarities are fp32; tokens are `dtype`.
+ * Maps, lengths and counts are int64; sizes, thresholds and similarities are fp32; tokens are `dtype`. A length may hold
+ * any number: below 0 it counts as 0, above S as S. Prefix rows exist whatever the length.
  *
  * A merge is two calls, because one caller (ONNX Runtime) must know the new row count on the host before it allocates
  * the output, and another (TensorRT) learns it on the device:
@@ -37,7 +38,7 @@ extern "C" {
 /* Raised whenever a signature, a struct or an enum value changes. */
 #define ALGM_KERNELS_VERSION 1
 
-/* Return values. A failed CUDA call returns ALGM_DEVICE_ERROR + its cudaError_t. */
+/* Return values. A failed CUDA call returns ALGM_DEVICE_ERROR + its cudaError_t, and cudaGetLastError forgets it. */
 enum {
     ALGM_OK = 0,
     ALGM_INVALID_ARGUMENT = 1, /* sizes that contradict each other, an unknown enum value, or a null pointer */
@@ -122,7 +123,9 @@ ALGM_BOTH(int, clap_decide_given,
            int64_t *length, int64_t *rows, int32_t *rows_int32, void *workspace, void *stream))
 
 /* tokens (B,S,D), size (B,S) -> out_tokens (B,out_rows,D), out_size (B,out_rows); rows past an image's length are 0.
- * out_rows is at least S', or ALGM_ROWS_ON_DEVICE for exactly S' (the buffers then hold at least that). */
+ * out_rows is at least S', or ALGM_ROWS_ON_DEVICE for exactly S' (the buffers then hold at least that). Fewer rows are
+ * refused on the host. On a device, where only the kernel learns S', nothing is written past them, and all of them
+ * become NaN. A mean follows IEEE arithmetic: Inf from a member that is infinite, NaN from two that differ in sign. */
 ALGM_BOTH(int, clap_apply,
           (const algm_clap_params *params, const void *tokens, const float *size, const void *workspace,
            int64_t out_rows, void *out_tokens, float *out_size, void *stream))

@@ -6,6 +6,12 @@
 #include <cstddef>
 #include <cstdint>
 
+#ifdef __CUDACC__
+#define ALGM_EVERYWHERE __host__ __device__
+#else
+#define ALGM_EVERYWHERE
+#endif
+
 namespace algm {
 
 // Row indices are int32 inside the kernels; one image's tokens and the whole batch's rows must be countable with them.
@@ -13,6 +19,11 @@ constexpr int64_t kMaxRows = int64_t{1} << 30;
 constexpr float kNormEps = 1e-8f;  // norms are clamped here, as torch's cosine_similarity does
 
 inline bool fits(int64_t a, int64_t b) { return a <= kMaxRows && b <= kMaxRows && a * b <= kMaxRows; }
+
+// Rows that exist in an image: a length is data, which may hold anything.
+ALGM_EVERYWHERE inline int64_t existing_rows(int64_t length, int64_t rows) {
+    return length < 0 ? 0 : length > rows ? rows : length;
+}
 
 inline bool is_one_of_two(int32_t value) { return value == 0 || value == 1; }
 
@@ -46,8 +57,10 @@ inline bool is_missing(const void *array, int64_t count) { return array == nullp
 
 inline int check(const algm_clap_params *p) {
     if (p == nullptr || p->batch < 1 || p->width < 1 || p->prefix < 0 || p->grid_h < 1 || p->grid_w < 1 ||
-        p->window_h < 1 || p->window_w < 1 || p->window_h * p->window_w < 2)
+        p->window_h < 1 || p->window_w < 1 || (p->window_h == 1 && p->window_w == 1))
         return ALGM_INVALID_ARGUMENT;
+    // Before anything is multiplied.
+    if (!fits(p->grid_h, p->grid_w) || !fits(p->window_h, p->window_w) || p->prefix > kMaxRows) return ALGM_UNSUPPORTED;
     if (p->rows != p->prefix + p->grid_h * p->grid_w || !is_dtype(p->dtype) || !is_one_of_two(p->semantics) ||
         !is_one_of_two(p->batch_mode) || !is_one_of_two(p->order))
         return ALGM_INVALID_ARGUMENT;
@@ -68,7 +81,8 @@ inline int check(const algm_unmerge_params *p) {
     if (p == nullptr || p->batch < 1 || p->rows < 1 || p->width < 1 || p->patches < 1 || p->prefix < 0 ||
         !is_dtype(p->dtype))
         return ALGM_INVALID_ARGUMENT;
-    return fits(p->batch, p->patches) && fits(p->batch, p->rows) && p->width <= kMaxRows ? ALGM_OK : ALGM_UNSUPPORTED;
+    const bool countable = fits(p->batch, p->patches) && fits(p->batch, p->rows) && p->width <= kMaxRows;
+    return countable && p->prefix <= kMaxRows ? ALGM_OK : ALGM_UNSUPPORTED;
 }
 
 inline int check(const algm_label_map_params *p) {
@@ -78,7 +92,17 @@ inline int check(const algm_label_map_params *p) {
     if (p->label_type == ALGM_LABEL_UINT8 && p->classes > 256) return ALGM_INVALID_ARGUMENT;
     const bool countable =
         fits(p->grid_h, p->grid_w) && fits(p->height, p->width) && fits(p->batch, p->rows) && p->classes <= kMaxRows;
-    return countable ? ALGM_OK : ALGM_UNSUPPORTED;
+    return countable && p->prefix <= kMaxRows ? ALGM_OK : ALGM_UNSUPPORTED;
+}
+
+// The arguments of `apply`. Outputs without rows may be null pointers.
+template <class Params>
+int check_apply(const Params &p, const void *tokens, const float *size, const void *workspace, int64_t out_rows,
+                const void *out_tokens, const float *out_size) {
+    if (any_null(tokens, size, workspace) || (out_rows != 0 && any_null(out_tokens, out_size)))
+        return ALGM_INVALID_ARGUMENT;
+    if (out_rows < 0 && out_rows != ALGM_ROWS_ON_DEVICE) return ALGM_INVALID_ARGUMENT;
+    return fits(p.batch, out_rows) ? ALGM_OK : ALGM_UNSUPPORTED;
 }
 
 // Whether a caller that gives matches gives none of one kind.

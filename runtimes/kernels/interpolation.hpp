@@ -1,13 +1,7 @@
 // Half-pixel bilinear interpolation along one axis (align_corners=False), in fp32 as PyTorch computes it.
 #pragma once
 
-#include <cstdint>
-
-#ifdef __CUDACC__
-#define ALGM_EVERYWHERE __host__ __device__
-#else
-#define ALGM_EVERYWHERE
-#endif
+#include "common.hpp"
 
 namespace algm {
 

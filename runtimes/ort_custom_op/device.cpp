@@ -2,6 +2,7 @@
 #include <cuda_runtime_api.h>
 
 #include <mutex>
+#include <vector>
 
 #include "call.h"
 
@@ -12,11 +13,27 @@ int deviceSequenceStarts(int64_t const* length, int64_t images, int64_t rows, in
 
 namespace {
 
+// Throws for a call that failed, whose error no later call may find and take for its own.
 void checkCuda(cudaError_t error, char const* what) {
     if (error != cudaSuccess) {
+        cudaGetLastError();
         fail(what, ": ", cudaGetErrorString(error));
     }
 }
+
+// While ONNX Runtime captures a CUDA graph, taking memory fails in every thread and breaks the graph, except in threads
+// that say that what they take has nothing to do with it.
+class BesideCaptures {
+public:
+    BesideCaptures() { exchange(); }
+    ~BesideCaptures() { exchange(); }
+    BesideCaptures(BesideCaptures const&) = delete;
+
+private:
+    void exchange() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+
+    cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
 
 // A pool that keeps its memory: the driver's default pool gives everything back whenever a stream is waited for, and
 // each merge waits once.
@@ -31,6 +48,7 @@ cudaMemPool_t pool() {
     static std::mutex mutex;
     std::lock_guard<std::mutex> const lock(mutex);
     if (pools[device] == nullptr) {
+        BesideCaptures const beside;
         cudaMemPoolProps props{};
         props.allocType = cudaMemAllocationTypePinned;
         props.location.type = cudaMemLocationTypeDevice;
@@ -48,17 +66,55 @@ Scratch deviceScratch(size_t bytes, void* stream) {
     return {memory, {[](void* taken, void* order) { cudaFreeAsync(taken, static_cast<cudaStream_t>(order)); }, stream}};
 }
 
-// Page-locked, so that the kernel itself writes the count where the host reads it. A thread waits for its count before
-// it starts another merge.
-struct PinnedCount {
-    int64_t* value{};
+// Where counts are written: page-locked, so that the kernel itself writes where the host reads. What a thread leaves
+// goes to the next one and never back to the driver, which would break a graph that another thread captures.
+class Counts {
+public:
+    int64_t* take() {
+        std::lock_guard<std::mutex> const lock(mutex_);
+        if (free_.empty()) {
+            grow();
+        }
+        int64_t* const count = free_.back();
+        free_.pop_back();
+        return count;
+    }
 
-    PinnedCount() { checkCuda(cudaMallocHost(reinterpret_cast<void**>(&value), sizeof *value), "taking page-locked memory"); }
-    ~PinnedCount() { cudaFreeHost(value); }
+    void giveBack(int64_t* count) {
+        std::lock_guard<std::mutex> const lock(mutex_);
+        free_.push_back(count);
+    }
+
+private:
+    void grow() {
+        constexpr size_t kPage = 4096, kApart = 64;  // a line of the processor's cache each
+        BesideCaptures const beside;
+        void* page{};
+        checkCuda(cudaHostAlloc(&page, kPage, cudaHostAllocPortable), "taking page-locked memory");
+        for (size_t offset = 0; offset < kPage; offset += kApart) {
+            free_.push_back(reinterpret_cast<int64_t*>(static_cast<char*>(page) + offset));
+        }
+    }
+
+    std::mutex mutex_;
+    std::vector<int64_t*> free_;
+};
+
+// Lives as long as the process: threads end in any order.
+Counts& counts() {
+    static Counts* const all = new Counts;
+    return *all;
+}
+
+// A thread waits for its count before it starts another merge.
+struct ThreadCount {
+    int64_t* const value = counts().take();
+
+    ~ThreadCount() { counts().giveBack(value); }
 };
 
 int64_t* pinnedCount() {
-    static thread_local PinnedCount count;
+    static thread_local ThreadCount count;
     return count.value;
 }
 

@@ -19,7 +19,7 @@ int64_t* threadCount() {
 int hostSequenceStarts(int64_t const* length, int64_t images, int64_t rows, int32_t* starts, void*) {
     for (int64_t image = 0; image < images; ++image) {
         starts[2 * image] = static_cast<int32_t>(image * rows);
-        starts[2 * image + 1] = static_cast<int32_t>(image * rows + length[image]);
+        starts[2 * image + 1] = static_cast<int32_t>(image * rows + existing_rows(length[image], rows));
     }
     starts[2 * images] = static_cast<int32_t>(images * rows);
     return ALGM_OK;

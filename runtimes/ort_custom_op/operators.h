@@ -1,6 +1,8 @@
 // The operators as ONNX Runtime sees them. Attributes, inputs, outputs and calls are in ../shell.h.
 #pragma once
 
+#include <common.hpp>
+
 #include "call.h"
 
 namespace algm {
@@ -135,6 +137,9 @@ struct SequenceStarts {
         Tensor const length = call.input(0, 1), tokens = call.input(1, 3);
         int64_t const images = length.shape[0];
         expectEqual(tokens.shape[0], images, "images of tokens");
+        if (!fits(images, tokens.shape[1])) {
+            fail("numbering sequences: ", call.backend.kernels.statusText(ALGM_UNSUPPORTED));
+        }
         int const status =
             call.backend.sequenceStarts(static_cast<int64_t const*>(length.data), images, tokens.shape[1],
                                         static_cast<int32_t*>(call.output(0, {2 * images + 1})), call.stream);

@@ -19,8 +19,8 @@ from algm_deploy.errors import BundleError
 Table = dict[str, Any]
 Steps = tuple[str | int, ...]
 FILE = Path("bundle/manifest.json")
-NAMED = {"files", "made_from", "packages", "execution", "stages", "thresholds", "defaults", "slices", "failures"}
-NAMED |= {"iou_percent_by_class", "windows_by_merge", "tokens_by_merge", "rewrites", "nodes_by_provider"}
+NAMED = {"files", "made_from", "packages", "execution", "stages", "reading", "thresholds", "defaults", "slices"}
+NAMED |= {"failures", "iou_percent_by_class", "windows_by_merge", "tokens_by_merge", "rewrites", "nodes_by_provider"}
 FREE = {"facts", "page", "figures", "engine_layers"}  # hold any JSON
 
 

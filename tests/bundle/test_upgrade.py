@@ -154,6 +154,9 @@ def test_speeds(name: str) -> None:
         if "clap_threshold 0.95" in key:
             thresholds = {**thresholds, "clap_threshold": 0.95}
         assert before.pop("thresholds") == (thresholds if before["variant"] == "merged" else {})
+        # Stages did not add up to the latency; what a photo takes before it was among them.
+        stages = before.pop("stages", {})
+        before["reading"] = {part: ms for part, ms in stages.items() if part.startswith(("decode", "preprocess"))}
         expected = {**absent(Speed), "thresholds": thresholds, **tokens(before, merges), **before}
         assert fields(record) == expected
         assert " ".join((record.runtime, record.protocol, record.variant, f"batch {record.batch}")) in key

@@ -204,7 +204,7 @@ CASES: dict[str, tuple[Machine, set[str], str, str]] = {
         "pip install -U 'tensorrt-rtx>=1.7'",
     ),
     "plugins not built": (
-        with_library("trt_plugin", Library(None)),
+        replace(with_library("trt_plugin", Library(None)), compiles=False),
         {"tensorrt", "tensorrt-rtx"},
         "trt_plugin is not built",
         "algm-deploy build-native trt_plugin",
@@ -213,7 +213,7 @@ CASES: dict[str, tuple[Machine, set[str], str, str]] = {
         with_library("trt_plugin", NO_HEADER),
         {"tensorrt", "tensorrt-rtx"},
         "which needs the header NvInferRuntime.h",
-        "unpack the archive (TensorRT); then set TENSORRT_ROOT",
+        "pip install 'algm-deploy[native]', or unpack the archive (TensorRT); then set TENSORRT_ROOT",
     ),
 }  # fmt: skip
 
@@ -261,20 +261,43 @@ def test_two_onnxruntimes(machine: Machine, in_place: str, extra: str) -> None:
 def test_a_missing_operator_library_is_a_hint_only() -> None:
     machine = with_library("ort_custom_op", Library(None), CPU_BOX)
     assert finding(machine, "onnxruntime", None).found.endswith(": label maps run in standard operators, slower")
-    on_gpu = finding(with_library("ort_custom_op", Library(None)), "onnxruntime", None)
+    on_gpu = finding(replace(with_library("ort_custom_op", Library(None)), compiles=False), "onnxruntime", None)
     assert on_gpu.found.endswith(": merging and label maps run in standard operators, slower")
     assert finding(machine, "onnxruntime", None).cure == "algm-deploy build-native ort_custom_op"
     assert "onnxruntime-cpu" in can(machine, "execute")
 
 
 def test_missing_kernels_are_a_hint_where_pytorch_has_a_gpu() -> None:
-    missing = with_library("kernels", Library(None))
-    assert "merging runs in PyTorch's operators, slower" in finding(missing, "torch", None).found
+    missing = replace(with_library("kernels", Library(None)), compiles=False)
+    assert "merging and label maps run in PyTorch's operators, slower" in finding(missing, "torch", None).found
     assert finding(missing, "torch", None).cure == "algm-deploy build-native kernels"
     assert can(missing, "execute") == set(ALL)
     for machine in (CPU_BOX, with_module("torch", TORCH_CPU)):
         told_of = {one.cure for one in diagnose(with_library("kernels", Library(None), machine))}
         assert "algm-deploy build-native kernels" not in told_of
+
+
+def fact(machine: Machine, topic: str) -> str:
+    return next(one.found for one in diagnose(machine) if (one.topic, one.ok) == (topic, True))
+
+
+def test_a_library_is_here_or_compiled_when_first_used_or_lacks_something() -> None:
+    here, later = GPU_BOX, with_library("kernels", Library(None))
+    lacking = with_library("kernels", Library(None, ("CUDA's compiler nvcc (set CUDA_HOME)",)))
+    assert fact(here, "library kernels") == "/cache/kernels.so"
+    assert fact(later, "library kernels") == "not built, compiled when it is first used"
+    assert fact(lacking, "library kernels") == "not built, needs CUDA's compiler nvcc"
+    assert [one for one in diagnose(later) if not one.ok] == []
+    assert can(with_library("trt_plugin", Library(None)), "execute") == set(ALL)
+    assert finding(lacking, "torch", None).cure == "pip install 'algm-deploy[native]', or set CUDA_HOME"
+    without_gpu = with_library("ort_custom_op", Library(None), CPU_BOX)
+    assert fact(without_gpu, "library ort_custom_op") == "not built", "only a GPU has anything compiled"
+
+
+def test_a_wheel_of_other_sources_is_told() -> None:
+    machine = replace(GPU_BOX, wheel_refused="expected the wheel of today")
+    assert finding(machine, "native libraries", None).cure == "pip install 'algm-deploy[native]'"
+    assert [one.topic for one in diagnose(machine) if not one.ok] == ["native libraries"]
 
 
 def test_an_idle_gpu_is_told() -> None:

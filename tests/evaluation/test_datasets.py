@@ -319,6 +319,78 @@ def test_a_label_value_without_meaning_names_the_file(tmp_path: Path) -> None:
         dataset.labels_of(dataset.samples[1])
 
 
+def test_what_systems_keep_beside_files_is_no_photo(folder: Path) -> None:
+    """A Mac's resource forks, hidden folders, a folder called like a photo, and a link to nothing."""
+    before = [sample.name for sample in open_dataset("folder", folder).samples]
+    images = folder / "images"
+    for name in ("day/._a_1.png", ".thumbnails/a_1.png", ".ghost.png"):
+        (images / name).parent.mkdir(exist_ok=True)
+        (images / name).write_bytes(b"not meant to be read")
+    (images / "folder.png").mkdir()
+    (images / "link.png").symlink_to(images / "nowhere.png")
+    assert [sample.name for sample in open_dataset("folder", folder).samples] == before
+
+
+def test_photos_in_folders_that_are_links_are_photos(folder: Path, tmp_path: Path) -> None:
+    """A large folder lies on another disk: without it, the figures would be those of a part."""
+    expected = open_dataset("folder", folder).samples
+    (folder / "images" / "night").rename(tmp_path / "disk")
+    (folder / "images" / "night").symlink_to(tmp_path / "disk")
+    assert open_dataset("folder", folder).samples == expected
+
+
+def turned(root: Path, orientation: int, labels: tuple[int, int], stored: tuple[int, int] = (2, 4)) -> Dataset:
+    """One photo of the height and width `stored`, with an EXIF orientation, and labels of others."""
+    for kind in ("images", "labels"):
+        (root / kind).mkdir(parents=True)
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    Image.new("RGB", stored[::-1]).save(root / "images" / "a.jpg", exif=exif)
+    Image.fromarray(np.arange(labels[0] * labels[1], dtype=np.uint8).reshape(labels) % 3).save(root / "labels/a.png")
+    (root / "classes.json").write_text('{"names": ["a", "b", "c"]}')
+    return open_dataset("folder", root)
+
+
+def test_labels_of_the_upright_photo_fit(tmp_path: Path) -> None:
+    dataset = turned(tmp_path, 6, (4, 2))
+    photo, labels = dataset.read(dataset.samples[0])
+    assert (photo.shape, labels.shape) == ((4, 2, 3), (4, 2))
+
+
+@pytest.mark.parametrize(
+    ("orientation", "labels", "stored", "kind"),
+    [
+        (6, (2, 4), (2, 4), "are those"),
+        (6, (4, 4), (4, 4), "may be those"),  # square: nothing tells
+        (3, (2, 4), (2, 4), "may be those"),  # turned by half
+        (2, (2, 4), (2, 4), "may be those"),  # mirrored
+    ],
+)
+def test_labels_that_may_lie_elsewhere_than_the_photo_are_refused(
+    tmp_path: Path, orientation: int, labels: tuple[int, int], stored: tuple[int, int], kind: str
+) -> None:
+    dataset = turned(tmp_path, orientation, labels, stored)
+    with pytest.raises(
+        DatasetError, match=rf"a\.png: .* EXIF orientation {orientation} turns, .* {kind} of the pixels"
+    ):
+        dataset.read(dataset.samples[0])
+
+
+def test_labels_that_are_turned_like_their_photo_fit(tmp_path: Path) -> None:
+    dataset = turned(tmp_path, 6, (4, 4), (4, 4))
+    path = dataset.samples[0].label_path
+    stored, exif = np.asarray(Image.open(path)), Image.Exif()
+    exif[0x0112] = 6
+    Image.fromarray(stored).save(path, exif=exif)
+    assert np.array_equal(dataset.read(dataset.samples[0])[1], np.rot90(stored, -1))
+
+
+def test_labels_of_another_photo_are_no_matter_of_orientation(tmp_path: Path) -> None:
+    dataset = turned(tmp_path, 6, (3, 3))
+    with pytest.raises(DatasetError, match=r"\(4, 2\), got \(3, 3\): the files do not belong together"):
+        dataset.read(dataset.samples[0])
+
+
 def test_a_subset_is_spread_over_the_names(folder: Path) -> None:
     dataset = open_dataset("folder", folder)
 

@@ -400,3 +400,29 @@ def test_agreement_of_two_networks_by_slice(dataset: Dataset) -> None:
     assert found["night"].label_agreement < found["all"].label_agreement < 1
     same = measure_agreement(dataset, Reader(), Reader(), RECIPE.protocol, progress=False)
     assert {figures.label_agreement for figures in same.values()} == {1}
+
+
+# -------------------------------------------------------------------------------------------- what figures would hide
+
+
+@pytest.mark.parametrize(("values", "said"), [((0, 255), "got a alone"), ((0, 1), "got a and b alone")])
+def test_masks_of_a_foreground_are_told(
+    dataset: Dataset, caplog: pytest.LogCaptureFixture, values: tuple[int, int], said: str
+) -> None:
+    run(dataset, Reader())
+    assert caplog.messages == []
+    for sample in dataset.samples:
+        mask = np.array(values, np.uint8).repeat(28)[None].repeat(32, 0)
+        Image.fromarray(mask).save(sample.label_path)
+    run(dataset, Reader())
+    assert f"a folder of pictures: expected labels of 3 classes, {said}: if they are masks" in caplog.text
+
+
+def test_a_photo_that_exif_turns_away_from_its_labels_is_named(dataset: Dataset) -> None:
+    """It would be counted against labels that lie upside down."""
+    sample, exif = dataset.samples[2], Image.Exif()
+    exif[0x0112] = 3
+    Image.open(sample.image_path).save(sample.image_path, exif=exif)
+    record = run(dataset, Reader())
+    assert (record.images, list(record.failures)) == (5, [sample.name])
+    assert "EXIF orientation 3" in record.failures[sample.name]

@@ -30,7 +30,9 @@ def watch(event, args):
     if event == "open" and isinstance(args[0], str) and args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
         events.append(["write", os.path.abspath(args[0])])
     if event in ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.truncate"):
-        events.append(["write", os.path.abspath(str(args[0]))])
+        place = args[2 if event in ("os.rename", "os.mkdir") else 1] if event != "os.truncate" else -1
+        folder = os.readlink(f"/proc/self/fd/{place}") if place >= 0 else ""  # the folder that a name is of
+        events.append(["write", os.path.abspath(os.path.join(folder, str(args[0])))])
 sys.addaudithook(watch)
 from algm_deploy.cli import main
 codes = []
@@ -202,7 +204,9 @@ def test_installed_versions_are_the_pinned_ones(pinned: dict[str, str]) -> None:
         pytest.skip("not the environment of .ci/run, which sets ALGM_PINNED")
     found = {re.sub(r"[-_.]+", "-", one.name).lower(): one.version.partition("+")[0] for one in distributions()}
     others = {name: version for name, version in found.items() if version != pinned.get(name)}
-    own = re.compile("pip|setuptools|algm-deploy|(nvidia|cuda|triton).*")  # venv's, ours, and what torch pins itself
+    own = re.compile(
+        "pip|setuptools|algm-deploy(-native)?|(nvidia|cuda|triton).*"
+    )  # venv's, ours, and what torch pins itself
     assert [name for name in others if not own.fullmatch(name)] == []
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -26,9 +26,9 @@ def pick_from(rng: np.random.Generator) -> Pick:
     return lambda options: options[int(rng.integers(len(options)))]
 
 
-def many(dtype: Any, check: Callable[[Pick, np.random.Generator], None]) -> None:
-    """A check on as many cases as `CASES` says."""
-    for seed in range(CASES):
+def many(dtype: Any, check: Callable[[Pick, np.random.Generator], None], count: int = CASES) -> None:
+    """A check on so many cases."""
+    for seed in range(count):
         rng = np.random.default_rng([seed, DTYPES.index(dtype)])
         try:
             check(pick_from(rng), rng)
@@ -128,8 +128,10 @@ def clap_case(pick: Pick, rng: np.random.Generator, dtype: Any, exact: bool) -> 
     return ClapCase(tokens, size, pick((observed, 0.0, -1.0, 1.5, 0.5)), attributes)
 
 
-def gbm_case(pick: Pick, rng: np.random.Generator, dtype: Any, exact: bool) -> GbmCase:
-    prefix, images, rows = pick((0, 1, 2, 5)), pick((1, 2, 3)), pick((5, 6, 7, 8, 13, 40, 75))
+def gbm_case(
+    pick: Pick, rng: np.random.Generator, dtype: Any, exact: bool, sizes: Sequence[int] = (5, 6, 7, 8, 13, 40, 75)
+) -> GbmCase:
+    prefix, images, rows = pick((0, 1, 2, 5)), pick((1, 2, 3)), pick(sizes)
     tokens, size = case_tokens(pick, rng, images, rows, dtype, exact)
     shortest = min(rows, prefix + 1)
     length = rng.integers(shortest, rows + 1, size=images) if pick((True, False)) else np.full(images, rows)
@@ -144,6 +146,30 @@ def gbm_case(pick: Pick, rng: np.random.Generator, dtype: Any, exact: bool) -> G
     observed = float(best[int(rng.integers(best.size))]) if best.size else 0.0
     threshold = pick((1.0, 0.0, -3.0, 9.0)) if words["mode"] == "adaptive" else pick((observed, 0.0, -1.0, 1.5))
     return GbmCase(tokens, size, token_map, length, threshold if np.isfinite(threshold) else 0.0, attributes)
+
+
+def long_gbm_case(pick: Pick, rng: np.random.Generator, dtype: Any, exact: bool) -> GbmCase:
+    """One whose rows are several tiles of a device."""
+    return gbm_case(pick, rng, dtype, exact, (129, 257, 400, 641))
+
+
+def wild(case: Case, pick: Pick, rng: np.random.Generator) -> Case:
+    """The same with what no network should produce: NaN, infinities, rows of -0.0, lengths that cannot be."""
+    tokens = case.tokens.copy()
+    images, rows, width = tokens.shape
+    tokens[rng.integers(images), rng.integers(rows)] = -0.0
+    for _ in range(pick((0, 1, 4))):
+        tokens[rng.integers(images), rng.integers(rows), rng.integers(width)] = pick((np.nan, np.inf, -np.inf))
+    size = np.maximum(case.size, 1)
+    if isinstance(case, ClapCase):
+        return replace(case, tokens=tokens, size=size)
+    prefix = case.attributes["prefix"]
+    none = (-1, 0, -(2**63), 0xFFFFFFFF00F00000 - 2**64, -(2**32) + rows) if prefix else ()  # a map needs a row to name
+    lengths = (*none, rows, rows + 1, 2**32 + 1, 2**63 - 1, *case.length.tolist())
+    length = np.array([pick(lengths) for _ in range(images)])
+    exist = np.clip(length, prefix, rows)[:, None]
+    token_map = (rng.random(case.map.shape) * exist).astype(np.int64)
+    return replace(case, tokens=tokens, size=size, length=length, map=token_map)
 
 
 def crowd(dtype: Any, batch: str) -> tuple[ClapCase, GbmCase]:
@@ -213,6 +239,13 @@ def check_exact(kernels: Kernels, case: Case) -> None:
     expected = getattr(reference, case.op)(*case.inputs, **case.attributes)
     for out_rows in (None, ROWS_ON_DEVICE):
         assert_equal_outputs(getattr(kernels, case.op)(*case.inputs, out_rows=out_rows, **case.attributes), expected)
+
+
+def check_same(kernels: Kernels, others: Kernels, case: Case, given: Any = None) -> None:
+    """Two versions of the kernels give equal outputs, NaN where the other has NaN."""
+    versions = (kernels, others)
+    found, expected = (getattr(some, case.op)(*case.inputs, given=given, **case.attributes) for some in versions)
+    assert_equal_outputs(found, expected)
 
 
 def check_decided(kernels: Kernels, case: Case, rows: tuple[np.ndarray, np.ndarray], given: Any = None) -> None:

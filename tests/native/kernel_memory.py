@@ -17,11 +17,24 @@ class HostMemory:
     device = "cpu"
     guard = 64
 
+    def __init__(self, shifted: bool = False) -> None:
+        """Shifted: arrays are aligned to their elements and no better."""
+        self.shifted = shifted
+
     def put(self, array: np.ndarray) -> Any:
-        return np.ascontiguousarray(array).reshape(-1).view(np.uint8).copy()
+        flat = np.ascontiguousarray(array).reshape(-1)
+        return self._placed(flat.view(np.uint8), flat.itemsize)
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Any:
-        return np.full(bytes_of(shape, dtype) + self.guard, 0xFF, dtype=np.uint8)
+        content = np.full(bytes_of(shape, dtype) + self.guard, 0xFF, dtype=np.uint8)
+        return self._placed(content, np.dtype(dtype).itemsize)
+
+    def _placed(self, content: np.ndarray, itemsize: int) -> Any:
+        before = itemsize if self.shifted and itemsize > 1 else 0
+        return self._moved(np.concatenate([np.zeros(before, np.uint8), content]))[before:]
+
+    def _moved(self, content: np.ndarray) -> Any:
+        return content
 
     def pointer(self, buffer: Any) -> int:
         return int(buffer.ctypes.data)
@@ -42,13 +55,10 @@ class DeviceMemory(HostMemory):
 
     device = "cuda"
 
-    def put(self, array: np.ndarray) -> Any:
+    def _moved(self, content: np.ndarray) -> Any:
         import torch
 
-        return torch.from_numpy(super().put(array)).cuda()
-
-    def empty(self, shape: Sequence[int], dtype: Any) -> Any:
-        return self.put(super().empty(shape, dtype))
+        return torch.from_numpy(content).cuda()
 
     def pointer(self, buffer: Any) -> int:
         return int(buffer.data_ptr())

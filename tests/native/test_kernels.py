@@ -9,12 +9,13 @@ from typing import Any
 import kernel_cases as cases
 import numpy as np
 import pytest
-from kernel_arrays import INVALID_ARGUMENT, UNSUPPORTED, KernelError, Kernels
+from kernel_arrays import INVALID_ARGUMENT, INVALID_MAP, ROWS_ON_DEVICE, UNSUPPORTED, KernelError, Kernels
 from kernel_memory import DTYPES, MEMORIES
 from operator_inputs import CLAP, GBM, exact_tokens, ones
 
 from algm_deploy.ops import kernel_library
-from algm_deploy.ops.kernel_library import LabelMapParams, clap_params
+from algm_deploy.ops._rows import merge_rows_reference
+from algm_deploy.ops.kernel_library import LabelMapParams, clap_params, gbm_params
 from algm_deploy.ops.schema import WORDS
 
 SMALL: dict[str, Any] = {"grid": (4, 4), "window": (2, 2), **CLAP}
@@ -81,6 +82,61 @@ def test_padding_that_the_caller_asks_for_is_zero(kernels: Kernels, dtype: Any) 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [16, 24])
+def test_means_of_infinities(kernels: Kernels, width: int, dtype: Any) -> None:
+    """IEEE arithmetic among the members, nothing for the other rows: windows and pairs that are told to merge."""
+    rng = np.random.default_rng(5)
+    tokens = exact_tokens(rng, "signs", (2, 17, width), dtype)
+    for row, column, value in (
+        (1, 0, np.inf),
+        (2, 0, np.inf),
+        (3, 1, -np.inf),
+        (4, 1, np.inf),
+        (7, 3, np.nan),
+        (9, 2, -np.inf),
+    ):
+        tokens[:, row, column] = value
+    size = rng.integers(1, 4, size=(2, 17)).astype(np.float32)
+    similarity = np.ones((2, 4), np.float32)
+    clap = cases.ClapCase(tokens, size, 0.5, SMALL)
+    found = kernels.clap(*clap.inputs, given=similarity, **SMALL)
+    row = cases.clap_rows_for(similarity, clap)[0]
+    expected = merge_rows_reference(tokens, size, row, 5, True)[0]
+    np.testing.assert_array_equal(found[0].astype(np.float64), expected.astype(np.float64))
+    assert all(test(found[0].astype(np.float32)).any() for test in (np.isposinf, np.isneginf, np.isnan))
+    best, best_row = np.ones((2, 8), np.float32), np.tile(np.arange(1, 16, 2, dtype=np.int32), (2, 1))
+    for semantics in WORDS["semantics"]:
+        plan = GBM | {"prefix": 0, "mode": "fixed", "semantics": semantics}
+        some = cases.GbmCase(tokens[:, :16], size[:, :16], np.zeros((2, 1), np.int64), np.full(2, 16), 0.5, plan)
+        found = kernels.gbm(*some.inputs, given=(best, best_row), **plan)
+        row = np.tile(np.arange(16) // 2, (2, 1))
+        expected = merge_rows_reference(some.tokens, some.size, row, 8, semantics == "code")[0]
+        np.testing.assert_array_equal(found[0].astype(np.float64), expected.astype(np.float64))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_row_at_all(kernels: Kernels, dtype: Any) -> None:
+    """Without a prefix, images without rows leave none, and outputs without rows may be null."""
+    tokens = exact_tokens(np.random.default_rng(6), "signs", (2, 6, 16), dtype)
+    params = gbm_params(tokens.shape, tokens.dtype.name, 1, **GBM | {"prefix": 0})
+    length, count = kernels.memory.empty((2,), np.int64), kernels.memory.empty((), np.int64)
+    map, workspace = kernels.memory.empty((2, 1), np.int64), kernels.workspace("gbm", params)
+    inputs = [kernels.put(np.zeros((2, 1), np.int64)), kernels.put(np.array([-5, 0])), kernels.put(np.float32(1))]
+    given = [kernels.put(tokens), *inputs]
+    outputs = map, length, count, None, workspace
+    if kernels.memory.device == "cpu":
+        with pytest.raises(KernelError, match=f"status {INVALID_MAP}"):  # no map can name a row
+            kernels.call("gbm_decide", params, *given, *outputs)
+        return
+    kernels.call("gbm_decide", params, *given, *outputs)
+    assert kernels.memory.fetch(length, (2,), np.int64).tolist() == [0, 0]
+    assert kernels.memory.fetch(map, (2, 1), np.int64).tolist() == [[-1], [-1]]
+    size = kernels.put(np.ones((2, 6), np.float32))
+    kernels.call("gbm_apply", params, given[0], size, workspace, 0, None, None)
+    kernels.call("gbm_apply", params, given[0], size, workspace, ROWS_ON_DEVICE, count, count)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 7, 8, 150, 1032])
 def test_unmerge_copies_bits(kernels: Kernels, width: int, dtype: Any) -> None:
     rng = np.random.default_rng(width)
@@ -127,6 +183,10 @@ def test_label_ties_and_nan(kernels: Kernels) -> None:
         ("order", -1, INVALID_ARGUMENT),
         ("prefix", -1, INVALID_ARGUMENT),
         ("batch", 1 << 40, UNSUPPORTED),
+        ("grid_h", 1 << 62, UNSUPPORTED),
+        ("window_w", 1 << 63, INVALID_ARGUMENT),
+        ("window_w", 1 << 62, UNSUPPORTED),
+        ("prefix", 1 << 32, UNSUPPORTED),
     ],
 )
 def test_contradictions_are_refused(kernels: Kernels, field: str, value: int, status: int) -> None:
@@ -145,6 +205,9 @@ def test_windows_of_one_patch_null_pointers_and_more_classes_than_fit_are_refuse
     one_patch = clap_params((1, 17, 16), "float32", **SMALL | {"window": (1, 1)})
     windows = clap_params((1, 17, 16), "float32", **SMALL)
     labels = LabelMapParams(1, 1, 257, 1, 1, 2, 2, 0, 0, 0)  # uint8 labels hold 256 classes and no more
+    beyond = LabelMapParams(1, 1, 5, 1, 1, 2, 2, 1 << 32, 0, 0)  # a prefix of which 32 bits are 0
+    with pytest.raises(KernelError, match="status 2"):
+        kernels.call("label_map", beyond, buffer, buffer, buffer)
     for name, params, *arguments in (
         ("clap_similarity", one_patch, buffer, buffer),
         ("clap_similarity", windows, None, buffer),

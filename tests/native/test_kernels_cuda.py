@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import kernel_cases as cases
 import numpy as np
 import pytest
+import torch
 from kernel_arrays import UNSUPPORTED, KernelError, Kernels
 from kernel_memory import DTYPES, DeviceMemory, HostMemory
 from operator_inputs import CLAP, GBM, exact_tokens, ones
 
+from algm_deploy.ops.clap import window_members
+from algm_deploy.ops.kernel_library import clap_params, gbm_params
 from algm_deploy.ops.schema import WORDS
 
 pytestmark = pytest.mark.gpu
@@ -117,6 +123,97 @@ def test_device_and_host_agree_on_exact_sums(kernels: Kernels, cuda_library: Pat
         case = cases.clap_case(cases.pick_from(rng), rng, np.float16, exact=True)
         found, expected = (some.clap(*case.inputs, **case.attributes) for some in (kernels, host))
         cases.assert_equal_outputs(found, expected)
+
+
+@pytest.fixture(params=[False, True], ids=["aligned", "shifted"])
+def versions(request: pytest.FixtureRequest, cuda_library: Path) -> tuple[Kernels, Kernels]:
+    """The kernels for the device and those for the host, on memory that is aligned to 16 bytes or not."""
+    memories = DeviceMemory(request.param), HostMemory(request.param)
+    device, host = (Kernels(cuda_library, memory) for memory in memories)
+    return device, host
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_device_and_host_agree_on_all_that_memory_can_hold(versions: tuple[Kernels, Kernels], dtype: Any) -> None:
+    """NaN, infinities, -0.0, lengths of any 64 bits, on shapes of one to many tiles."""
+
+    def check(pick: cases.Pick, rng: np.random.Generator) -> None:
+        for made in (cases.clap_case, cases.gbm_case, cases.long_gbm_case):
+            cases.check_same(*versions, cases.wild(made(pick, rng, dtype, exact=True), pick, rng))
+
+    cases.many(dtype, check)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_device_and_host_agree_on_given_similarities(versions: tuple[Kernels, Kernels], dtype: Any) -> None:
+    """Where rows with infinities do merge."""
+
+    def check(pick: cases.Pick, rng: np.random.Generator) -> None:
+        clap = cases.wild(cases.clap_case(pick, rng, dtype, exact=True), pick, rng)
+        shape = (len(clap.tokens), len(window_members(*clap.layout[:2])))
+        cases.check_same(*versions, clap, cases.tied_values(pick, rng, shape))
+        gbm = cases.gbm_case(pick, rng, dtype, exact=True)
+        best, best_row = versions[1].gbm_similarity(gbm.tokens, gbm.length, **gbm.attributes)
+        best = np.where(best_row >= 0, cases.tied_values(pick, rng, best.shape), -np.inf).astype(np.float32)
+        same = {"length": gbm.length, "map": gbm.map}
+        cases.check_same(*versions, replace(cases.wild(gbm, pick, rng), **same), (best, best_row))
+
+    cases.many(dtype, check)
+
+
+def test_lengths_that_32_bits_cannot_hold(kernels: Kernels, cuda_library: Path) -> None:
+    """Of 641 rows, as they once led a tile of tensor cores out of memory."""
+    host = Kernels(cuda_library, HostMemory())
+    for dtype in DTYPES:
+        tokens = exact_tokens(np.random.default_rng(0), "pairs", (3, 641, 64), dtype)
+        length = np.array([0xFFFFFFFF00F00000 - 2**64, 641 + 2**32, -(2**31) - 1])
+        case = cases.GbmCase(tokens, ones(tokens), np.zeros((3, 640), np.int64), length, 0.5, GBM | {"mode": "fixed"})
+        cases.check_same(kernels, host, case)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_too_few_output_rows_are_nan_and_nothing_behind_them(kernels: Kernels, dtype: Any) -> None:
+    """The guard behind every output is checked when it is fetched."""
+    tokens = exact_tokens(np.random.default_rng(0), "signs", (2, 17, 64), dtype)
+    layout = {"grid": (4, 4), "window": (2, 2)}
+    for out_rows in (1, 4, 16):
+        for tokens_out, size_out, *_ in (
+            kernels.clap(tokens, ones(tokens), 1.5, out_rows=out_rows, **CLAP | layout),
+            kernels.gbm(
+                tokens, ones(tokens), np.zeros((2, 1), np.int64), np.full(2, 17), 9.0, out_rows=out_rows, **GBM
+            ),
+        ):
+            assert np.isnan(tokens_out.astype(np.float32)).all()
+            assert np.isnan(size_out).all()
+
+
+def test_threads_with_windows_of_different_sizes(cuda_library: Path) -> None:
+    """Their kernel is one, and so is the shared memory that it may ask for."""
+    tokens = cases.random_tokens(np.random.default_rng(0), (1, 17, 16), np.float32)
+
+    def failures(window: tuple[int, int]) -> int:
+        kernels = Kernels(cuda_library, DeviceMemory())
+        params = clap_params(tokens.shape, "float32", **CLAP | {"grid": (4, 4), "window": window})
+        given, similarity = (
+            ctypes.c_void_p((held := kernels.put(tokens)).data_ptr()),
+            kernels.memory.empty((8,), np.float32),
+        )
+        out = ctypes.c_void_p(similarity.data_ptr())
+        failed = sum(kernels.library.call("clap_similarity", params, given, out) != 0 for _ in range(50_000))
+        torch.cuda.synchronize()
+        del held
+        return failed
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(failures, [(1, 2), (2, 2), (1, 2), (2, 2)])) == [0, 0, 0, 0]
+
+
+def test_a_sequence_longer_than_a_grid_is_refused(kernels: Kernels) -> None:
+    params = gbm_params((1, 1 << 26, 8), "float32", 1, **GBM)
+    buffer = kernels.memory.empty((64,), np.uint8)
+    with pytest.raises(KernelError) as caught:
+        kernels.call("gbm_similarity", params, buffer, buffer, buffer, buffer, buffer)
+    assert caught.value.status == UNSUPPORTED
 
 
 def test_a_thousand_classes_fit_and_ten_thousand_are_refused(kernels: Kernels) -> None:

@@ -140,6 +140,8 @@ def test_sequence_starts(run: Any) -> None:
     (found,) = run("sequence_starts", [np.array([5, 7, 0]), tokens], 1)
     assert found.tolist() == [0, 5, 7, 14, 14, 14, 21]
     assert found.dtype == np.int32
+    (found,) = run("sequence_starts", [np.array([-5, 2**32 + 1, 8]), tokens], 1)
+    assert found.tolist() == [0, 0, 7, 14, 14, 21, 21], "a length is one that can be"
 
 
 def test_unmerge(run: Any) -> None:

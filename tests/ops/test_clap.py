@@ -249,3 +249,14 @@ def test_16_bit_tokens_in_onnx() -> None:
     assert expected[3].tolist() == [8, 11]
     for run in cases.IMPLEMENTATIONS.values():
         cases.assert_same(run("clap", inputs, **PLAIN), expected, 0)
+
+
+@compared
+def test_what_is_not_finite_stays_in_its_row(run: Any) -> None:
+    tokens = exact_tokens(np.random.default_rng(0), "few", (2, 17, 16))
+    tokens[0, 4, 3], tokens[0, 7, 5], tokens[1, 6, 1] = np.inf, -np.inf, np.nan
+    inputs = [tokens, ones(tokens), np.float32(0.28)]
+    expected = cases.run_reference("clap", inputs, **PLAIN)
+    assert [int(test(expected[0]).sum()) for test in (np.isposinf, np.isneginf, np.isnan)] == [1, 1, 1]
+    assert expected[3].min() < 17
+    cases.assert_same(run("clap", inputs, **PLAIN), expected, 0)

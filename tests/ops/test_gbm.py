@@ -329,3 +329,30 @@ def test_16_bit_tokens_in_onnx() -> None:
     assert expected[3].max() < 17
     for run in cases.IMPLEMENTATIONS.values():
         cases.assert_same(run("gbm", inputs, **PLAIN | {"mode": "fixed"}), expected, 0)
+
+
+@compared
+@pytest.mark.parametrize("semantics", ["code", "paper"])
+def test_any_length_is_one_that_can_be(run: Any, semantics: str) -> None:
+    """Below zero, beyond the rows, and numbers of which 32 bits are a length that can be."""
+    lengths = [-1, 0, 1, 9, 9 + 2**32, -(2**32) + 9, 0xFFFFFFFF00F00000 - 2**64, -(2**63), 2**63 - 1]
+    tokens = np.repeat(exact_tokens(np.random.default_rng(0), "few", (1, 9, 16)), len(lengths), axis=0)
+    maps = np.zeros((len(lengths), 8), np.int64)
+    inputs = [tokens, np.ones((len(lengths), 9), np.float32), maps, np.array(lengths), np.float32(0.5)]
+    attributes = PLAIN | {"mode": "fixed", "prefix": 2, "semantics": semantics}
+    found, expected = run("gbm", inputs, **attributes), cases.run_reference("gbm", inputs, **attributes)
+    assert expected[3].tolist() == [2, 2, 2, n := expected[3][3], n, 2, 2, 2, n]
+    assert 2 < n < 9
+    cases.assert_same(found, expected, 0)
+
+
+@compared
+def test_what_is_not_finite_stays_in_its_row(run: Any) -> None:
+    """Its similarities are NaN: it merges with nobody, and keeps nobody from merging."""
+    tokens = exact_tokens(np.random.default_rng(0), "few", (2, 17, 16))
+    tokens[0, 4, 3], tokens[0, 7, 5], tokens[1, 6, 1] = np.inf, -np.inf, np.nan
+    inputs = [*cases.sequence(tokens, 1), np.float32(0.5)]
+    expected = cases.run_reference("gbm", inputs, **PLAIN | {"mode": "fixed"})
+    assert [int(test(expected[0]).sum()) for test in (np.isposinf, np.isneginf, np.isnan)] == [1, 1, 1]
+    assert expected[3].max() < 15
+    cases.assert_same(run("gbm", inputs, **PLAIN | {"mode": "fixed"}), expected, 0)

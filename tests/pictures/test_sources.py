@@ -201,3 +201,27 @@ def test_pictures_are_read_when_they_are_due(folder: Path) -> None:
     files = pictures_of(folder)
     (folder / "b.png").unlink()  # after the folder was listed
     assert [type(one) for one in files] == [Picture, Failure, Picture, Picture, Picture, Picture]
+
+
+def test_folders_that_are_links(folder: Path, tmp_path: Path) -> None:
+    """They are followed, but not back to where they lie."""
+    (tmp_path / "disk").mkdir()
+    Image.fromarray(picture(1)).save(tmp_path / "disk" / "d.png")
+    (folder / "album").symlink_to(tmp_path / "disk")
+    (folder / "deep" / "up").symlink_to(folder)
+    (folder / "itself").symlink_to(folder / "itself")
+    assert [p.name for p in find_images(folder)] == ["a.JPG", "d.png", "b.png", "c.tiff"]
+
+
+def test_a_folder_that_cannot_be_listed_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pictures would be missing without a word."""
+    listed = Path.iterdir
+
+    def refusing(path: Path) -> Iterator[Path]:
+        if path.name == "deep":
+            raise PermissionError(13, "Permission denied")
+        return listed(path)
+
+    monkeypatch.setattr(Path, "iterdir", refusing)
+    with pytest.raises(DatasetError, match="deep: expected a folder that can be listed, got Permission denied"):
+        find_images(folder)

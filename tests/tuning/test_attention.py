@@ -112,3 +112,12 @@ def test_pictures_without_a_label_tell_nothing(tiny_bundle: Bundle, dataset: Dat
     Image.fromarray(np.full((128, 128), 255, np.uint8)).save(dataset.samples[0].label_path)
     with pytest.raises(DatasetError, match="expected labelled pixels"):
         measured(tiny_bundle, replace(dataset, samples=dataset.samples[:1]), PLAN)
+
+
+def test_photos_that_cannot_be_read_are_named_when_the_others_are_measured(
+    tiny_bundle: Bundle, dataset: Dataset
+) -> None:
+    for index in (0, 2):
+        dataset.samples[index].image_path.write_bytes(b"no picture")
+    with pytest.raises(DatasetError, match=r"2 cannot be \(.*0\.png: expected a picture.*; .*2\.png: expected"):
+        measured(tiny_bundle, dataset, PLAN)

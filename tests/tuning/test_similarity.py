@@ -181,12 +181,12 @@ def test_labels_part_the_pairs(bundle: Bundle, halved: Dataset) -> None:
 
 
 def test_an_interrupted_measurement_goes_on(bundle: Bundle, halved: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    from algm_deploy.tuning import similarity
+    from algm_deploy.evaluation import datasets
 
     whole = measured(bundle, halved, (1, 2))
     for state in (bundle.path / "reports").glob("similarity-*.json"):
         state.unlink()
-    read, seen = similarity.read_photo, []
+    read, seen = datasets.read_photo, []
 
     def stopping(path: Path) -> np.ndarray:
         if len(seen) == 2:
@@ -194,10 +194,10 @@ def test_an_interrupted_measurement_goes_on(bundle: Bundle, halved: Dataset, mon
         seen.append(path)
         return read(path)
 
-    monkeypatch.setattr(similarity, "read_photo", stopping)
+    monkeypatch.setattr(datasets, "read_photo", stopping)
     with pytest.raises(KeyboardInterrupt):
         measured(bundle, halved, (1, 2))
-    monkeypatch.setattr(similarity, "read_photo", lambda path: seen.append(path) or read(path))
+    monkeypatch.setattr(datasets, "read_photo", lambda path: seen.append(path) or read(path))
     assert measured(bundle, halved, (1, 2)) == whole
     assert seen == [sample.image_path for sample in halved.samples]
     assert measured(bundle, halved.subset(3), (1, 2)) != whole
@@ -262,6 +262,14 @@ def test_photos_must_be_there_and_fit_their_labels(bundle: Bundle, halved: Datas
     Image.fromarray(np.zeros((3, 3), np.uint8)).save(halved.samples[0].label_path)
     with pytest.raises(DatasetError, match=r"0\.bmp: expected .*\(128, 128\), got \(3, 3\)"):
         measured(bundle, halved, (1,))
+
+
+def test_photos_that_cannot_be_read_are_named_when_the_others_are_measured(bundle: Bundle, halved: Dataset) -> None:
+    for index in (0, 2):
+        halved.samples[index].image_path.write_bytes(b"no picture")
+    for _ in range(2):  # measured, and read from the state file
+        with pytest.raises(DatasetError, match=r"2 cannot be \(.*0\.png: expected a picture.*; .*2\.png: expected"):
+            measured(bundle, halved, (1,))
 
 
 def test_the_record_is_json(bundle: Bundle, dataset: Dataset) -> None:

@@ -13,7 +13,7 @@ import pytest
 from stand_ins import DEMO, dataset_of, evaluation, speed, trial
 
 from algm_deploy.bundle.records import Aim, Candidate, Evaluation, ThresholdTuning
-from algm_deploy.errors import DatasetError, GateError, ImageError, PlanError
+from algm_deploy.errors import DatasetError, ImageError, PlanError
 from algm_deploy.evaluation.datasets import Dataset
 from algm_deploy.recipe.schema import MergePlan
 from algm_deploy.report.tuning import tuning_page
@@ -124,8 +124,15 @@ def test_a_photo_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 def test_an_evaluation_without_labels_has_no_miou() -> None:
-    with pytest.raises(GateError, match="a folder of pictures: no labelled pixel"):
+    with pytest.raises(DatasetError, match="a folder of pictures: expected labelled pixels, got none"):
         miou_of(evaluation(None, split="all"))
+
+
+def test_a_search_over_a_part_of_the_photos_is_none() -> None:
+    """Photos that could not be evaluated would be missing in every figure without a word."""
+    part = msgspec.structs.replace(evaluation(50.0, split="all"), failures={"a": "a.png: cut", "b": "b.png: cut"})
+    with pytest.raises(DatasetError, match=r"2 cannot be \(a\.png: cut; b\.png: cut\): mend these files"):
+        miou_of(part)
 
 
 def test_a_threshold_is_chosen_on_one_part_and_reported_on_the_other() -> None:

@@ -4,7 +4,8 @@ The published Segmenter code (rstrudel/segmenter, tue-mps/algm-segmenter) writes
 `model` is the state dict, and `variant.yml` beside it. Merging adds no parameters, so both projects share one format.
 mmsegmentation and its descendants (SETR, SegViT) write any name, the state dict as entry `state_dict` and no facts of
 the network that could be read without executing something: a recipe has to give them. Others write the state dict
-alone (EoMT), or backbone and head into files of their own (DINOv2), which are read from one folder.
+alone (EoMT), or backbone and head into files of their own (DINOv2), which are read from one folder. A file is what its
+content says, whatever it is called: torch.save's, or safetensors, which hold a state dict alone.
 """
 
 from __future__ import annotations
@@ -18,19 +19,30 @@ from typing import Any, cast
 
 import torch
 import yaml
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
-from algm_deploy.errors import CheckpointError, shown
+from algm_deploy.bundle.files import require_utf8
+from algm_deploy.errors import CheckpointError, remedy, shown
 
 CHECKPOINT_FILE = "checkpoint.pth"
 VARIANT_FILE = "variant.yml"
+_SAFETENSORS_TABLE = 100_000_000  # the library's own limit, in bytes
 _VARIANT_BYTES = 1 << 16
 _VARIANT_NODES = 10_000
 _VARIANT_DEPTH = 32  # published files have four
 _ENTRIES = ("model", "state_dict")
-_SUFFIXES = (".pth", ".pt", ".bin")
-# The one entry of a published state dict that is no floating-point tensor; nothing reads it at inference.
-_COUNTER = ".num_batches_tracked"
+_SUFFIXES = (".pth", ".pt", ".bin", ".safetensors")
+# What DataParallel, Lightning, moving averages and others put before all names, and compilers and sharders anywhere.
+_WRAPPERS = ("module.", "model.", "net.", "segmentor.", "ema.", "ema_model.", "model_ema.", "module_ema.")
+_WRAPPERS_INSIDE = re.compile(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+# What calls weights a moving average of the training's: an entry of the file, names of tensors.
+_AVERAGE, _AVERAGES = re.compile(r"(?:^|_)ema(?:$|_)"), re.compile(r"(?:ema|ema_model|model_ema|module_ema)[._]")
+_AVERAGED = "n_averaged"  # the counter that torch.optim.swa_utils.AveragedModel writes beside them
+# The entries of state dicts that are no floating-point tensors; nothing reads them at inference.
+_COUNTERS = (".num_batches_tracked", _AVERAGED)
+_PICKLE_BYTES = 1 << 24  # it comes before the weights
 _PICKLE = 0x80  # first byte of a checkpoint from before torch.save wrote zip archives
 # What a file that is no checkpoint begins with, what it is, and what to do.
 _MISTAKEN = (
@@ -47,6 +59,7 @@ class Checkpoint:
 
     `unread` names the entries of the file that were left alone, such as the optimizer's. The tensors may be mapped from
     the file: `state_dict_for` returns copies. `files` are those it was read from, `path` their folder if several.
+    `notes` tell what was taken for granted, one printable line each.
     """
 
     path: Path
@@ -54,6 +67,7 @@ class Checkpoint:
     variant: Mapping[str, Any] | None
     unread: tuple[str, ...]
     files: tuple[Path, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def read_checkpoint(path: str | Path) -> Checkpoint:
@@ -63,13 +77,17 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     Raises CheckpointError for whatever is not such a file; code inside a file is never run.
     """
     path = Path(path)
+    require_utf8(path, CheckpointError)
     files = _files(path)
     if len(files) == 1:
         (path,) = files
     state_dict: dict[str, Tensor] = {}
     unread: list[str] = []
+    notes: list[str] = []
     for file in files:
         found, others = _state_dict(file)
+        found, told = _unwrapped(found)
+        notes += [f"{file.name}: {line}" for line in (*told, *_average_beside(others))]
         twice = set(state_dict) & set(found)
         if twice:
             raise CheckpointError(
@@ -80,7 +98,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
         unread += others
     variant = path.with_name(VARIANT_FILE)
     facts = read_variant(variant) if len(files) == 1 and variant.is_file() else None
-    return Checkpoint(path, state_dict, facts, tuple(unread), files)
+    return Checkpoint(path, state_dict, facts, tuple(unread), files, tuple(notes))
 
 
 def _files(path: Path) -> tuple[Path, ...]:
@@ -90,7 +108,7 @@ def _files(path: Path) -> tuple[Path, ...]:
         return (file,)
     parts = [part for part in path.iterdir() if part.suffix in _SUFFIXES] if path.is_dir() else []
     if not parts:
-        raise CheckpointError(f"expected a checkpoint at {file}, found no file: name {CHECKPOINT_FILE} or its folder")
+        raise CheckpointError(f"expected a checkpoint at {file}, found no file: name the checkpoint or its folder")
     return tuple(sorted(parts))
 
 
@@ -100,6 +118,11 @@ def _state_dict(path: Path) -> tuple[dict[str, Tensor], list[str]]:
     entry = next((e for e in _ENTRIES if isinstance(content, dict) and isinstance(content.get(e), dict)), None)
     is_bare = isinstance(content, dict) and bool(content) and all(isinstance(v, Tensor) for v in content.values())
     if not isinstance(content, dict) or (entry is None and not is_bare):
+        if isinstance(content, dict) and (place := _average(content)):
+            raise CheckpointError(
+                f"{path}: expected the weights under {' or '.join(map(repr, _ENTRIES))}, got their moving average "
+                f"(EMA) alone: where you want that, save it as torch.save({{'model': torch.load(path){place}}}, other)"
+            )
         came = f"entries {names_of(content)}" if isinstance(content, dict) else type(content).__name__
         raise CheckpointError(
             f"{path}: expected a dict of tensors, alone or under {' or '.join(map(repr, _ENTRIES))} as published code "
@@ -109,6 +132,45 @@ def _state_dict(path: Path) -> tuple[dict[str, Tensor], list[str]]:
     for key, value in state_dict.items():
         _check_tensor(path, key, value)
     return dict(state_dict), list(map(str, others))
+
+
+def _unwrapped(found: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+    """The tensors by the names that the network gave them, and lines that name what wrappers had put there."""
+    averages = [key for key in found if _AVERAGES.match(key)]
+    beside = averages if len(averages) < len(found) else []
+    counted = _AVERAGED in found
+    named = {key: value for key, value in found.items() if key not in (*beside, _AVERAGED)}
+    inside = {_WRAPPERS_INSIDE.sub("", key): value for key, value in named.items()}
+    parts = sorted({part for key in named for part in _WRAPPERS_INSIDE.findall(key)})
+    if len(inside) < len(named):
+        inside, parts = named, []  # two names would become one
+    prefix = ""
+    while more := next((w for w in _WRAPPERS if inside and all(k.startswith(prefix + w) for k in inside)), ""):
+        prefix += more
+    lines = [f"every name begins with {prefix}, as a wrapper writes it, which was left out"] if prefix else []
+    lines += [f"{part} in names, as a wrapper writes it, was left out" for part in parts]
+    if counted or _AVERAGES.match(prefix):
+        lines.append("by its names it holds weights averaged over the training (EMA or SWA)")
+    if beside:
+        lines.append(f"its moving average (EMA), {names_of(beside, 1)}, was left alone")
+    return {key.removeprefix(prefix): value for key, value in inside.items()}, lines
+
+
+def _average(content: Mapping[Any, Any]) -> str:
+    """Where a file has tensors that its names call a moving average, as `['ema']['shadow']`; empty where nowhere."""
+    for key, value in content.items():
+        if isinstance(key, str) and isinstance(value, dict) and _AVERAGE.search(key):
+            parts = {f"[{_name(key)!r}][{_name(k)!r}]": part for k, part in value.items() if isinstance(part, dict)}
+            for place, part in ({f"[{_name(key)!r}]": value} | parts).items():
+                if part and all(isinstance(one, Tensor) for one in part.values()):
+                    return place
+    return ""
+
+
+def _average_beside(others: Iterable[str]) -> list[str]:
+    """A line for people who may have wanted the other weights of a file."""
+    found = [name for name in others if _AVERAGE.search(name)]
+    return [f"its moving average (EMA), {names_of(found)}, was left alone"] if found else []
 
 
 def read_variant(path: Path) -> dict[str, Any]:
@@ -169,14 +231,26 @@ _VariantLoader.add_constructor(
 def _load(path: Path) -> object:
     is_zip = False
     try:
+        if _is_safetensors(path):
+            return load_file(path)
         is_zip = zipfile.is_zipfile(path)
         if is_zip:
             _check_zip(path)
+        if path.name.endswith(".safetensors"):  # torch.load goes by the name of a path
+            with path.open("rb") as stream:
+                return torch.load(stream, map_location="cpu", weights_only=True)
         return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except CheckpointError:
         raise
     except Exception as error:  # a hostile or cut file can fail anywhere inside the reader
         raise CheckpointError(_load_failure(path, is_zip, error)) from error
+
+
+def _is_safetensors(path: Path) -> bool:
+    """Whether a file begins as safetensors do: eight bytes of a length, and a table in JSON."""
+    with path.open("rb") as stream:
+        start = stream.read(9)
+    return start[8:] == b"{" and int.from_bytes(start[:8], "little") <= _SAFETENSORS_TABLE
 
 
 def _check_zip(path: Path) -> None:
@@ -195,16 +269,32 @@ def _check_zip(path: Path) -> None:
 
 
 def _load_failure(path: Path, is_zip: bool, error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"expected to read {path}, got {error.strerror}: {remedy(error, 'copy it again')}"
+    if isinstance(error, SafetensorError):
+        return f"{path}: expected whole safetensors, got damaged ones ({_one_line(str(error))}): copy them again"
     came = "" if is_zip or isinstance(error, OSError) else _mistaken(path)
     refused = re.search(r"GLOBAL (\S+)", str(error))
     if refused and not came:
+        entry = _entry_named(path)
         return (
             f"{path}: expected tensors and plain values, found {refused[1][:80]}, which could execute code: where you "
-            "trust the file, save its entry 'model' alone, as torch.save({'model': state_dict}, path)"
+            f"trust the file, save its entry {entry!r} alone, as torch.save({{{entry!r}: torch.load(path, "
+            f"weights_only=False)[{entry!r}]}}, other)"
         )
     reason = _one_line(str(error).rpartition("WeightsUnpickler error:")[2]) or type(error).__name__
     came = came or f"one that cannot be read ({reason}): copy it again"
     return f"{path}: expected a checkpoint written by torch.save, got {came}"
+
+
+def _entry_named(path: Path) -> str:
+    """The entry of the state dict in a file that cannot be read, by the texts of its pickle, which is not run."""
+    with path.open("rb") as stream:
+        content = stream.read(_PICKLE_BYTES)
+    # A text is its length, in four bytes or in one, and itself.
+    coded = {entry: (len(entry).to_bytes(4, "little"), b"\x8c" + bytes([len(entry)])) for entry in _ENTRIES}
+    found = [e for e, lengths in coded.items() if any(length + e.encode() in content for length in lengths)]
+    return found[0] if found else _ENTRIES[0]
 
 
 def _mistaken(path: Path) -> str:
@@ -216,8 +306,6 @@ def _mistaken(path: Path) -> str:
     for beginning, kind, cure in _MISTAKEN:
         if start.lstrip().startswith(beginning):
             return f"{kind}: {cure}"
-    if start[8:10] == b'{"':
-        return "safetensors: save what they hold as torch.save({'model': safetensors.torch.load_file(path)}, other)"
     text = start.decode("utf-8", errors="ignore")  # the last character may be cut
     if len(text.encode()) > len(start) - 4 and all(char.isprintable() or char.isspace() for char in text):
         return f"a text file that begins {shown(text.strip()[:40])}: name the file of the weights"
@@ -229,7 +317,7 @@ def _check_tensor(path: Path, key: object, value: object) -> None:
         raise CheckpointError(
             f"{path}: expected named tensors in the state dict, got {type(value).__name__} as {_name(key)}"
         )
-    is_weight = value.is_floating_point() or key.endswith(_COUNTER)
+    is_weight = value.is_floating_point() or key.endswith(_COUNTERS)
     if value.layout != torch.strided or value.device.type != "cpu" or not is_weight:
         raise CheckpointError(
             f"{path}: expected plain floating-point weights, got {_name(key)} as {value.dtype}, {value.layout}"

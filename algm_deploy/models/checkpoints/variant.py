@@ -10,7 +10,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from algm_deploy.errors import CheckpointError, PlanError, RecipeError
-from algm_deploy.models.checkpoints.reading import VARIANT_FILE, Checkpoint, shape_of
+from algm_deploy.models.checkpoints.reading import VARIANT_FILE, Checkpoint, names_of, shape_of
 from algm_deploy.models.segmenter import DISTILLED
 from algm_deploy.recipe.conversion import converted
 from algm_deploy.recipe.reading import flatten, resolve
@@ -27,6 +27,7 @@ from algm_deploy.recipe.schema import (
 )
 
 Section = TypeVar("Section", bound=Struct)
+_PATCHES = "encoder.patch_embed.proj.weight"
 
 
 class _Decoder(Struct):
@@ -164,7 +165,12 @@ def _pair(size: int | Size) -> Size:
 def _cross_check(checkpoint: Checkpoint, network: Network) -> None:
     """Compares every fact that shapes can tell, before any table is built from a claim."""
     found = checkpoint.state_dict
-    proj = shape_of(found, "encoder.patch_embed.proj.weight")
+    proj = shape_of(found, _PATCHES)
+    if not proj:
+        raise CheckpointError(
+            f"{checkpoint.path}: expected the parameters of a Segmenter, such as {_PATCHES}, which {VARIANT_FILE} is "
+            f"about, got {names_of(found)}: pair the files, or save the tensors under the names of the published code"
+        )
     classes = shape_of(found, "decoder.head.weight")[:1] + shape_of(found, "decoder.cls_emb")[1:2]
     checks = {
         "net_kwargs.d_model": (network.embed_dim, *proj[:1]),

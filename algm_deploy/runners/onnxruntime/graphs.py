@@ -25,7 +25,8 @@ import torch
 
 from algm_deploy.bundle.signature import CLAP_THRESHOLD, GBM_THRESHOLD
 from algm_deploy.lowering.onnxruntime_segments import ROWS
-from algm_deploy.runners.onnxruntime.sessions import DEVICE, in_turn, numpy_dtype
+from algm_deploy.runners.onnxruntime.sessions import in_turn, numpy_dtype
+from algm_deploy.runners.turns import DEVICE, capturing
 
 STEP = 32  # rows
 MOST_GRAPHS = 128  # of one segment
@@ -117,8 +118,13 @@ class SegmentedSession:
         self._worker = ThreadPoolExecutor(1, "onnxruntime-graphs")
 
     def close(self) -> None:
-        """Ends the thread of the others."""
+        """Ends the sessions, after their work (see `CudaSession.close`), and the thread of the others."""
         self._worker.shutdown()
+        try:
+            if self._stream is not None:
+                self._stream.synchronize()
+        finally:
+            self._segments = []
 
     @property
     def outputs(self) -> list[str]:
@@ -145,7 +151,7 @@ class SegmentedSession:
         to: torch.device | None = None,
     ) -> dict[str, torch.Tensor]:
         """As `CudaSession.run`."""
-        with DEVICE:
+        with DEVICE.alone():
             axes, where = {"batch": len(image)}, to or self.device
             results = {
                 name: torch.empty(self._resolved(name, axes), dtype=self._dtypes[name], device=where)
@@ -157,7 +163,7 @@ class SegmentedSession:
 
     def warm_up(self, images: int = 1) -> GraphUse:
         """Captures every size that photos can lead to, for the calling thread, so that its later runs are all alike."""
-        with DEVICE:
+        with DEVICE.alone():
             self._in_thread(self._capture_all, images)
         return self._use
 
@@ -249,7 +255,10 @@ class SegmentedSession:
         if step is None:
             step = segment.steps[key] = self._bound(segment, axes)
             self._use = self._use._replace(captured=self._use.captured + step.captured)
-        segment.session.run_with_iobinding(step.binding, step.options)
+            with capturing():
+                segment.session.run_with_iobinding(step.binding, step.options)
+        else:
+            segment.session.run_with_iobinding(step.binding, step.options)
         kind = "replayed" if step.captured else "launched"
         self._use = self._use._replace(**{kind: getattr(self._use, kind) + 1})
 

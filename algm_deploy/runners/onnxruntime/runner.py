@@ -23,13 +23,19 @@ from algm_deploy.lowering.onnxruntime import (
     Provider,
     write_onnxruntime_onnx,
 )
-from algm_deploy.native_libraries import REBUILD, find_library, require_library
+from algm_deploy.native_libraries import (
+    find_library,
+    missing_here,
+    require_library,
+    say_once,
+    slower_without,
+    usable_library,
+)
 from algm_deploy.runners.contract import Array, Placement, Runner
 from algm_deploy.runners.onnxruntime.graphs import GraphUse, SegmentedSession
 from algm_deploy.runners.onnxruntime.sessions import (
     CUDA_OPTIONS,
     CUDA_PROVIDER,
-    DEVICE,
     ORT_ERRORS,
     CudaSession,
     check_cuda,
@@ -37,6 +43,7 @@ from algm_deploy.runners.onnxruntime.sessions import (
     device_options,
     placement,
 )
+from algm_deploy.runners.turns import DEVICE
 
 LIBRARY = "ort_custom_op"
 GRAPH_BYTES = 8192  # images times bytes of a token up to which CUDA graphs gain: in 16 bits 10 images of S, 4 of L
@@ -52,17 +59,21 @@ class OnnxRuntimeRunner(Runner):
     @classmethod
     def build(cls, bundle: Bundle, **options: Any) -> list[str]:
         """Adds the provider's graph, with custom operators where their library has been built."""
-        row, custom = cls.row(), find_library(LIBRARY) is not None
+        row, gpu = cls.row(), cls.target == "cuda"
+        custom = (usable_library(LIBRARY) if gpu else find_library(LIBRARY)) is not None
         row.check_options(options)
         counts, segments = write_onnxruntime_onnx(bundle, cls.target, custom, row.own, row.segments)
         bundle.record(OptimizedGraph(runtime=cls.runtime, rewrites=dict(counts), segments=segments))
         rewrites = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
         lines = [f"{row.own}: {rewrites}"]
-        wanted = CUSTOM_OPERATORS[cls.target] - ({"label_map"} if bundle.recipe.output == "scores" else set())
-        if wanted and not custom:
-            steps = ", ".join(sorted(wanted))
-            lines.append(f"{steps} in standard operators: `{REBUILD} {LIBRARY}`, then build again, makes it faster")
+        if cls._gains(bundle) and not custom:
+            lines.append(f"{slower_without(LIBRARY, gpu)}, then build again")
         return lines
+
+    @classmethod
+    def _gains(cls, bundle: Bundle) -> bool:
+        """Whether the bundle's network has steps that custom operators do faster."""
+        return bool(CUSTOM_OPERATORS[cls.target] - ({"label_map"} if bundle.recipe.output == "scores" else set()))
 
     @property
     def custom_operators(self) -> tuple[str, ...]:
@@ -82,6 +93,10 @@ class OnnxRuntimeRunner(Runner):
         return placement(path, options, self.provider, self._provider_options(), _arrays(image, thresholds))
 
     def _session_options(self) -> ort.SessionOptions:
+        if self._built and not self.custom_operators and self._gains(self.bundle):
+            then = "then build the bundle again"
+            if not missing_here(LIBRARY, self.runtime, then, self.target == "cuda"):
+                say_once(f"{self.executable} was built without the library {LIBRARY}: built again, it is faster")
         options = ort.SessionOptions()
         options.log_severity_level = 4  # it warns about shapes that merging makes unavoidable; its errors are raised
         if self.custom_operators:
@@ -194,27 +209,28 @@ class OnnxRuntimeCudaRunner(OnnxRuntimeRunner):
 
     def placement(self, feeds: Mapping[str, Array]) -> Placement:
         """As on a CPU, on the runner's device."""
-        with DEVICE, torch.cuda.device(self.device):  # ONNX Runtime leaves its device the current one
+        with DEVICE.alone(), torch.cuda.device(self.device):  # ONNX Runtime leaves its device the current one
             return super().placement(feeds)
 
     def _provider_options(self) -> dict[str, str]:
         return CUDA_OPTIONS | device_options(self.device.index)
 
     def _open(self) -> None:
-        with DEVICE, torch.cuda.device(self.device):
+        with DEVICE.alone(), torch.cuda.device(self.device):
             if self.graph_images:
                 self._segmented = self._open_segments()
             else:
                 self._whole = self._open_whole()
 
     def _close(self) -> None:
-        if self._segmented is not None:
-            self._segmented.close()
-        with torch.cuda.device(self.device):  # sessions that end make theirs the current one
+        with DEVICE.alone(), torch.cuda.device(self.device):  # sessions that end make theirs the current one
+            for session in (self._whole, self._segmented):
+                if session is not None:
+                    session.close()
             self._whole = self._segmented = None
 
     def _session_for(self, images: int) -> CudaSession | SegmentedSession:
-        with DEVICE, torch.cuda.device(self.device):
+        with DEVICE.alone(), torch.cuda.device(self.device):
             if self._segmented is not None and images <= self.graph_images and self._segmented.claim(images):
                 return self._segmented
             if self._whole is None:

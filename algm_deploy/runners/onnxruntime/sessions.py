@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import tempfile
-import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state
 from algm_deploy.bundle.signature import Signature
 from algm_deploy.errors import BundleError, RuntimeUnavailableError
 from algm_deploy.runners.contract import Array, Placement
+from algm_deploy.runners.turns import DEVICE
 
 # Its errors share no base class.
 ORT_ERRORS: tuple[type[Exception], ...] = tuple(
@@ -66,14 +66,12 @@ def placement(
         single = session.get_inputs()[0].shape[0] == 1
         session.run(None, feeds | ({"image": feeds["image"][:1]} if single else {}))
         events = json.loads(Path(session.end_profiling()).read_text())
+        if provider == CUDA_PROVIDER:
+            torch.cuda.synchronize()  # see `CudaSession.close`
     ran = [e["args"] for e in events if e.get("cat") == "Node" and "provider" in e.get("args", {})]
     nodes = Counter(args["provider"] for args in ran)
     return Placement(dict(nodes), sum(args["op_name"].startswith("Memcpy") for args in ran))
 
-
-# Held by whatever uses the device. While a CUDA graph is captured, an allocation or a copy by any thread of the process
-# is an error.
-DEVICE = threading.RLock()
 
 # --- CUDA ------------------------------------------------------------------------------------------------------------
 
@@ -152,13 +150,26 @@ class CudaSession:
         self.device = device or torch.device("cuda", torch.cuda.current_device())
         self._outputs = {t.name: t for t in signature.outputs}
         self._stream: torch.cuda.Stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        self._scalars: dict[float, torch.Tensor] = {}
+        self._thresholds: dict[str, tuple[float, torch.Tensor]] = {}  # the last one of each name, in memory that stays
         chosen = device_options(self.device.index) | {"user_compute_stream": str(self._stream.cuda_stream)}
-        self._session = checked_session(path, options, CUDA_PROVIDER, {**CUDA_OPTIONS, **provider_options, **chosen})
+        self._session: ort.InferenceSession | None = checked_session(
+            path, options, CUDA_PROVIDER, {**CUDA_OPTIONS, **provider_options, **chosen}
+        )
         self._inputs = {i.name for i in self._session.get_inputs()}
         self._run_options = ort.RunOptions()
         self._run_options.only_execute_path_to_fetches = True
         self._run_options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+
+    def close(self) -> None:
+        """Ends the session, after its work.
+
+        What it has queued ends with a callback that frees host memory. Where the session is gone by then, that frees
+        the whole arena, which CUDA does not permit inside a callback, and ONNX Runtime aborts the process.
+        """
+        try:
+            self._stream.synchronize()
+        finally:
+            self._session = None
 
     def run(
         self,
@@ -175,16 +186,20 @@ class CudaSession:
             outputs: names.
             to: device of the results, if not this one.
         """
-        with DEVICE, torch.cuda.device(self.device):  # ONNX Runtime leaves its device the current one
+        with DEVICE.alone(), torch.cuda.device(self.device):  # ONNX Runtime leaves its device the current one
             results = self._run(image, thresholds, outputs)
             return {name: tensor.to(to or self.device) for name, tensor in results.items()}
 
     def _run(
         self, image: torch.Tensor, thresholds: Mapping[str, float], outputs: Sequence[str]
     ) -> dict[str, torch.Tensor]:
-        tensors = {"image": image.to(self.device).contiguous(), **{n: self._scalar(v) for n, v in thresholds.items()}}
+        tensors = {
+            "image": image.to(self.device).contiguous(),
+            **{n: self._scalar(n, v) for n, v in thresholds.items()},
+        }
         results = {name: self._empty(name, len(image)) for name in outputs}
         written = {name: tensor for name, tensor in results.items() if tensor.numel()}  # counts of no merge are empty
+        assert self._session is not None
         binding = self._session.io_binding()
         for bind, bound in (
             (binding.bind_input, {name: tensors[name] for name in self._inputs & set(tensors)}),
@@ -202,7 +217,11 @@ class CudaSession:
         output = self._outputs[name]
         return torch.empty(images, *output.shape[1:], dtype=getattr(torch, output.dtype), device=self.device)
 
-    def _scalar(self, value: float) -> torch.Tensor:
-        if value not in self._scalars:
-            self._scalars[value] = torch.tensor(value, dtype=torch.float32, device=self.device)
-        return self._scalars[value]
+    def _scalar(self, name: str, value: float) -> torch.Tensor:
+        last, scalar = self._thresholds.get(name, (None, None))
+        if scalar is None or last != value:
+            with torch.cuda.stream(self._stream):  # runs there may still read the last one
+                scalar = torch.empty((), device=self.device) if scalar is None else scalar
+                scalar.fill_(value)
+            self._thresholds[name] = value, scalar
+        return scalar

@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -32,6 +32,7 @@ from algm_deploy.native_libraries import REBUILD, require_library
 from algm_deploy.ops.schema import DOMAIN
 from algm_deploy.recipe.schema import Precision
 from algm_deploy.runners.registry import row_of
+from algm_deploy.runners.tensorrt.apart import engine_apart
 from algm_deploy.runners.tensorrt.digest import keep_digest, make_digest, usual_rows
 from algm_deploy.runners.tensorrt.library import (
     Log,
@@ -100,7 +101,7 @@ def build_engine(
     digest = make_digest(bundle, options.batches)
     rows, measured_on = usual_rows(bundle, digest, options.batches[1])
     model, rewrites = write_tensorrt_onnx(bundle, precision, [*rows.values()])
-    engine, built = engine_from_onnx(model, runtime, precision, options, progress)
+    engine, built = engine_apart(model, runtime, precision, options, progress)
     keep_digest(bundle, runtime, digest)
     with bundle.add(row_of(runtime).own, made_from={TENSORRT_ONNX: built.onnx_hash}) as path:
         path.write_bytes(engine)
@@ -110,7 +111,12 @@ def build_engine(
 
 
 def engine_from_onnx(
-    model: Path, runtime: str, precision: Precision, options: EngineOptions | None = None, progress: bool = True
+    model: Path,
+    runtime: str,
+    precision: Precision,
+    options: EngineOptions | None = None,
+    progress: bool = True,
+    step: Callable[[str], object] = lambda _: None,
 ) -> tuple[bytes, Engine]:
     """Builds an engine from a model written by `lowering.tensorrt`; the serialized engine and the evidence about it.
 
@@ -120,6 +126,7 @@ def engine_from_onnx(
         precision: type that the model's arithmetic must have; another one found is an error, nothing is converted.
         options: see `EngineOptions`.
         progress: show a progress bar.
+        step: told in words what is done from here on, such as "parsed the model".
 
     Raises:
         RuntimeUnavailableError: the bindings are not installed, or TensorRT finds no GPU.
@@ -131,7 +138,9 @@ def engine_from_onnx(
     require_builder(runtime)
     expected = _plugin_nodes(model)
     with listening(trt) as (logger, log):
+        step("loaded the plugins")
         plugins = load_plugins(trt, runtime) if expected else None
+        step(f"parsed {model.name}")
         builder = trt.Builder(logger)
         network, parser = _parse(trt, builder, logger, model, log)
         parsed = describe_network(trt, network)
@@ -139,10 +148,12 @@ def engine_from_onnx(
         _check_precision(parsed, precision)
         config = _configure(trt, builder, options, runtime)
         _add_profile(builder, config, network, options, log)
+        step("built the engine")
         started = time.perf_counter()
         engine = _build(trt, builder, network, config, log, progress)
         seconds = time.perf_counter() - started
         del parser  # owns weights that the network refers to until here
+        step("inspected the engine")
         timing_cache = _save_timing_cache(config, options)
         layers, reason = _inspect(trt, logger, engine, log)
     lines = tuple(line.replace(f"{model.parent}/", "") for line in log.lines)

@@ -69,14 +69,14 @@ def version(trt: Any) -> tuple[int, ...]:
 
 
 @contextmanager
-def listening(trt: Any) -> Iterator[tuple[Any, Log]]:
-    """TensorRT's logger, and a log of what it says inside the block.
+def listening(trt: Any, log: Log | None = None) -> Iterator[tuple[Any, Log]]:
+    """TensorRT's logger, and a log, the given one or a new one, of what it says inside the block.
 
     TensorRT keeps the first logger that it is given and writes to it from its plugin registry as well, so there is one
     for the life of the process, and logs listen to it.
     """
     logger = _logger(trt)
-    log = Log()
+    log = log or Log()
     logger.listeners.append(log)
     try:
         yield logger, log

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import threading
+import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 
+from algm_deploy.runners.turns import capturing
+
+_LOG = logging.getLogger("algm_deploy")
+
 Key = tuple[int, ...]
 Result = TypeVar("Result")
-
-_CAPTURING = threading.Lock()  # one capture at a time in a process
 
 
 class Graphs:
     """Captured work by key: done as it comes the first time, and captured; replayed from then on.
 
     Work reads and writes memory that stays where it is, and hands nothing else on. Its intermediate results lie in one
-    pool that all graphs share, so that memory grows with the largest graph and not with their number.
+    pool that all graphs share, so that memory grows with the largest graph and not with their number. Work that cannot
+    be captured is done as it comes every time.
 
     Args:
         device: a CUDA device.
@@ -28,7 +31,7 @@ class Graphs:
 
     def __init__(self, device: torch.device, limit: int) -> None:
         self._device, self._limit = device, limit
-        self._graphs: OrderedDict[Key, tuple[torch.cuda.CUDAGraph, Any]] = OrderedDict()
+        self._graphs: OrderedDict[Key, tuple[torch.cuda.CUDAGraph | None, Any]] = OrderedDict()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
         self.captures = 0
@@ -42,18 +45,26 @@ class Graphs:
         """Does `work` on the current stream; the host does not wait for it, but where a graph is dropped.
 
         Returns:
-            What `work` returned the first time: memory that stays where it is.
+            What `work` returned the first time, memory that stays where it is; without a graph, what it returned now.
         """
         if key not in self._graphs:
             result = work()  # kernels are compiled and libraries initialised here, which a capture could not
             while len(self._graphs) >= self._limit:
                 torch.cuda.synchronize(self._device)  # it may still run
                 self._graphs.popitem(last=False)
-            self._graphs[key] = self._captured(work), result
-            self.captures += 1
+            try:
+                self._graphs[key] = self._captured(work), result
+                self.captures += 1
+            except RuntimeError as error:  # the result is there all the same
+                self._graphs[key] = None, None
+                _LOG.warning(
+                    "a CUDA graph could not be captured, so each of its kernels is launched: %s", _first(error)
+                )
             return result
         self._graphs.move_to_end(key)
         graph, result = self._graphs[key]
+        if graph is None:
+            return work()
         graph.replay()
         return result
 
@@ -65,7 +76,7 @@ class Graphs:
 
     def _captured(self, work: Callable[[], object]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        with _CAPTURING, torch.cuda.stream(self._stream):
+        with capturing(), torch.cuda.stream(self._stream):
             # thread_local: other threads may allocate memory meanwhile.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
@@ -73,3 +84,8 @@ class Graphs:
             finally:
                 graph.capture_end()
         return graph
+
+
+def _first(error: RuntimeError) -> str:
+    """What an error says in its first line."""
+    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from algm_deploy.native_libraries import REBUILD
 from algm_deploy.ops.native_kernels import LIBRARY, use_kernels
 from algm_deploy.runners.contract import Runner
 from algm_deploy.runners.torch.packed import Merged, PackedSegmenter, supports
+from algm_deploy.runners.turns import DEVICE
 
 
 class TorchRunner(Runner):
@@ -52,19 +54,29 @@ class TorchRunner(Runner):
         return told | {"merges and label map": kernels}
 
     def _open(self) -> None:
-        self._model = self._network().to(self.device)
-        if self.device.type == "cuda":
-            use_kernels()
-            if supports(self._model):
-                self._packed = PackedSegmenter(self._model, getattr(torch, self.signature.image.dtype))
+        with self._turn():
+            self._model = self._network().to(self.device)
+            if self.device.type == "cuda":
+                use_kernels()
+                if supports(self._model):
+                    self._packed = PackedSegmenter(self._model, getattr(torch, self.signature.image.dtype))
+
+    def _turn(self) -> AbstractContextManager[None]:
+        """Around whatever may take memory of a device."""
+        return DEVICE.shared() if self.device.type == "cuda" else nullcontext()
 
     def _network(self) -> Deployed:
         # A network that drops tokens has no merge plan for it: the manifest tells how many rows it keeps.
         rows = self.bundle.manifest.variant.rows_by_layer if self.bundle.manifest.variant else ()
         return deployed(load_network(self.bundle, self._dtype), self.bundle.recipe, dict(rows))
 
-    @torch.inference_mode()
     def _infer(
+        self, image: Tensor, thresholds: dict[str, float], outputs: Sequence[str], to: torch.device
+    ) -> dict[str, Tensor]:
+        with self._turn(), torch.inference_mode():
+            return self._run(image, thresholds, outputs, to)
+
+    def _run(
         self, image: Tensor, thresholds: dict[str, float], outputs: Sequence[str], to: torch.device
     ) -> dict[str, Tensor]:
         assert self._model is not None
@@ -95,7 +107,8 @@ class TorchRunner(Runner):
         return [lambda: tail(scores, network.grid, network.image_size), counts, *(m.clone for m in merged.maps)]
 
     def _close(self) -> None:
-        self._model = self._packed = None
+        with self._turn():
+            self._model = self._packed = None
 
 
 def _return_memory() -> None:

@@ -17,8 +17,8 @@ struct Split {
     Split(const algm_gbm_params &p, int64_t length)
         : a0(first_a(p)),
           b0(first_b(p)),
-          a_count(every_second(a0, std::min(length, p.rows))),
-          b_count(every_second(b0, std::min(length, p.rows))) {}
+          a_count(every_second(a0, existing_rows(length, p.rows))),
+          b_count(every_second(b0, existing_rows(length, p.rows))) {}
 };
 
 // Best row of set B for every row of set A, four rows of B at a time; the first of equals stays.
@@ -179,7 +179,7 @@ int algm_cpu_gbm_decide_given(const algm_gbm_params *params, const float *best, 
         std::fill(target + split.a_count, target + candidates, -1);
         out_length[b] = number_rows(p, split, target, row, plan.source + b * p.rows);
         for (int64_t patch = b * p.patches; patch < (b + 1) * p.patches; ++patch) {
-            if (map[patch] < 0 || map[patch] >= std::min(std::max(length[b], p.prefix), p.rows))
+            if (map[patch] < 0 || map[patch] >= std::max(existing_rows(length[b], p.rows), p.prefix))
                 return ALGM_INVALID_MAP;
             out_map[patch] = row[map[patch]];
         }

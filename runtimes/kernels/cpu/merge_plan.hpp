@@ -115,7 +115,7 @@ template <class Plan, class Params, class MembersOf>
 int apply_plan(const Params *params, const void *tokens, const float *size, const void *workspace, int64_t out_rows,
                void *out_tokens, float *out_size, bool weighted, MembersOf members_of) {
     if (const int status = check(params)) return status;
-    if (any_null(tokens, size, workspace, out_tokens, out_size)) return ALGM_INVALID_ARGUMENT;
+    if (const int status = check_apply(*params, tokens, size, workspace, out_rows, out_tokens, out_size)) return status;
     const Plan plan = plan_in<Plan>(workspace, *params);
     const int64_t rows = out_rows == ALGM_ROWS_ON_DEVICE ? *plan.rows : out_rows;
     if (rows < *plan.rows) return ALGM_INVALID_ARGUMENT;

@@ -36,10 +36,12 @@ struct BitsOf<2> {
 template <class T, int V>
 using Bits = typename BitsOf<sizeof(T) * V>::Type;
 
-// sum / weight correctly rounded, from the correctly rounded inverse: one product and one correction (Markstein 1990).
+// sum / weight correctly rounded, from the correctly rounded inverse: one product and one correction (Markstein 1990),
+// which would make an infinite quotient NaN.
 __device__ inline float divide(float sum, float weight, float inverse) {
     const float quotient = sum * inverse;
-    return fmaf(fmaf(-quotient, weight, sum), inverse, quotient);
+    const float corrected = fmaf(fmaf(-quotient, weight, sum), inverse, quotient);
+    return isinf(quotient) ? quotient : corrected;
 }
 
 // The weighted mean of packs, in the order in which they are added.
@@ -71,7 +73,10 @@ struct Rows {
     Bits<T, V> *out_tokens;
     float *out_size;
     int rows_in, packs, first;  // first pack of this lane
-    int64_t rows_out, length;   // set by find_output
+    // Set by find_output. Where the output has not room for all rows, which nobody knew before, it gets none of them:
+    // it is all padding, of NaN instead of zeros.
+    int64_t rows_out, length;
+    float padding;
 
     __device__ Rows(const ApplyShape &shape, int image, int span, const T *tokens, const float *size)
         : tokens(reinterpret_cast<const Bits<T, V> *>(tokens + int64_t{image} * shape.rows_in * shape.width)),
@@ -82,10 +87,18 @@ struct Rows {
 
     __device__ void find_output(const ApplyShape &shape, int image, T *tokens, float *size) {
         length = shape.length[image];
-        rows_out = shape.rows_out == ALGM_ROWS_ON_DEVICE ? *shape.counted_rows : shape.rows_out;
+        const int64_t counted = *shape.counted_rows;
+        rows_out = shape.rows_out == ALGM_ROWS_ON_DEVICE ? counted : shape.rows_out;
+        padding = 0;
+        if (rows_out < counted) {
+            length = 0;
+            padding = NAN;
+        }
         out_tokens = reinterpret_cast<Bits<T, V> *>(tokens + image * rows_out * shape.width);
         out_size = size + image * rows_out;
     }
+
+    __device__ bool has_room() const { return padding == 0; }
 
     __device__ bool has(int row, int i) const { return row < rows_in && first + i * kWarp < packs; }
 
@@ -100,14 +113,18 @@ struct Rows {
         if (first < lanes) out_size[row] = total;
     }
 
-    // Output rows past the image's last one are zeros; the warp that loads an input row clears the row of that index.
+    // Output rows past the image's last one are padding; the warp that loads an input row writes the row of that index.
     // Called by all lanes, of which the first kGroup pass a row each.
-    __device__ void clear_padding(int lane_row) const {
+    __device__ void write_padding(int lane_row) const {
+        Pack<T, V> pack;
+#pragma unroll
+        for (int v = 0; v < V; ++v) pack.value[v] = from_float<T>(padding);
+        const Bits<T, V> values = reinterpret_cast<const Bits<T, V> &>(pack);
         const bool is_padding = lane_index() < kGroup && lane_row >= length && lane_row < rows_out;
         for (unsigned left = __ballot_sync(kAllLanes, is_padding); left != 0; left &= left - 1) {
             const int row = __shfl_sync(kAllLanes, lane_row, __ffs(left) - 1);
-            for (int i = 0; i < kSpanPacks; ++i) store(row, i, Mean<T, V>().value());
-            store_size(row, 0, 1);
+            for (int i = 0; i < kSpanPacks; ++i) store(row, i, values);
+            store_size(row, padding, 1);
         }
     }
 };

@@ -375,7 +375,8 @@ __global__ void __launch_bounds__(kApplyWarps *kWarp, 4)
     };
     look_up();
     const int first_target = __shfl_sync(kAllLanes, lane_target, 0);
-    const bool merges = is_window && first_target < 0;
+    const bool merges = is_window && first_target < 0 && rows.has_room();
+    const bool copies = !merges && rows.has_room();
 #pragma unroll
     for (int i = 0; i < kSpanPacks; ++i) {
         Mean<T, V> mean;
@@ -392,12 +393,12 @@ __global__ void __launch_bounds__(kApplyWarps *kWarp, 4)
                 const Bits<T, V> values = ONE_GROUP ? early[g][i] : rows.load(row, i);
                 if (merges)
                     mean.add(values, w);
-                else
+                else if (copies)
                     rows.store(target, i, values);
             }
             if (i > 0) continue;
-            if (!merges && lane_row < grid.rows) rows.store_size(lane_target, lane_size, kGroup);
-            rows.clear_padding(lane_row);
+            if (copies && lane_row < grid.rows) rows.store_size(lane_target, lane_size, kGroup);
+            rows.write_padding(lane_row);
         }
         if (merges) rows.store(-1 - first_target, i, mean.value());
         if (merges && i == 0) rows.store_size(-1 - first_target, mean.weight, 1);
@@ -413,7 +414,7 @@ int launch_pairs(const Grid &grid, int64_t total, const void *tokens, float *sim
     const bool shared = pairs < int64_t{kPairsPerSm} * multiprocessors;
     const auto kernel = shared ? pair_similarity_kernel<T, true> : pair_similarity_kernel<T, false>;
     const unsigned blocks = static_cast<unsigned>(shared ? pairs : ceil_div(pairs, kPairWarps));
-    return launch<false>(kernel, dim3(blocks), kPairWarps * kWarp, 0, stream, grid, total,
+    return launch<false>(kernel, {dim3(blocks), kPairWarps * kWarp}, stream, grid, total,
                          static_cast<const T *>(tokens), similarity, count);
 }
 
@@ -437,7 +438,7 @@ int launch_similarity(const algm_clap_params &p, const void *tokens, float *simi
         using T = decltype(type);
         constexpr int V = decltype(pack)::value;
         const auto kernel = grid.members <= kTile ? similarity_kernel<T, V, true> : similarity_kernel<T, V, false>;
-        return launch<false>(kernel, dim3(blocks), kWindowWarps * kWarp, shared, stream, grid, total,
+        return launch<false>(kernel, {dim3(blocks), kWindowWarps * kWarp, shared}, stream, grid, total,
                              static_cast<const T *>(tokens), similarity, count);
     });
 }
@@ -455,8 +456,8 @@ int launch_decision(const algm_clap_params &p, const Plan &plan, const float *si
                                map,
                                length,
                                count};
-    return launch<true>(decide_kernel, dim3(static_cast<unsigned>(p.batch)), block_threads(grid.patches), 0, stream,
-                        grid, decision);
+    const Blocks blocks = {dim3(static_cast<unsigned>(p.batch)), block_threads(grid.patches)};
+    return launch<true>(decide_kernel, blocks, stream, grid, decision);
 }
 
 }  // namespace
@@ -501,11 +502,10 @@ int algm_cuda_clap_decide(const algm_clap_params *params, const void *tokens, co
 int algm_cuda_clap_apply(const algm_clap_params *params, const void *tokens, const float *size, const void *workspace,
                          int64_t out_rows, void *out_tokens, float *out_size, void *stream) {
     if (const int status = check_batch(params)) return status;
-    if (any_null(tokens, size, workspace, out_tokens, out_size)) return ALGM_INVALID_ARGUMENT;
+    if (const int status = check_apply(*params, tokens, size, workspace, out_rows, out_tokens, out_size)) return status;
     const auto plan = plan_in<Plan>(workspace, *params);
     const Grid grid(*params);
     const ApplyShape shape = {grid.rows, grid.width, out_rows, plan.rows, plan.length};
-    if (out_rows < 1 && out_rows != ALGM_ROWS_ON_DEVICE) return ALGM_INVALID_ARGUMENT;
     // An output never has more rows than the input, unless the caller asked for more padding.
     const int64_t singles = (out_rows > grid.rows ? out_rows : grid.rows) - int64_t{grid.windows} * grid.members;
     const int64_t items = grid.windows + ceil_div(singles, kGroup);
@@ -514,9 +514,9 @@ int algm_cuda_clap_apply(const algm_clap_params *params, const void *tokens, con
         params->dtype, grid.width, items, aligned, [&](auto type, auto pack, unsigned blocks, int spans) {
             using T = decltype(type);
             constexpr int V = decltype(pack)::value;
-            return launch<true>(grid.members <= kGroup ? apply_kernel<T, V, true> : apply_kernel<T, V, false>,
-                                dim3(blocks, static_cast<unsigned>(params->batch)), kApplyWarps * kWarp, 0, stream,
-                                shape, grid, static_cast<int>(items), spans, plan.new_row,
+            const Blocks all = {dim3(blocks, static_cast<unsigned>(params->batch)), kApplyWarps * kWarp};
+            return launch<true>(grid.members <= kGroup ? apply_kernel<T, V, true> : apply_kernel<T, V, false>, all,
+                                stream, shape, grid, static_cast<int>(items), spans, plan.new_row,
                                 static_cast<const T *>(tokens), size, static_cast<T *>(out_tokens), out_size);
         });
 }

@@ -11,16 +11,19 @@ namespace algm::cuda {
 
 constexpr int kWarp = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
-constexpr int64_t kMaxBatch = 65535;  // images are a grid's y or z dimension
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 inline cudaStream_t stream_of(void *stream) { return static_cast<cudaStream_t>(stream); }
 
-inline int status_of(cudaError_t error) { return error == cudaSuccess ? ALGM_OK : ALGM_DEVICE_ERROR + error; }
-
-// Every launch is followed by this: a kernel that never started reports here and nowhere else.
-inline int launched() { return status_of(cudaGetLastError()); }
+// A failed call also leaves its error for whoever asks for the last one; it has been told here and is taken back, so
+// that nobody else takes it for their own. For the same reason no launch asks for the last error: it says itself
+// whether it started.
+inline int status_of(cudaError_t error) {
+    if (error == cudaSuccess) return ALGM_OK;
+    cudaGetLastError();
+    return ALGM_DEVICE_ERROR + error;
+}
 
 // An attribute of the current device.
 inline int device_attribute(cudaDeviceAttr attribute, int *value) {
@@ -45,38 +48,59 @@ __device__ inline void let_next_start() {
 #endif
 }
 
-// Launches a kernel. EARLY: it calls wait_for_previous. What counts is the architecture it was compiled for: code for
-// an older one that the driver translated has nothing that waits.
-template <bool EARLY, class... Parameters, class... Arguments>
-int launch(void (*kernel)(Parameters...), dim3 grid, unsigned threads, int shared_bytes, void *stream,
-           Arguments... arguments) {
+constexpr int64_t kMaxBlocksBeside = 65535;  // in the y and z dimensions of a grid
+
+// A kernel's grid, and the shared memory that it asks for beside what it declares.
+struct Blocks {
+    dim3 grid;
+    unsigned threads;
+    int shared_bytes = 0;
+
+    cudaLaunchConfig_t on(void *stream) const {
+        cudaLaunchConfig_t config = {};
+        config.gridDim = grid;
+        config.blockDim = dim3(threads);
+        config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+        config.stream = stream_of(stream);
+        return config;
+    }
+};
+
+// Starts a kernel as it is.
+template <class... Parameters, class... Arguments>
+int start(void (*kernel)(Parameters...), const Blocks &blocks, void *stream, Arguments... arguments) {
+    const cudaLaunchConfig_t config = blocks.on(stream);
+    return status_of(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...));
+}
+
+// Starts a kernel of a merge. EARLY: it calls wait_for_previous. What counts is the architecture it was compiled for:
+// code for an older one that the driver translated has nothing that waits. LARGEST: the shared memory of every launch
+// of this kernel, where that is more than kernels have without asking. What is asked for holds for the kernel on this
+// device, in all threads, so each asks for the same.
+template <bool EARLY, int LARGEST = 0, class... Parameters, class... Arguments>
+int launch(void (*kernel)(Parameters...), const Blocks &blocks, void *stream, Arguments... arguments) {
     cudaFuncAttributes attributes = {};
     cudaError_t error = EARLY ? cudaFuncGetAttributes(&attributes, kernel) : cudaSuccess;
     // A multiprocessor that divides cache and shared memory anew has to empty first: the same way for all kernels.
     if (error == cudaSuccess)
         error =
             cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxL1);
-    if (error == cudaSuccess && shared_bytes > 0)
-        error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    if (error == cudaSuccess && LARGEST > 0)
+        error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, LARGEST);
     if (error != cudaSuccess) return status_of(error);
     cudaLaunchAttribute overlap = {};
     overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     overlap.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = grid;
-    config.blockDim = dim3(threads);
-    config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
-    config.stream = stream_of(stream);
+    cudaLaunchConfig_t config = blocks.on(stream);
     config.attrs = &overlap;
     config.numAttrs = attributes.ptxVersion >= 90;
-    cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
-    return launched();
+    return status_of(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...));
 }
 
 template <class Params>
 int check_batch(const Params *params) {
     if (const int status = check(params)) return status;
-    return params->batch > kMaxBatch ? ALGM_UNSUPPORTED : ALGM_OK;
+    return params->batch > kMaxBlocksBeside ? ALGM_UNSUPPORTED : ALGM_OK;
 }
 
 __device__ inline float to_float(float value) { return value; }
@@ -247,7 +271,7 @@ static __global__ void clear_kernel(RowCount count) {
 }
 
 inline int clear_on(void *stream, const RowCount &count) {
-    return launch<false>(clear_kernel, dim3(1), 1, 0, stream, count);
+    return launch<false>(clear_kernel, {dim3(1), 1}, stream, count);
 }
 
 inline unsigned block_threads(int64_t items) {

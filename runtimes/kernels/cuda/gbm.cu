@@ -70,8 +70,10 @@ struct MatchLaunch {
     int with_tile() const {
         const dim3 grid = tile_grid<Tile>(p);
         sets->tiles = static_cast<int>(grid.x);
-        return launch<false>(tensor_match_kernel<T, Tile>, grid, Tile::THREADS, Tile::SHARED_BYTES, stream, *sets,
-                             static_cast<const T *>(tokens), partial, count);
+        if (grid.y > kMaxBlocksBeside) return ALGM_UNSUPPORTED;
+        return launch<false, Tile::SHARED_BYTES>(tensor_match_kernel<T, Tile>,
+                                                 {grid, Tile::THREADS, Tile::SHARED_BYTES}, stream, *sets,
+                                                 static_cast<const T *>(tokens), partial, count);
     }
 
     // Loading bounds these tiles: the best has the fewest rows to load on the busiest multiprocessor. The largest ones
@@ -100,9 +102,10 @@ struct MatchLaunch {
     int with_plain_tile() const {
         const dim3 grid = tile_grid<Tile>(p);
         sets->tiles = static_cast<int>(grid.x);
+        if (grid.y > kMaxBlocksBeside) return ALGM_UNSUPPORTED;
         return with_dtype(p.dtype, p.width, is_aligned(tokens), [&](auto type, auto pack) {
             using T = decltype(type);
-            return launch<false>(plain_match_kernel<T, decltype(pack)::value, Tile>, grid, Tile::THREADS, 0, stream,
+            return launch<false>(plain_match_kernel<T, decltype(pack)::value, Tile>, {grid, Tile::THREADS}, stream,
                                  *sets, static_cast<const T *>(tokens), partial, count);
         });
     }
@@ -376,7 +379,7 @@ int launch_decision(const algm_gbm_params &p, const Plan &plan, const Matches &m
                                out_length,
                                count};
     const unsigned threads = block_threads(p.batch * kWarp > p.patches ? p.batch * kWarp : p.patches);
-    return launch<true>(decide_kernel, dim3(static_cast<unsigned>(p.batch)), threads, 0, stream, decision);
+    return launch<true>(decide_kernel, {dim3(static_cast<unsigned>(p.batch)), threads}, stream, decision);
 }
 
 // The rows of set A of an image that join rows of set B, in ascending order.
@@ -422,7 +425,8 @@ __global__ void __launch_bounds__(kApplyWarps *kWarp, 3)
     rows.find_output(shape, image, out_tokens, out_size);
     const int lane_row = item * kGroup + lane_index() % kGroup;
     const bool exists = lane_row < sets.rows;
-    const int lane_target = exists ? plan.new_row[int64_t{image} * sets.rows + lane_row] : kNoRow;
+    const bool moves = exists && rows.has_room();
+    const int lane_target = moves ? plan.new_row[int64_t{image} * sets.rows + lane_row] : kNoRow;
     const float lane_size = exists ? rows.size[lane_row] : 0;
     if (lane_target >= 0 && lane_target != kNoRow) rows.store_size(lane_target, lane_size, kGroup);
 #pragma unroll
@@ -432,7 +436,7 @@ __global__ void __launch_bounds__(kApplyWarps *kWarp, 3)
 #pragma unroll
         for (int i = 0; i < kSpanPacks; ++i) rows.store(target, i, early[g][i]);
     }
-    rows.clear_padding(lane_row);
+    rows.write_padding(lane_row);
     if (!__any_sync(kAllLanes, lane_target < 0)) return;
 
     const Joiners joiners = {plan.target + int64_t{image} * sets.a_max, sets.a0};
@@ -493,7 +497,7 @@ int algm_cuda_gbm_similarity(const algm_gbm_params *params, const void *tokens, 
     if (sets.a_max == 0) return ALGM_OK;
     if (const int status = launch_matches(*params, &sets, tokens, plan.partial, {}, stream)) return status;
     const dim3 grid(static_cast<unsigned>(ceil_div(sets.a_max, 256)), static_cast<unsigned>(params->batch));
-    return launch<true>(collect_kernel, grid, 256, 0, stream, Matches{sets, plan.partial, nullptr, nullptr}, best,
+    return launch<true>(collect_kernel, {grid, 256}, stream, Matches{sets, plan.partial, nullptr, nullptr}, best,
                         best_row);
 }
 
@@ -527,11 +531,10 @@ int algm_cuda_gbm_decide(const algm_gbm_params *params, const void *tokens, cons
 int algm_cuda_gbm_apply(const algm_gbm_params *params, const void *tokens, const float *size, const void *workspace,
                         int64_t out_rows, void *out_tokens, float *out_size, void *stream) {
     if (const int status = check_batch(params)) return status;
-    if (any_null(tokens, size, workspace, out_tokens, out_size)) return ALGM_INVALID_ARGUMENT;
+    if (const int status = check_apply(*params, tokens, size, workspace, out_rows, out_tokens, out_size)) return status;
     const auto plan = plan_in<Plan>(workspace, *params);
     const Sets sets = sets_of(*params, nullptr);
     const ApplyShape shape = {sets.rows, sets.width, out_rows, plan.rows, plan.length};
-    if (out_rows < 1 && out_rows != ALGM_ROWS_ON_DEVICE) return ALGM_INVALID_ARGUMENT;
     // An output never has more rows than the input, unless the caller asked for more padding.
     const int64_t items = ceil_div(out_rows > sets.rows ? out_rows : sets.rows, kGroup);
     const bool weighted = params->semantics == ALGM_SEMANTICS_CODE;
@@ -539,9 +542,8 @@ int algm_cuda_gbm_apply(const algm_gbm_params *params, const void *tokens, const
     return with_apply_grid(
         params->dtype, sets.width, items, aligned, [&](auto type, auto pack, unsigned blocks, int spans) {
             using T = decltype(type);
-            return launch<true>(apply_kernel<T, decltype(pack)::value>,
-                                dim3(blocks, static_cast<unsigned>(params->batch)), kApplyWarps * kWarp, 0, stream,
-                                shape, sets, weighted, static_cast<int>(items), spans, plan,
+            const Blocks all = {dim3(blocks, static_cast<unsigned>(params->batch)), kApplyWarps * kWarp};
+            return launch<true>(apply_kernel<T, decltype(pack)::value>, all, stream, shape, sets, weighted, static_cast<int>(items), spans, plan,
                                 static_cast<const T *>(tokens), size, static_cast<T *>(out_tokens), out_size);
         });
 }

@@ -38,7 +38,7 @@ struct Sets {
     int rows, width, a0, b0, a_max, b_max, tiles;
     const int64_t *length;
 
-    __device__ int end(int image) const { return static_cast<int>(min(length[image], int64_t{rows})); }
+    __device__ int end(int image) const { return static_cast<int>(existing_rows(length[image], rows)); }
     __device__ static int every_second(int first, int end) { return end > first ? (end - first + 1) / 2 : 0; }
     __device__ int a_count(int image) const { return every_second(a0, end(image)); }
     __device__ int b_count(int image) const { return every_second(b0, end(image)); }

@@ -37,10 +37,8 @@ int launch_unmerge(const algm_unmerge_params &p, const void *values, const int64
     const int64_t total = p.batch * p.patches,
                   words = p.width * dtype_bytes(p.dtype) / static_cast<int64_t>(sizeof(Word));
     const unsigned blocks = static_cast<unsigned>(ceil_div(total, kCopyWarps * kCopyPatches));
-    unmerge_kernel<<<blocks, kCopyWarps * kWarp, 0, stream_of(stream)>>>(
-        total, p.patches, p.rows, static_cast<int>(words), p.prefix, static_cast<const Word *>(values), map,
-        static_cast<Word *>(out));
-    return launched();
+    return start(unmerge_kernel<Word>, {dim3(blocks), kCopyWarps * kWarp}, stream, total, p.patches, p.rows,
+                 static_cast<int>(words), p.prefix, static_cast<const Word *>(values), map, static_cast<Word *>(out));
 }
 
 constexpr int kSide = 16;     // a warp labels a square of 16 x 16 pixels of one cell,
@@ -274,10 +272,10 @@ int launch_labels(const algm_label_map_params &p, const void *scores, const int6
     shape.warps = p.batch * (p.grid_h + 1) * (p.grid_w + 1) * shape.parts_y * shape.parts_x;
     const int64_t blocks = ceil_div(shape.warps, shape.warps_per_block);
     if (blocks > INT32_MAX) return ALGM_UNSUPPORTED;
-    const size_t shared = shape.warps_per_block * shape.bytes_per_warp();
-    label_kernel<T, Label><<<static_cast<unsigned>(blocks), shape.warps_per_block * kWarp, shared, stream_of(stream)>>>(
-        shape, static_cast<const T *>(scores), map, static_cast<Label *>(labels));
-    return launched();
+    const Blocks all = {dim3(static_cast<unsigned>(blocks)), static_cast<unsigned>(shape.warps_per_block * kWarp),
+                        static_cast<int>(shape.warps_per_block * shape.bytes_per_warp())};
+    return start(label_kernel<T, Label>, all, stream, shape, static_cast<const T *>(scores), map,
+                 static_cast<Label *>(labels));
 }
 
 }  // namespace

@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import os
 import pickle  # noqa: TID251 - to write the files that must be refused
+import re
 import time
 import zipfile
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from official_files import TINY, official, tensors, write
 
 from algm_deploy.errors import CheckpointError
 from algm_deploy.models.checkpoints.reading import read_checkpoint
+from algm_deploy.models.checkpoints.variant import settings_from_variant
 from algm_deploy.models.checkpoints.weights import state_dict_for
 
 
@@ -31,7 +34,130 @@ def test_a_state_dict_may_be_all_there_is(tmp_path: Path) -> None:
     assert checkpoint.unread == ()
 
 
+@pytest.mark.parametrize("name", ["checkpoint.pth", "model.safetensors", "weights"])
+def test_safetensors_are_read_whatever_they_are_called(tmp_path: Path, name: str) -> None:
+    safetensors.torch.save_file(tensors(TINY), tmp_path / name)
+    checkpoint = read_checkpoint(tmp_path / name if name == "weights" else tmp_path)
+    assert checkpoint.path == tmp_path / name
+    read = state_dict_for(TINY, checkpoint).state_dict
+    assert torch.equal(read["encoder.cls_token"], tensors(TINY)["encoder.cls_token"])
+
+
+def test_a_checkpoint_that_is_called_safetensors(tmp_path: Path) -> None:
+    torch.save({"model": tensors(TINY)}, tmp_path / "model.safetensors")
+    assert set(read_checkpoint(tmp_path).state_dict) == set(tensors(TINY))
+
+
+def test_damaged_safetensors(tmp_path: Path) -> None:
+    content = safetensors.torch.save(tensors(TINY))
+    (tmp_path / "model.safetensors").write_bytes(content[:-100])
+    with pytest.raises(CheckpointError, match=r"expected whole safetensors, got damaged ones \(.*\): copy them again"):
+        read_checkpoint(tmp_path)
+
+
+# Names that wrappers write
+
+
+def under(prefix: str) -> dict[str, torch.Tensor]:
+    return {prefix + key: value for key, value in tensors(TINY).items()}
+
+
+@pytest.mark.parametrize(
+    ("content", "notes"),
+    [
+        (
+            {"state_dict": under("module.")},
+            ["every name begins with module., as a wrapper writes it, which was left out"],
+        ),
+        (under("model.module."), ["every name begins with model.module., as a wrapper writes it, which was left out"]),
+        ({"model": under("_orig_mod.")}, ["_orig_mod. in names, as a wrapper writes it, was left out"]),
+        (
+            {key.replace("blocks.", "blocks._orig_mod.") if "0" in key else key: v for key, v in tensors(TINY).items()},
+            ["_orig_mod. in names, as a wrapper writes it, was left out"],
+        ),
+        (
+            {"model": {**under("module."), "n_averaged": torch.tensor(3)}},
+            ["every name begins with module.", "by its names it holds weights averaged over the training (EMA or SWA)"],
+        ),
+        (under("model_ema."), ["every name begins with model_ema.", "by its names it holds weights averaged"]),
+        (
+            {**under("model."), **under("ema.module.")},
+            ["every name begins with model.", "its moving average (EMA), ema.module.encoder.cls_token and"],
+        ),
+        ({"model": tensors(TINY), "model_ema": tensors(TINY)}, ["its moving average (EMA), model_ema, was left alone"]),
+        ({"model": tensors(TINY), "schema": 3}, []),
+    ],
+    ids=[
+        "parallel",
+        "twice",
+        "compiled",
+        "compiled_inside",
+        "averaged",
+        "average",
+        "average_beside",
+        "entry_beside",
+        "none",
+    ],
+)
+def test_names_of_wrappers_are_left_out_and_told(tiny: Path, content: dict, notes: list[str]) -> None:
+    torch.save(content, tiny)
+    checkpoint = read_checkpoint(tiny)
+    assert set(checkpoint.state_dict) == set(tensors(TINY))
+    assert settings_from_variant(checkpoint)["network.depth"] == TINY.depth
+    assert len(checkpoint.notes) == len(notes)
+    for said, expected in zip(checkpoint.notes, notes, strict=True):
+        assert said.startswith(f"checkpoint.pth: {expected}")
+
+
+def test_names_that_would_become_one_stay(tmp_path: Path) -> None:
+    torch.save({"a._orig_mod.b": torch.zeros(1), "a.b": torch.zeros(2)}, tmp_path / "checkpoint.pth")
+    checkpoint = read_checkpoint(tmp_path)
+    assert set(checkpoint.state_dict) == {"a._orig_mod.b", "a.b"}
+    assert checkpoint.notes == ()
+
+
+def test_names_of_no_known_wrapper(tiny: Path) -> None:
+    torch.save(under("student."), tiny)
+    with pytest.raises(
+        CheckpointError, match=r"such as encoder\.patch_embed.*, got student\.encoder.*: pair the files"
+    ):
+        settings_from_variant(read_checkpoint(tiny))
+
+
+@pytest.mark.parametrize(
+    ("average", "place"),
+    [
+        ({"model_ema": tensors(TINY), "epoch": 3}, "['model_ema']"),
+        ({"state_dict_ema": tensors(TINY)}, "['state_dict_ema']"),
+        ({"ema": {"decay": 0.99, "shadow": tensors(TINY)}}, "['ema']['shadow']"),
+    ],
+)
+def test_a_moving_average_alone_is_named_with_the_remedy(tiny: Path, average: dict, place: str) -> None:
+    torch.save(average, tiny)
+    remedy = re.escape(f"save it as torch.save({{'model': torch.load(path){place}}}, other)")
+    with pytest.raises(CheckpointError, match=rf"got their moving average \(EMA\) alone: .*{remedy}"):
+        read_checkpoint(tiny)
+
+
+@pytest.mark.parametrize("entry", ["model", "state_dict"])
+@pytest.mark.parametrize("as_zip", [True, False])
+def test_the_remedy_names_the_entry_that_the_file_has(tiny: Path, entry: str, as_zip: bool) -> None:
+    content = {"meta": np.float64(0.1), entry: tensors(TINY)}
+    torch.save(content, tiny, _use_new_zipfile_serialization=as_zip)
+    with pytest.raises(
+        CheckpointError, match=rf"save its entry '{entry}' alone, as torch\.save\({{'{entry}': "
+    ) as caught:
+        read_checkpoint(tiny)
+    assert "\n" not in str(caught.value)
+
+
 # Files that are refused
+
+
+def test_a_file_that_may_not_be_read(tiny: Path, unprivileged: Callable[[], AbstractContextManager[None]]) -> None:
+    tiny.chmod(0)
+    with unprivileged(), pytest.raises(CheckpointError, match="got Permission denied: change its permissions or copy"):
+        read_checkpoint(tiny)
 
 
 class WritesAFile:
@@ -178,7 +304,6 @@ def test_no_file(tmp_path: Path) -> None:
         (("x" * 63 + "ö").encode(), "got a text file that begins 'xxx"),  # the reader sees half of the last character
         (b"\x1f\x8b\x08\x00", "got a gzip archive: unpack it"),
         (b"PK\x03\x04\x00\x00", "got a damaged file, or one whose end is missing: copy"),
-        (safetensors.torch.save({"a": torch.zeros(3)}), "got safetensors: save what they hold as torch.save"),
         (b"\x89PNG\r\n\x1a\n", "got a file that begins with the bytes 89 50 4e 47: name another one"),
         (pickle.dumps({"a": 1}, protocol=2)[:-3], "got one that cannot be read .*: copy it again"),
     ],

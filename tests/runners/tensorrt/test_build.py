@@ -67,7 +67,6 @@ def export(output: Output) -> ir.Model:
     return base_onnx(Deployed(insert_merging(Segmenter(NETWORK), PLAN), NETWORK, output).eval(), PLAN, "uint8")
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize(
     "network",
     [
@@ -81,23 +80,24 @@ def export(output: Output) -> ir.Model:
     ],
     ids=lambda network: f"{network.family}-{network.decoder}",
 )
-def test_engines_of_other_families(
-    rtx: None, tmp_path: Path, record_property: Support, network: Network, precision: Precision
-) -> None:
+def test_engines_of_other_families(rtx: None, tmp_path: Path, record_property: Support, network: Network) -> None:
     """Several tokens in front of the patches, padded pictures, queries, convolutions, and levels unmerged apart."""
     torch.manual_seed(0)
     deployed = Deployed(insert_merging(network_class(network)(network), PLAN), network, "scores").eval()
-    onnx.save(tensorrt_from_base(base_onnx(deployed, PLAN, "uint8"), precision)[0], tmp_path / "model.onnx")
-    _, built = build(tmp_path / "model.onnx", precision)
-    parsed, tokens = built.parsed_network, TYPES[precision]
-    patches = network.grid[0] * network.grid[1]
-    maps = [tensor(f"token_map_{m}", "INT64", -1, patches) for m in ("clap_1", "gbm_2")]
-    scores = tensor("scores", "FLOAT", -1, 5, *network.image_size)
-    assert parsed.outputs == (scores, tensor("token_counts", "INT64", -1, 2), *maps)
-    levels = len(network.stages) or 1
-    assert [p.plugin for p in parsed.plugins] == ["clap", "gbm", *["unmerge"] * levels]
-    in_decoder = levels * network.decoder_depth if network.decoder == "atm" else 0
-    assert parsed.layers["ATTENTION_INPUT"] == {tokens: network.depth + in_decoder}
+    base = base_onnx(deployed, PLAN, "uint8")
+    precisions: tuple[Precision, ...] = ("fp32", "fp16")
+    for precision in precisions:
+        onnx.save(tensorrt_from_base(base, precision)[0], tmp_path / f"{precision}.onnx")
+        _, built = build(tmp_path / f"{precision}.onnx", precision)
+        parsed, tokens = built.parsed_network, TYPES[precision]
+        patches = network.grid[0] * network.grid[1]
+        maps = [tensor(f"token_map_{m}", "INT64", -1, patches) for m in ("clap_1", "gbm_2")]
+        scores = tensor("scores", "FLOAT", -1, 5, *network.image_size)
+        assert parsed.outputs == (scores, tensor("token_counts", "INT64", -1, 2), *maps)
+        levels = len(network.stages) or 1
+        assert [p.plugin for p in parsed.plugins] == ["clap", "gbm", *["unmerge"] * levels]
+        in_decoder = levels * network.decoder_depth if network.decoder == "atm" else 0
+        assert parsed.layers["ATTENTION_INPUT"] == {tokens: network.depth + in_decoder}
     record_property("support", f"algm {network.family}/{network.decoder} tensorrt-rtx builds")
 
 
@@ -255,20 +255,16 @@ def test_an_fp32_bundle_in_fp16(rtx: None, tiny_bundle: Bundle, tmp_path: Path) 
 # --- what goes wrong -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("bindings")
-def test_plugin_library_missing(models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(BuildError, match=r"libalgm_trt_plugin\.so.*run `algm-deploy build-native trt_plugin` first"):
+@pytest.mark.usefixtures("bindings", "no_native_libraries")
+def test_plugin_library_missing(models: Any) -> None:
+    with pytest.raises(BuildError, match=r"libalgm_trt_plugin\.so, but .* is not built"):
         build(models["labels", "fp32"])
 
 
-@pytest.mark.usefixtures("bindings")
-def test_what_is_missing_shows_before_the_export(
-    tiny_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+@pytest.mark.usefixtures("bindings", "no_native_libraries")
+def test_what_is_missing_shows_before_the_export(tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensorrt_build, "write_tensorrt_onnx", lambda *_: pytest.fail("exported first"))
-    with pytest.raises(BuildError, match="run `algm-deploy build-native trt_plugin` first"):
+    with pytest.raises(BuildError, match="the library trt_plugin is not built"):
         build_engine(tiny_bundle, "tensorrt-rtx", progress=False)
 
 

@@ -1,0 +1,302 @@
+"""Names, standard streams and links that no one thinks of, over every command: no traceback, and the work is done."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import logging
+import os
+import pty
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import chdir, redirect_stderr, redirect_stdout, suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from tqdm import tqdm
+
+from algm_deploy import cli
+from algm_deploy.bundle.records import Link, Parity
+from algm_deploy.bundle.store import Bundle
+from algm_deploy.cli import making
+from algm_deploy.cli.parser import parser
+from algm_deploy.cli.saying import note, output, say, say_json, tell
+from algm_deploy.errors import BundleError
+from algm_deploy.pictures.shipped import scene
+from algm_deploy.pictures.video import video_writer
+from algm_deploy.timing import protocols
+
+LATIN = os.fsdecode(b"stra\xdfe \xfc")
+"""A name in Latin-1, as an old disk has it: no UTF-8."""
+AWKWARD = "-a b ü'" + "x" * 192
+"""A dash, spaces, an umlaut, a quote, 200 bytes."""
+
+
+def commands(below: argparse.ArgumentParser) -> Iterator[str]:
+    """Every command by its words, searches of tune as well."""
+    deeper = [action for action in below._actions if isinstance(action, argparse._SubParsersAction)]
+    if not deeper:
+        yield below.prog.removeprefix("algm-deploy ")
+    for action in deeper:
+        for one in action.choices.values():
+            yield from commands(one)
+
+
+COMMANDS = tuple(commands(parser()))
+NAMES = {  # what every command needs; nothing of it is read here
+    "demo": [], "list": [], "doctor": [], "build-native": [],
+    "export": ["c", "-o", "b"], "deploy": ["c", "-o", "b"], "evaluate": ["b", "--data", "d"], "predict": ["b", "p"],
+    **{key: ["b", "--data", "d"] for key in ("tune threshold", "tune positions", "tune attention")},
+}  # fmt: skip
+
+# --- streams ---------------------------------------------------------------------------------------------------------
+
+
+def stream(descriptor: int, encoding: str = "ascii") -> io.TextIOWrapper:
+    """As Python makes it of a descriptor in the C locale of old."""
+    return io.TextIOWrapper(open(descriptor, "wb", closefd=False), encoding, "strict", line_buffering=descriptor == 2)
+
+
+def lead(descriptor: int, place: str | int) -> None:
+    os.dup2(os.open(place, os.O_WRONLY) if isinstance(place, str) else place, descriptor)
+    setattr(sys, ("stdin", "stdout", "stderr")[descriptor], stream(descriptor))
+
+
+def close(descriptor: int) -> None:
+    os.close(descriptor)
+    setattr(sys, ("stdin", "stdout", "stderr")[descriptor], None)  # as Python starts without it
+
+
+def no_reader(descriptor: int) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    lead(descriptor, writer)
+
+
+def broken_off(descriptor: int) -> None:
+    """The descriptor went away below Python's object, as a daemon does it."""
+    lead(descriptor, os.devnull)
+    os.close(descriptor)
+
+
+def terminal() -> None:
+    _, end = pty.openpty()
+    os.environ.update(NO_COLOR="1", TERM="dumb")
+    for descriptor in (1, 2):
+        lead(descriptor, end)
+
+
+# How the streams are, and the exit code of a command that succeeds and of one that fails.
+STREAMS: dict[str, tuple[Callable[[], object], int, int]] = {
+    "ASCII, strict": (lambda: None, 0, 2),
+    "stdout closed": (lambda: close(1), 0, 2),
+    "stderr closed": (lambda: close(2), 0, 2),
+    "all closed": (lambda: [close(descriptor) for descriptor in (0, 1, 2)], 0, 2),
+    "stdout broken off": (lambda: broken_off(1), 0, 2),
+    "stdout full": (lambda: lead(1, "/dev/full"), 2, 2),
+    "stderr full": (lambda: lead(2, "/dev/full"), 0, 2),
+    "no reader of stdout": (lambda: no_reader(1), 141, 2),
+    "no reader of stderr": (lambda: no_reader(2), 0, 2),
+    "terminal without colours": (terminal, 0, 2),
+}
+
+
+def work(options: argparse.Namespace) -> int:
+    """Says what commands say, in every way that they have, of files with any name."""
+    for name in (AWKWARD, LATIN, "街", "\ud800"):
+        say(name)
+        say_json({name: name})
+        note(options, name)
+        tell(name)
+        with output():
+            tqdm.write(name)
+        logging.getLogger("algm_deploy").warning("%s", name)
+    if options.verbose:
+        raise BundleError(f"expected a file, got {LATIN} ü")
+    return 0
+
+
+def in_child(arrange: Callable[[], object], words: list[str]) -> int:
+    """Exit code of `algm-deploy WORDS` in a forked process whose streams were arranged, and as it ends by itself.
+
+    A program that cannot write its streams out when it ends has Python's exit code 120.
+    """
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    code = 99  # a traceback
+    with suppress(BaseException):
+        logging.lastResort = logging._StderrHandler(logging.WARNING)  # type: ignore[attr-defined]
+        sys.stdin = sys.__stdin__
+        for descriptor in (1, 2):
+            lead(descriptor, os.devnull)
+        arrange()
+        chosen = cli._options
+
+        def stubbed(arguments: list[str]) -> argparse.Namespace:
+            options = chosen(arguments)
+            options.run = work
+            return options
+
+        cli._options = stubbed  # type: ignore[assignment]
+        try:
+            code = cli.main(words)
+        except SystemExit as stopped:
+            code = int(stopped.code or 0)
+        try:
+            for one in (sys.stdout, sys.stderr):
+                one.flush()
+        except (OSError, ValueError):
+            code = 120
+    os._exit(code)
+
+
+@pytest.mark.parametrize("streams", STREAMS)
+def test_no_stream_ends_a_command(streams: str) -> None:
+    arrange, done, failed = STREAMS[streams]
+    for command in COMMANDS:
+        words = [*command.split(), *NAMES.get(command, ["b"])]
+        assert in_child(arrange, words) == done, command
+        assert in_child(arrange, [*words, "-v"]) == failed, command
+    assert in_child(arrange, ["predict", "b", "p", "--no-such-flag-ü"]) == 2
+    assert in_child(arrange, ["predict", "--help"]) == done
+
+
+def test_a_traceback_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "prepare_streams", lambda: None)
+    assert in_child(STREAMS["ASCII, strict"][0], ["list"]) == 99
+    assert in_child(STREAMS["stdout closed"][0], ["list"]) == 99
+
+
+def test_only_one_module_writes_to_the_streams(root_dir: Path) -> None:
+    """So that what holds for a stand-in of a command holds for every command."""
+    package = root_dir / "algm_deploy"
+    writing = set()
+    for file in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            named = isinstance(node, ast.Name) and node.id == "print"
+            streams = isinstance(node, ast.Attribute) and node.attr in ("stdout", "stderr", "__stdout__")
+            if named or (streams and isinstance(node.value, ast.Name) and node.value.id == "sys"):
+                writing.add(file.relative_to(package).as_posix())
+    # The command line flushes; the others answer the process that started them, or write into a file.
+    assert writing == {"cli/saying.py", "cli/__init__.py", "doctor/probes.py", "runners/tensorrt/builder.py"}
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def place(tiny_bundle: Bundle, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which everything has an awkward name, and photos have two; the bundle is a link."""
+    folder = tmp_path_factory.mktemp("place")
+    shutil.copytree(tiny_bundle.path, folder / "linked")
+    bundle = Bundle.open(folder / "linked")
+    link = Link(number=1, name="network", passed=True, measured="", gate="")
+    for runtime in ("torch", "onnxruntime-cpu"):
+        bundle.record(Parity(runtime=runtime, images=1, batches=(1,), links=(link,)))
+    (folder / AWKWARD).mkdir()
+    (folder / AWKWARD / "bundle ü").symlink_to(folder / "linked")
+    shutil.copytree(tiny_checkpoint, folder / AWKWARD / "-checkpoint ü")
+    for index, name in enumerate((LATIN, AWKWARD[:190], f"{LATIN} b", AWKWARD[:189])):
+        for kind, array in zip(("images", "annotations"), scene(index), strict=True):
+            at = folder / AWKWARD / f"-data {LATIN}" / kind / "test" / f"{name}.png"
+            at.parent.mkdir(parents=True, exist_ok=True)
+            with at.open("wb") as file:
+                Image.fromarray(array).save(file, "png")
+    with video_writer(folder / "v.mp4", 5) as write:
+        for _ in range(2):
+            write(np.full((64, 64, 3), 90, np.uint8))
+    for name in (f"{LATIN} film", "-film ü"):
+        shutil.copy(folder / "v.mp4", folder / AWKWARD / f"{name}.mp4")
+    return folder / AWKWARD
+
+
+def run(words: list[str]) -> tuple[int, str]:
+    """Exit code of a command on strict ASCII streams, and all it said."""
+    out, err = (io.TextIOWrapper(io.BytesIO(), "ascii", "strict", write_through=True) for _ in range(2))
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            code = cli.main(words)
+        except SystemExit as stopped:
+            code = int(stopped.code or 0)
+    return code, b"".join(one.buffer.getvalue() for one in (out, err)).decode("ascii")  # type: ignore[attr-defined]
+
+
+ONE = ["--runtime", "torch"]
+B, C, P = "bundle ü", "-checkpoint ü", f"-data {LATIN}/images/test/{LATIN}.png"
+DATA = [f"--data=-data {LATIN}", "-q"]
+WORDS: dict[str, list[str]] = {
+    "export": [f"--output=-new {AWKWARD[8:180]}", "--", C],
+    "deploy": ["-o", "deployed ü", *ONE, "--count", "1", "--limit", "2", "--max-batch", "1", *DATA, "--", C],
+    "build": [B, "--runtime", "onnxruntime-cpu"],
+    "verify": [B, *ONE, f"--images={P}", "--count", "1", "--json"],
+    "evaluate": [B, *ONE, *DATA, "--slice", "(.*)", "--json"],
+    "bench": [B, *ONE, f"--images={P}", "--rounds", "2", "--warmup", "0"],
+    "compare": [B, f"--images={P}", "--runtimes", "torch", "--count", "1", f"--output=-compared {LATIN}"],
+    "predict": [*ONE, f"--output=-predicted {LATIN}", "--", B, P],
+    "report": [B, f"--output=-report {LATIN}.html", f"--images={P}", *ONE, *DATA, "--count", "2"],
+    "tune rule": [B, f"--output=-rule {LATIN}.toml", *DATA],
+    "tune threshold": [B, *ONE, *DATA, "--values", "0.9", "--slice", "^.{5}", f"--output=-tau {LATIN}.toml"],
+    "tune positions": [B, *DATA, "--slice", "^.{5}", f"--output=-gbm {LATIN}.toml"],
+    "tune attention": [B, *DATA, "--limit", "1", f"--output=-attention {LATIN}.html"],
+}
+WITHOUT_NAMES = {"list", "doctor", "build-native"}
+
+
+def test_every_command_is_tried() -> None:
+    assert {*WORDS, *WITHOUT_NAMES, "demo"} == set(COMMANDS)
+
+
+@pytest.mark.parametrize("command", WORDS)
+def test_files_may_be_called_anything(place: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Other networks are exported from names of ours; one export is enough to see that it takes awkward ones.
+    monkeypatch.setattr(protocols, "_bundles", lambda bundle, *_: {"merged": bundle})
+    if command == "deploy":
+        monkeypatch.setattr(making, "_exported", lambda _: Bundle.open(B))
+    with chdir(place):
+        code, said = run([*command.split(), *WORDS[command]])
+    assert code == 0 or (command.startswith("tune") and code == 1), said  # a search may reach nothing on a few scenes
+    assert not list(place.rglob(".*.partial"))
+
+
+def test_films_may_not(place: Path) -> None:
+    """OpenCV ends the process at a name that is no UTF-8."""
+    with chdir(place):
+        assert run(["predict", *ONE, "--output=-films ü", "--", B, "-film ü.mp4"])[0] == 0
+        code, said = run(["predict", *ONE, "--output=-films ü", "--", B, f"{LATIN} film.mp4"])
+        assert (code, "expected a path in UTF-8" in said) == (2, True)
+        code, said = run(["predict", *ONE, f"--output=-films {LATIN}", "--", B, "-film ü.mp4"])
+        assert (code, "expected a path in UTF-8" in said) == (2, True)
+
+
+def test_records_of_such_names_are_read_again(place: Path) -> None:
+    """The bundle's manifest and state, which hold them by now."""
+    code, said = run(["evaluate", str(place / B), *ONE, f"--data={place}/-data {LATIN}", "--slice", "(.*)", "-q"])
+    assert code == 0, said
+    assert (place / B).is_symlink()
+
+
+def test_the_demo_names_what_is_in_its_way(place: Path) -> None:
+    with chdir(place):
+        Path(f"-taken {LATIN}").touch()
+        code, said = run(["demo", f"--output=-taken {LATIN}", *ONE, "-q"])
+    assert code == 2, said
+    assert len(said.splitlines()[-1]) > 20
+
+
+@pytest.mark.parametrize("command", ["export", "verify", "predict"])
+def test_a_bundle_or_checkpoint_that_libraries_cannot_open_is_refused(place: Path, command: str) -> None:
+    words = {
+        "export": [str(place / C), "-o", str(place / LATIN)],
+        "verify": [str(place / f"{LATIN}-bundle"), *ONE],
+        "predict": [str(place / f"{LATIN}-bundle"), str(place / P), *ONE],
+    }
+    (place / f"{LATIN}-bundle").exists() or (place / f"{LATIN}-bundle").symlink_to(place / B)
+    code, said = run([command, *words[command]])
+    assert code == 2
+    assert "expected a path in UTF-8" in said
+    assert "rename it" in said

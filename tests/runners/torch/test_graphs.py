@@ -1,0 +1,68 @@
+"""Graphs whose capture fails, with a stand-in for the capture; on CUDA, a real failure."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from algm_deploy.runners.torch.graphs import Graphs
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
+    def captured(self: Graphs, work: Callable[[], object]) -> None:
+        work()
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(Graphs, "_captured", captured)
+    made = object.__new__(Graphs)
+    made._graphs, made._limit, made.captures = OrderedDict(), 2, 0
+    return made
+
+
+def test_a_failed_capture_gives_the_result_and_is_not_tried_again(
+    graphs: Graphs, caplog: pytest.LogCaptureFixture
+) -> None:
+    runs = []
+
+    def work() -> int:
+        runs.append(None)
+        return len(runs)
+
+    with caplog.at_level(logging.WARNING, "algm_deploy"):
+        results = [graphs.run((1,), work) for _ in range(3)]
+    assert results == [1, 3, 4], "done, then tried; afterwards only done"
+    assert graphs.captures == 0
+    assert [record.message.count("\n") for record in caplog.records] == [0]
+    assert "operation not permitted" in caplog.text
+
+
+def test_an_error_of_the_work_is_an_error(graphs: Graphs) -> None:
+    def work() -> None:
+        raise RuntimeError("shape")
+
+    with pytest.raises(RuntimeError, match="shape"):
+        graphs.run((1,), work)
+    assert len(graphs) == 0
+
+
+@pytest.mark.gpu
+def test_work_that_waits_for_the_device_runs_without_a_graph() -> None:
+    graphs = Graphs(torch.device("cuda", 0), 4)
+    x = torch.arange(4, device="cuda")
+
+    def waits() -> int:
+        return int((x + 1).sum())
+
+    def adds() -> torch.Tensor:
+        return x.add_(1)
+
+    assert [graphs.run((0,), waits) for _ in range(3)] == [10, 10, 10]
+    for expected in (10, 14, 18):
+        assert int(graphs.run((1,), adds).sum()) == expected, "other work goes on"
+    assert gc.isenabled()
