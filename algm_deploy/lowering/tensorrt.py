@@ -25,13 +25,11 @@ import onnx_ir as ir
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from algm_deploy.bundle.files import ONNX, ONNX_DATA, WEIGHTS
-from algm_deploy.bundle.signature import signature_of
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import ExportError
 from algm_deploy.lowering.export import base_onnx
 from algm_deploy.lowering.tensorrt_precision import ONNX_TYPE, retype
-from algm_deploy.merging import deployed
-from algm_deploy.models.loading import load_network
+from algm_deploy.merging import deployed_network
 from algm_deploy.ops.schema import DOMAIN, VERSION, WORDS
 from algm_deploy.recipe.schema import Precision
 
@@ -61,8 +59,7 @@ def write_tensorrt_onnx(
     Raises:
         ExportError: see `tensorrt_from_base`.
     """
-    recipe = bundle.recipe
-    base = base_onnx(deployed(load_network(bundle), recipe), recipe.merging, signature_of(recipe).image.dtype)
+    base = base_onnx(deployed_network(bundle), bundle.recipe.merging, bundle.signature.image.dtype)
     model, counts = tensorrt_from_base(base, precision, usual_rows)
     uses = _share_weights(model, bundle)
     with bundle.add(TENSORRT_ONNX, made_from={WEIGHTS: bundle.files[WEIGHTS].sha256}, uses=uses) as path:

@@ -80,7 +80,7 @@ def build_engine(
 ) -> Engine:
     """Writes `model.tensorrt.onnx` from the bundle's weights and builds its engine; both become part of the bundle.
 
-    With them goes what PyTorch computes for two small pictures, for whoever opens the engine first on a machine.
+    With it goes what PyTorch computes for two small pictures, for whoever opens the engine first on a machine.
 
     Args:
         bundle: bundle to build for and to add to, the record as well.

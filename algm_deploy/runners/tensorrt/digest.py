@@ -2,16 +2,16 @@
 compares.
 
 An engine that was never executed can be wrong in silence: where TensorRT hands a plugin the bound of a size tensor in
-place of its value, all pictures of a batch but the first read rows of others. So the pictures differ and go in together.
+place of its value, all pictures of a batch but the first read rows of others. So the pictures differ and go in
+together.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ import torch
 from algm_deploy.bundle.files import WEIGHTS
 from algm_deploy.bundle.records import Evaluation, storable
 from algm_deploy.bundle.store import Bundle
+from algm_deploy.environment import user_cache
 from algm_deploy.errors import BundleError
 from algm_deploy.pictures.shipped import scene
 from algm_deploy.runners.contract import Array
@@ -27,15 +28,15 @@ from algm_deploy.runners.torch.runner import TorchRunner
 
 PICTURES = 2
 _SCENES = (0, 7)  # by day and by night: they merge differently
-# Between precisions a few decisions near a threshold fall otherwise; two different pictures share 40 % of their labels.
-LABELS_EQUAL = 0.9
-GROUPS_EQUAL = 0.5
+# Between precisions a few decisions near a threshold fall otherwise: on the demo network bf16 shares 99 % of the labels
+# and 72 % of the groups with fp32, two different pictures share 40 % and 28 %. The bar lies halfway to those.
+EQUAL_AT_MOST = 0.9
 COUNTS_APART = 0.05  # of the patches
 
 
 @dataclass(frozen=True)
 class Digest:
-    """Pictures (b, 3, H, W) as the network takes them, and its `outputs` for them; `labels` (b, H, W) for scores too."""
+    """Pictures (b, 3, H, W) as the network takes them, and its `outputs` for them, with labels in place of scores."""
 
     image: Array
     outputs: Mapping[str, Array]
@@ -43,7 +44,7 @@ class Digest:
 
 def digest_file(runtime: str) -> str:
     """Name of the bundle's file with the digest of a runtime's engine."""
-    return str(Path(row_of(runtime).own).with_suffix(".digest.npz"))
+    return str(PurePosixPath(row_of(runtime).own).with_suffix(".digest.npz"))
 
 
 def make_digest(bundle: Bundle, batches: tuple[int, int, int]) -> Digest:
@@ -122,11 +123,14 @@ def _differences(expected: Mapping[str, Array], got: Mapping[str, Array], merges
         for picture, (count, other) in enumerate(zip(counts.tolist(), counted.tolist(), strict=True), 1):
             if abs(other - count) > COUNTS_APART * patches:
                 yield f"the token counts after {merge}, of picture {picture} {other} where PyTorch leaves {count}"
-        yield from _unequal(f"the token map of {merge}", _groups(expected[name]), _groups(got[name]), GROUPS_EQUAL)
-    yield from _unequal("the labels", expected["labels"], got["labels"], LABELS_EQUAL)
+        yield from _unequal(f"the token map of {merge}", _groups(expected[name]), _groups(got[name]))
+    yield from _unequal("the labels", expected["labels"], got["labels"])
 
 
-def _unequal(link: str, expected: Array, got: Array, least: float) -> Iterator[str]:
+def _unequal(link: str, expected: Array, got: Array) -> Iterator[str]:
+    """The pictures whose values are nearer to those of another picture than to their own."""
+    others = float((expected[0] == expected[1]).mean()) if len(expected) > 1 else 0.0
+    least = min((1 + others) / 2, EQUAL_AT_MOST)
     for picture, (one, other) in enumerate(zip(expected, got, strict=True), 1):
         if (share := float((one == other).mean())) < least:
             yield f"{link}, of picture {picture} {share:.0%} equal where {least:.0%} were expected"
@@ -146,8 +150,7 @@ def _groups(maps: Array) -> Array:
 
 def marker(*facts: str) -> Path:
     """File whose presence says that an engine was compared on this machine; `facts` tell engine, device and runtime."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "algm-deploy" / "engines-compared" / hashlib.sha256("\0".join(facts).encode()).hexdigest()
+    return user_cache() / "engines-compared" / hashlib.sha256("\0".join(facts).encode()).hexdigest()
 
 
 # --- what to tune for ------------------------------------------------------------------------------------------------
@@ -167,8 +170,8 @@ def usual_rows(bundle: Bundle, digest: Digest, batch: int) -> tuple[dict[str, in
         counts = {name: _quantile(evaluation, name, share) for name in bundle.signature.merges}
         source = f"{evaluation.images} pictures of {evaluation.dataset}"
     else:
-        columns = zip(bundle.signature.merges, digest.outputs["token_counts"].T, strict=True)
-        counts = {name: float(np.quantile(column, share)) for name, column in columns}
+        counted = np.quantile(digest.outputs["token_counts"], share, axis=0)
+        counts = {name: float(counted[place]) for place, name in enumerate(bundle.signature.merges)}
         source = f"{len(digest.image)} drawn scenes"
     return {name: prefix + max(1, round(count)) for name, count in counts.items()}, source
 
