@@ -134,6 +134,18 @@ def no_workspace(harness: Harness) -> None:
             assert plugin.workspace([tensor(s, k) for s, k in zip(shapes, kinds, strict=True)]) == -1, (name, width)
 
 
+def unknown_rows(harness: Harness) -> None:
+    """A row count that TensorRT does not tell when a merge or what follows it is enqueued, -1 in place of S'."""
+    for name, (attributes, kinds, results) in PLUGINS.items():
+        plugin = harness.create(name, attributes)
+        assert plugin
+        shapes, outputs = SHAPES[name]
+        unknown = [(2, -1, 8), *shapes[1:]]
+        given = [tensor(s, "float32" if k == "T" else k) for s, k in zip(unknown, kinds, strict=True)]
+        written = [tensor((2,) * len(s), "float32" if k == "T" else k) for s, k in zip(outputs, results, strict=True)]
+        assert plugin.enqueue(given, written, 0, 0) != 0, name
+
+
 def wrong_attributes(harness: Harness) -> None:
     clap, gbm = PLUGINS["clap"][0], PLUGINS["gbm"][0]
     assert harness.create("clap", {k: v for k, v in clap.items() if k != "grid"}) is None
@@ -197,6 +209,7 @@ CHECKS = {
         wrong_shapes,
         workspace,
         no_workspace,
+        unknown_rows,
         wrong_attributes,
         enqueued_clap,
         enqueued_gbm,

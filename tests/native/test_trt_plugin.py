@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 
 from algm_deploy import native_libraries as native
+from algm_deploy.lowering.tensorrt import PLUGIN_VERSION
+from algm_deploy.runners.tensorrt.library import plugin_sources
 
 # What holds the registry: package, file.
 RUNTIMES = {
@@ -103,6 +105,18 @@ def test_plugins(check: str, harness: Path, runtime: Path, plugins: Path) -> Non
                 "gbm: inputs of these dimensions should need scratch memory, the kernels refuse them",
             ],
         ),
+        (
+            "unknown_rows",
+            [
+                f"{name}: input {first} should have known dimensions, TensorRT told -1 for axis 1"
+                for name, first in (
+                    ("clap", "tokens"),
+                    ("gbm", "tokens"),
+                    ("unmerge", "values"),
+                    ("label_map", "scores"),
+                )
+            ],
+        ),
         ("wrong_shapes", ["input tokens should have rank 3, got 2", "(prefix + grid) should be 25, got 30"]),
         (
             "wrong_attributes",
@@ -128,6 +142,11 @@ def test_the_library_exports_what_tensorrt_looks_up_and_needs_no_cuda(plugins: P
     needed = subprocess.run(["readelf", "-d", plugins], capture_output=True, text=True, check=True).stdout
     assert "libcuda" not in needed
     assert "nvinfer" not in needed
+
+
+def test_the_library_tells_the_sources_that_it_was_made_of(plugins: Path, host_plugins: Path) -> None:
+    assert plugin_sources(plugins) == f"{PLUGIN_VERSION}-{native.source_hash()}"
+    assert plugin_sources(host_plugins) == f"{PLUGIN_VERSION}-0123456789ab"
 
 
 def test_plugins_over_the_cpu_kernels_equal_the_definition(harness: Path, runtime: Path, host_plugins: Path) -> None:

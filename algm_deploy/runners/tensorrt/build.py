@@ -172,6 +172,7 @@ def engine_from_onnx(
         engine_layers=layers,
         engine_layers_reason=reason,
         builder_layers=tuple(log.engine_layers),
+        attention_in_parts=_attention_in_parts(parsed, log.engine_layers),
         log=lines,
         build_seconds=seconds,
         timing_cache=timing_cache,
@@ -421,6 +422,13 @@ def _progress(trt: Any, config: Any, show: bool) -> Iterator[threading.Event]:
             yield interrupted
         finally:
             signal.signal(signal.SIGINT, previous)
+
+
+def _attention_in_parts(parsed: ParsedNetwork, layers: Sequence[tuple[str, str]]) -> int | None:
+    """Attention layers that did not become one kernel, which the builder names mha; None where it told no layers."""
+    if not layers:
+        return None
+    return sum(parsed.layers.get("ATTENTION_INPUT", {}).values()) - sum("mha" in name for name, _ in layers)
 
 
 def _save_timing_cache(config: Any, options: EngineOptions) -> TimingCache | None:

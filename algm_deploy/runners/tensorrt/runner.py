@@ -148,6 +148,11 @@ class TensorRTRunner(Runner):
             f"compute capability {', '.join(built.compute_capabilities)}, built in {built.build_seconds:.1f} s",
             f"plugins in the network: {plugins}",
         ]
+        if in_parts := built.attention_in_parts:
+            lines.append(
+                f"{in_parts} attention layers were not fused, so they are slower and hold a value for every pair of "
+                f"tokens{': fuse them with --engine-precision fp16' if built.precision == 'fp32' else ''}"
+            )
         if cache := built.timing_cache:
             kept = cache.sha256_before == cache.sha256_after
             found = "it measured nothing anew" if kept else "it measured kernels anew, so another build may differ"

@@ -5,6 +5,7 @@ Nothing is executed here. What full TensorRT is asked for is checked with a stan
 
 from __future__ import annotations
 
+import re
 import shutil
 import signal
 import subprocess
@@ -42,6 +43,7 @@ from algm_deploy.runners.tensorrt import build as tensorrt_build
 from algm_deploy.runners.tensorrt import library as tensorrt_library
 from algm_deploy.runners.tensorrt import runner as tensorrt_runner
 from algm_deploy.runners.tensorrt.build import EngineOptions, build_engine, engine_from_onnx
+from algm_deploy.runners.tensorrt.digest import kept_digest
 from algm_deploy.runners.tensorrt.runner import TensorRTRtxRunner
 
 PLAN = MergePlan(clap_layers=(1,), gbm_layers=(2,), clap_threshold=0.9)
@@ -181,14 +183,14 @@ def test_an_engine_with_our_plugins(
     assert network.outputs == (main[output], tensor("token_counts", "INT64", -1, 2), *maps)
     kinds = [kind for _, kind in built.builder_layers]
     assert kinds.count("PluginV3") + kinds.count("custom_layer") == 3
-    fused = sum("mha" in name for name, _ in built.builder_layers)
-    assert fused == (0 if precision == "fp32" else 3)  # TensorRT-RTX has no fused fp32 attention
+    assert built.attention_in_parts == (3 if precision == "fp32" else 0)  # TensorRT-RTX has no fused fp32 attention
 
 
 @pytest.mark.parametrize("capability", ["8.6", "8.9", "12.0"])
 def test_an_engine_for_one_gpu(rtx: None, models: Any, capability: str) -> None:
     engine, built = build(models["labels", "fp16"], "fp16", compute_capabilities=(capability,))
     assert built.compute_capabilities == (capability,)
+    assert built.attention_in_parts == 0, "attention with a mask is no longer one kernel"
     assert engine
 
 
@@ -230,11 +232,15 @@ def test_a_bundle_gets_its_engine(rtx: None, tiny_bundle: Bundle, tmp_path: Path
     assert lines[0].endswith("bundle/engines/tensorrt-rtx.engine")
     assert "tensorrt-rtx" in lines[1]
     assert lines[2] == "plugins in the network: clap, gbm, unmerge"
+    assert re.fullmatch(r"\d+ attention layers were not fused, .*: fuse them with --engine-precision fp16", lines[3])
     again = Bundle.open(bundle.path)
     again.verify()
     (facts,) = again.manifest.engines
     assert facts.batches == (1, bundle.recipe.max_batch, bundle.recipe.max_batch)
     assert again.files["engines/tensorrt-rtx.engine"].made_from == {"model.tensorrt.onnx": facts.onnx_hash}
+    assert facts.usual_rows_of == "2 drawn scenes"
+    assert all(1 < rows < 65 for rows in facts.usual_rows.values())
+    assert kept_digest(again, "tensorrt-rtx").image.shape == (2, 3, 128, 128)
     graph = again.files["model.tensorrt.onnx"]
     assert graph.uses == ("model.onnx.data",)  # the weights are not stored twice
     assert graph.size_bytes < again.files["model.onnx.data"].size_bytes / 4

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from algm_deploy.bundle.records import Evaluation, TokenHistograms, storable
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.runners.contract import Array
 from algm_deploy.runners.tensorrt.digest import (
@@ -104,3 +105,21 @@ def test_rows_to_tune_for_come_from_what_was_measured(
     assert [*single.values()] == [prefix + round(float(np.median(column))) for column in counts.T]
     many, _ = usual_rows(tiny_bundle, digest, 1000)
     assert [*many.values()] == (prefix + counts.max(0)).tolist()
+    bundle = copied(tiny_bundle)
+    of_merge = {"clap_1": (0, 4), "gbm_3": (4, 0)}  # windows that kept at most 32 tokens, and more
+    bundle.record(
+        Evaluation(
+            runtime="torch",
+            dataset="camvid",
+            split="test",
+            protocol=bundle.recipe.protocol,
+            images=4,
+            windows=4,
+            thresholds=storable(bundle.signature.defaults),
+            miou_percent=70.0,
+            pixel_accuracy_percent=90.0,
+            token_histograms=TokenHistograms(token_edges=(0, 32, 64), windows_by_merge=of_merge),
+        )
+    )
+    measured = usual_rows(bundle, digest, 1)
+    assert measured == ({"clap_1": prefix + 48, "gbm_3": prefix + 16}, "4 pictures of camvid")

@@ -6,6 +6,8 @@ The stand-in engine reads and writes host memory through the addresses it is giv
 from __future__ import annotations
 
 import ctypes
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,7 +21,7 @@ import pytest
 import torch
 from msgspec import structs
 
-from algm_deploy.bundle.files import WEIGHTS
+from algm_deploy.bundle.files import WEIGHTS, sha256_of
 from algm_deploy.bundle.records import Engine, ParsedNetwork
 from algm_deploy.bundle.signature import signature_of
 from algm_deploy.bundle.store import Bundle, BundleWriter
@@ -28,6 +30,7 @@ from algm_deploy.recipe.schema import MergePlan, Network, Protocol, Recipe
 from algm_deploy.runners.registry import row_of
 from algm_deploy.runners.tensorrt import runner as runner_module
 from algm_deploy.runners.tensorrt.digest import Digest, digest_file, keep_digest
+from algm_deploy.runners.tensorrt.library import plugin_sources
 from algm_deploy.runners.tensorrt.runner import Cuda, TensorRTRtxRunner, TensorRTRunner, why_stale
 
 RECIPE = Recipe(
@@ -384,11 +387,35 @@ def test_a_foreign_engine(bundle: Callable[..., Bundle]) -> None:
     assert "magic tag does not match" in refused(bundle(content=b"foreign"))
 
 
-def test_another_plugin_library(bundle: Callable[..., Bundle], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(runner_module, "load_plugins", lambda *_: tmp_path / "plugins.so")
-    monkeypatch.setattr(runner_module, "plugin_sources", lambda _: "2-beef")
+@pytest.fixture
+def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Path]:
+    """Builds a plugin library of some sources, which opening finds from here on; `build` changes nothing but bytes."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs g++")
+
+    def built(sources: str, build: str) -> Path:
+        code = f'extern "C" const char *algm_plugin_sources() {{ return "{sources}"; }} char build[] = "{build}";'
+        path = tmp_path / f"{sources}-{build}.so"
+        command = [str(compiler), "-shared", "-fPIC", "-x", "c++", "-", "-o", str(path)]
+        subprocess.run(command, input=code, text=True, check=True)
+        monkeypatch.setattr(runner_module, "load_plugins", lambda *_: path)
+        return path
+
+    return built
+
+
+def test_another_build_of_the_same_plugins(bundle: Callable[..., Bundle], plugins: Callable[[str, str], Path]) -> None:
+    made = bundle(plugin_sources=plugin_sources(plugins("2-cafe", "first")))
+    hashes = {sha256_of(plugins("2-cafe", build)) for build in ("first", "second")}
+    assert len(hashes) == 2
+    with open_runner(made) as runner:
+        assert runner.infer({"image": image(1)})
+
+
+def test_plugins_of_other_sources(bundle: Callable[..., Bundle], plugins: Callable[[str, str], Path]) -> None:
+    plugins("2-beef", "first")
     assert "with plugins made of 2-cafe, those here are made of 2-beef" in refused(bundle(plugin_sources="2-cafe"))
-    open_runner(bundle(plugin_sources="2-beef")).__enter__()  # whatever its bytes are
 
 
 # --- what is compared at the first open ------------------------------------------------------------------------------
