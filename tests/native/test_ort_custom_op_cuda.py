@@ -44,7 +44,7 @@ def test_a_failed_allocation_is_the_error_of_its_own_call(session: ort.Inference
         np.ones((1, rows), np.float32),
         np.zeros((1, 1), np.int64),
         np.array([rows]),
-        np.float32(0.5),
+        np.array(0.5, np.float32),
     ]
     with pytest.raises(Exception, match="taking memory"):
         run(session, huge)

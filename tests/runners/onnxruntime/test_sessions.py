@@ -98,6 +98,7 @@ def test_thresholds_take_the_memory_of_one_each(said: list[str], monkeypatch: py
 
 END = """
 import sys
+import numpy as np
 import torch
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.runners.contract import runner
