@@ -1,5 +1,7 @@
-"""All that a machine can show of a bundle, and what it says where it can show little. The steps have tests of their own:
-here most of them are stand-ins."""
+"""All that a machine can show of a bundle, and what it says where it can show little.
+
+The steps have tests of their own: here most of them are stand-ins.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +21,7 @@ from algm_deploy import proof as proof_module
 from algm_deploy.bundle.records import Link, Parity
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.cli import main
+from algm_deploy.deployment import compare
 from algm_deploy.errors import BuildError, NotExecutedError
 
 NO_GPU = "the engine is built and not executed: torch finds no CUDA device here"
@@ -38,13 +41,22 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A build that does nothing, a chain that holds, one speed; and Polygraphy that shows nothing."""
+    """A build that does nothing, a chain that holds, one speed; files that hold nothing, and Polygraphy shows nothing."""
     monkeypatch.setattr(proof_module, "build", lambda *_: ["built"])
     monkeypatch.setattr(proof_module, "verify", lambda *_, **__: parity(True))
     speed = SimpleNamespace(variant="merged", batch_ms_mean_of_medians=1.5, stable=True)
     monkeypatch.setattr(proof_module, "bench", lambda *_, **__: [speed])
+    monkeypatch.setattr(proof_module, "compare", keep)
+    monkeypatch.setattr(proof_module, "diagnose", list)
     shown = SimpleNamespace(returncode=0, stdout="==== ONNX Model ====", stderr="")
     monkeypatch.setattr(proof_module, "subprocess", SimpleNamespace(run=lambda *_, **__: shown))
+
+
+def keep(bundle: Bundle, *, runtimes: tuple[str, str], count: int, output: Path) -> None:
+    """Stands in for what `compare` leaves in its folder."""
+    output.mkdir(parents=True)
+    for name in ("inputs", "first", "second"):
+        (output / f"{name}.json").write_text("[]")
 
 
 def parity(passed: bool) -> Parity:
@@ -135,14 +147,14 @@ def test_a_step_is_on_record_before_it_begins(prove: Prove, folder: Path, monkey
 
 def test_polygraphy_takes_the_files(prove: Prove, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proof_module, "subprocess", subprocess)
+    monkeypatch.setattr(proof_module, "compare", compare)
     prove("onnxruntime-cpu")
     assert "clap_threshold [dtype=float32, shape=()]" in (folder / "polygraphy" / "model.onnx.txt").read_text()
     polygraphy = shutil.which("polygraphy")
     if polygraphy is None:
         pytest.skip("needs polygraphy on the search path")
-    lines = (
-        (folder / "polygraphy" / "commands.sh").read_text().replace("polygraphy run", f"{shlex.quote(polygraphy)} run")
-    )
-    done = subprocess.run(["sh", "-ec", lines], cwd=folder / "polygraphy", capture_output=True, text=True, check=False)
+    files = folder / "polygraphy"
+    lines = (files / "commands.sh").read_text().replace("polygraphy run", f"{shlex.quote(polygraphy)} run")
+    done = subprocess.run(["sh", "-ec", lines], cwd=files, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "PASSED" in done.stdout

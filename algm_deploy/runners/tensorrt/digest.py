@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import numpy as np
 import torch
@@ -80,7 +81,8 @@ def with_labels(outputs: Mapping[str, Array]) -> dict[str, Array]:
 def keep_digest(bundle: Bundle, runtime: str, digest: Digest) -> None:
     """Adds the digest to the bundle, beside the runtime's engine."""
     with bundle.add(digest_file(runtime), made_from={WEIGHTS: bundle.files[WEIGHTS].sha256}) as path:
-        np.savez_compressed(path, image=digest.image, **digest.outputs)
+        arrays: dict[str, Any] = {"image": digest.image, **digest.outputs}
+        np.savez_compressed(path, **arrays)
 
 
 def kept_digest(bundle: Bundle, runtime: str) -> Digest:

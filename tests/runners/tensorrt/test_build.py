@@ -41,6 +41,7 @@ from algm_deploy.recipe.schema import MergePlan, Network, Output, Precision
 from algm_deploy.runners.registry import RUNTIMES, row_of
 from algm_deploy.runners.tensorrt import build as tensorrt_build
 from algm_deploy.runners.tensorrt import library as tensorrt_library
+from algm_deploy.runners.tensorrt import polygraphy
 from algm_deploy.runners.tensorrt import runner as tensorrt_runner
 from algm_deploy.runners.tensorrt.build import EngineOptions, build_engine, engine_from_onnx
 from algm_deploy.runners.tensorrt.digest import kept_digest
@@ -256,6 +257,20 @@ def test_an_fp32_bundle_in_fp16(rtx: None, tiny_bundle: Bundle, tmp_path: Path) 
     assert built.parsed_network.layers["ATTENTION_INPUT"].keys() == {"HALF"}
     assert bundle.found(Engine, "tensorrt-rtx") == built
     assert (built.precision, built.rewrites["weight"] > 10) == ("fp16", True)
+
+
+def test_polygraphy_parses_the_network_with_our_plugins(rtx: None, models: Any) -> None:
+    command = [sys.executable, "-m", polygraphy.__name__, "tensorrt-rtx", "inspect", "model", models["labels", "fp16"]]
+    flags = ["--display-as", "trt", "--strongly-typed"]
+    done = subprocess.run([*command, *flags], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "==== TensorRT Network ====" in done.stdout
+    assert "token_map_gbm_2 [dtype=int64, shape=(-1, 24)]" in done.stdout
+
+
+def test_polygraphy_for_no_runtime(capsys: pytest.CaptureFixture[str]) -> None:
+    assert polygraphy.main(["tensort", "inspect"]) == 2
+    assert "tensorrt-rtx" in capsys.readouterr().err
 
 
 # --- what goes wrong -------------------------------------------------------------------------------------------------
