@@ -41,7 +41,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A build that does nothing, a chain that holds, one speed; files that hold nothing, and Polygraphy shows nothing."""
+    """A build that does nothing, a chain that holds, one speed; files that hold nothing, Polygraphy shows nothing."""
     monkeypatch.setattr(proof_module, "build", lambda *_: ["built"])
     monkeypatch.setattr(proof_module, "verify", lambda *_, **__: parity(True))
     speed = SimpleNamespace(variant="merged", batch_ms_mean_of_medians=1.5, stable=True)
