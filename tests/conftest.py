@@ -106,16 +106,17 @@ def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callab
 
 
 @pytest.fixture(scope="session", autouse=True)
-def translated_once() -> Iterator[None]:
+def translated_once(made_once: Callable[[str, Callable[[Path], object]], Path]) -> Iterator[None]:
     """Bundles of the same network are written from one translation to ONNX, which takes ten seconds a time.
 
     The key is all that a translation reads: weights, what the modules are and what they were given, plan and dtype.
     Tests of the translation itself call `base_onnx` where it is defined, and processes that tests start translate for
     themselves.
     """
-    from algm_deploy.lowering import writing
+    import onnx_ir as ir
 
-    original, made = writing.base_onnx, dict[str, Any]()
+    from algm_deploy.lowering import tensorrt, writing
+    from algm_deploy.lowering.export import base_onnx
 
     def remembered(network: Any, plan: Any, image_dtype: str) -> Any:
         digest = hashlib.sha256(repr((plan, image_dtype)).encode())
@@ -125,12 +126,12 @@ def translated_once() -> Iterator[None]:
         for name, tensor in network.state_dict().items():
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode() + tensor.numpy().tobytes())
         key = digest.hexdigest()
-        if key not in made:
-            made[key] = original(network, plan, image_dtype)
-        return made[key].clone()
+        path = made_once(f"{key[:32]}.onnx", lambda target: ir.save(base_onnx(network, plan, image_dtype), target))
+        return ir.load(path)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writing, "base_onnx", remembered)
+        for user in (writing, tensorrt):
+            patch.setattr(user, "base_onnx", remembered)
         yield
 
 

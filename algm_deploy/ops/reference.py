@@ -9,6 +9,7 @@ from algm_deploy.ops.gbm import reference as gbm
 from algm_deploy.ops.gbm import reference_decisions as gbm_decisions
 from algm_deploy.ops.gbm import reference_rows as gbm_rows
 from algm_deploy.ops.gbm import reference_similarity as gbm_similarity
+from algm_deploy.ops.gbm import reference_split as gbm_split
 from algm_deploy.ops.label_map import reference as label_map
 from algm_deploy.ops.proportional_attention import reference as proportional_attention
 from algm_deploy.ops.tome import reference as tome
@@ -25,6 +26,7 @@ __all__ = [
     "gbm_decisions",
     "gbm_rows",
     "gbm_similarity",
+    "gbm_split",
     "label_map",
     "proportional_attention",
     "tome",

@@ -125,16 +125,12 @@ def _gbm(plan: MergePlan, layer: int, network: Network, tokens: Tokens) -> tuple
     ours = torch.ops.algm.gbm(*tokens[:4], scale, *attributes)[2].numpy()
     values, length = tokens.values.float().numpy(), tokens.length.numpy()
     best, match = gbm_similarity(tokens.values, tokens.length, prefix, semantics)
-    sources = [row != -torch.inf for row in best]
-    given = [row[source].numpy() for row, source in zip(best, sources, strict=True)]
-    first = first_source(semantics, prefix) + 1
-    targets = [(first + 2 * row[source]).numpy() for row, source in zip(match, sources, strict=True)]
+    given, targets = _of_sources(best, match, length, values.shape[1], prefix, semantics)
     exact, _ = reference.gbm_similarity(values, length, prefix, semantics)
     merged = reference.gbm_decisions(given, float(scale), plan.gbm_mode, float(layer), semantics, plan.batch)
     row, _ = reference.gbm_rows(merged, targets, values.shape[1], length, prefix, semantics)
     expected = np.take_along_axis(row, tokens.map.numpy(), 1)
-    error = max(float(np.abs(g - e).max(initial=0)) for g, e in zip(given, exact, strict=True))
-    return error, np.array_equal(ours, expected)
+    return _largest_difference(given, exact), np.array_equal(ours, expected)
 
 
 def _tome(plan: MergePlan, layer: int, network: Network, tokens: Tokens) -> tuple[float, bool]:
@@ -142,15 +138,30 @@ def _tome(plan: MergePlan, layer: int, network: Network, tokens: Tokens) -> tupl
     prefix, rows, r = network.prefix, tokens.values.shape[1], merges_in(plan, layer, network)
     ours = torch.ops.algm.tome(*tokens[:3], tokens.keys, r, prefix)[2].numpy()
     best, match = tome_similarity(tokens.keys, prefix)
-    given = [row[row != -torch.inf].numpy() for row in best]
-    targets = [1 + 2 * row[b != -torch.inf].numpy() for row, b in zip(match, best, strict=True)]
     length = tokens.length.numpy()
+    given, targets = _of_sources(best, match, length, rows, prefix, SEMANTICS)
     exact, _ = reference.gbm_similarity(tokens.keys.float().numpy(), length, prefix, SEMANTICS)
     merged = reference.tome_decisions(given, r)
     row, _ = reference.gbm_rows(merged, targets, rows, length, prefix, SEMANTICS)
     row = reference.tome_order(given, merged, row, prefix)
-    error = max(float(np.abs(g - e).max(initial=0)) for g, e in zip(given, exact, strict=True))
-    return error, np.array_equal(ours, np.take_along_axis(row, tokens.map.numpy(), 1))
+    return _largest_difference(given, exact), np.array_equal(ours, np.take_along_axis(row, tokens.map.numpy(), 1))
+
+
+def _of_sources(
+    best: Tensor, match: Tensor, length: NDArray[Any], rows: int, prefix: int, semantics: str
+) -> tuple[list[NDArray[Any]], list[NDArray[Any]]]:
+    """Of each image's A rows: the best similarity, -inf where it has none, and the row that has it."""
+    first = first_source(semantics, prefix)
+    split = (reference.gbm_split(rows, int(valid), prefix, semantics)[0] for valid in length)
+    sources = [(source - first) // 2 for source in split]
+    given = [row.numpy()[source] for row, source in zip(best, sources, strict=True)]
+    return given, [first + 1 + 2 * row.numpy()[source] for row, source in zip(match, sources, strict=True)]
+
+
+def _largest_difference(given: list[NDArray[Any]], exact: list[NDArray[Any]]) -> float:
+    """Of similarities; equal infinities do not differ."""
+    pairs = zip(given, exact, strict=True)
+    return max(float(np.abs(np.subtract(g, e, out=np.zeros_like(g), where=g != e)).max(initial=0)) for g, e in pairs)
 
 
 # --- link 3 -----------------------------------------------------------------------------------------------------------

@@ -215,14 +215,14 @@ def test_an_error_in_the_thread_reaches_the_caller(session: SegmentedSession, wh
 def test_older_versions_capture_nothing(labels_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They free host memory that the graph still reads."""
     bundle = Bundle.open(shutil.copytree(labels_bundle.path, tmp_path / "bundle"))
-    monkeypatch.setattr(runner_module, "find_library", lambda _: Path("library.so"))
+    monkeypatch.setattr(runner_module, "usable_library", lambda _: Path("library.so"))
     monkeypatch.setattr(runner_module, "check_cuda", lambda: None)
     OnnxRuntimeCudaRunner.build(bundle)
     monkeypatch.setattr(runner_module.ort, "__version__", "1.31.0")
     assert OnnxRuntimeCudaRunner(bundle).segments == 3
     monkeypatch.setattr(runner_module.ort, "__version__", "1.30.2")
     assert OnnxRuntimeCudaRunner(bundle).segments == 0
-    monkeypatch.setattr(runner_module, "find_library", lambda _: None)
+    monkeypatch.setattr(runner_module, "usable_library", lambda _: None)
     OnnxRuntimeCudaRunner.build(bundle)
     monkeypatch.setattr(runner_module.ort, "__version__", "1.31.0")
     assert OnnxRuntimeCudaRunner(bundle).segments == 0, "merging in standard operators copies to the host"
