@@ -81,6 +81,11 @@ def environment(devices: bool = False) -> Environment:
     )
 
 
+def user_cache() -> Path:
+    """Folder of what can be made again for this user: `$XDG_CACHE_HOME/algm-deploy`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "algm-deploy"
+
+
 def installed_version(package: str) -> str | None:
     """Version of an installed distribution, None where it is absent."""
     try:

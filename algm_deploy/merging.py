@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import algm_deploy.ops  # noqa: F401  registers torch.ops.algm
+from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import PlanError
 from algm_deploy.models.deployed import Deployed
+from algm_deploy.models.loading import load_network
 from algm_deploy.models.vit import Block, KeepTokens, MergeInputs, Model, Tokens, VitNetwork, share_parameters
 from algm_deploy.ops._rows import merge_rows, row_of, sum_rows
 from algm_deploy.ops.gbm import most_joins
@@ -164,6 +166,15 @@ def deployed(model: VitNetwork, recipe: Recipe, rows: Mapping[int, int] = {}) ->
     plan = recipe.merging
     filled = truncate(model, rows, plan.method) if rows else insert_merging(model, plan)
     return Deployed(filled, recipe.network, recipe.output).eval()
+
+
+def deployed_network(bundle: Bundle, dtype: torch.dtype | None = None) -> Deployed:
+    """The network that a bundle deploys, in the bundle's precision or in `dtype`.
+
+    One that drops tokens has no merge plan for it: the manifest tells how many rows it keeps.
+    """
+    variant = bundle.manifest.variant
+    return deployed(load_network(bundle, dtype), bundle.recipe, dict(variant.rows_by_layer) if variant else {})
 
 
 def tome_merges(plan: MergePlan, patches: int) -> dict[int, int]:

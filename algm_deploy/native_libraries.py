@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from algm_deploy import __version__
-from algm_deploy.environment import nvidia_smi
+from algm_deploy.environment import nvidia_smi, user_cache
 from algm_deploy.errors import BuildError
 from algm_deploy.package_data import content
 
@@ -131,8 +131,7 @@ def made_from() -> str:
 
 def cache_folder() -> Path:
     """Where what is compiled here from these very sources lives: `$XDG_CACHE_HOME/algm-deploy/native/<made_from>`."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "algm-deploy" / "native" / made_from()
+    return user_cache() / "native" / made_from()
 
 
 def wheel_folder() -> Path | None:

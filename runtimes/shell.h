@@ -105,7 +105,8 @@ inline constexpr Words kBatch{"per_image", "batch_min"};
 inline constexpr Words kOrder{"published", "raster"};
 inline constexpr Words kRule{"threshold", "adaptive", "fixed", "budget"};
 
-// The outputs of both merges; the last one counts the rows, S' or S''.
+// The outputs of both merges; the last one counts the rows, S' or S''. `decide` tells the count once more as INT32 to
+// whoever wants it so.
 inline constexpr std::array<Port, 5> kMerged{{{"tokens", Type::kTokens, 3},
                                               {"size", Type::kFloat, 2},
                                               {"map", Type::kIndex, 2},
@@ -154,10 +155,10 @@ struct Clap {
         return kernels.clapWorkspace(&p);
     }
 
-    void decide(Launch const &call, void *plan) const {
+    void decide(Launch const &call, void *plan, int32_t *rowsInt32 = nullptr) const {
         auto const p = params(call.shapes, call.dtype);
         call.done(call.kernels.clapDecide(&p, call.inputs[0], call.in<float>(2), call.out<int64_t>(2),
-                                          call.out<int64_t>(3), call.out<int64_t>(4), nullptr, plan, call.stream),
+                                          call.out<int64_t>(3), call.out<int64_t>(4), rowsInt32, plan, call.stream),
                   "deciding which windows merge");
     }
 
@@ -225,11 +226,11 @@ struct Gbm {
         return kernels.gbmWorkspace(&p);
     }
 
-    void decide(Launch const &call, void *plan) const {
+    void decide(Launch const &call, void *plan, int32_t *rowsInt32 = nullptr) const {
         auto const p = params(call.shapes, call.dtype);
         call.done(call.kernels.gbmDecide(&p, call.inputs[0], call.in<int64_t>(2), call.in<int64_t>(3),
                                          call.in<float>(4), call.out<int64_t>(2), call.out<int64_t>(3),
-                                         call.out<int64_t>(4), nullptr, plan, call.stream),
+                                         call.out<int64_t>(4), rowsInt32, plan, call.stream),
                   "deciding which tokens merge");
     }
 

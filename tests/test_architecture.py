@@ -15,6 +15,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "algm_deploy"
 # Top to bottom: a module imports its own row and the rows below it. `algm_deploy/__init__.py` stands above all rows.
 TIERS = (
     {"cli", "__main__"},
+    {"proof"},
     {"demo"},
     {"deployment"},
     {"report", "doctor"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -12,8 +13,10 @@ import numpy as np
 from PIL import Image
 
 from algm_deploy.bundle.store import Bundle
+from algm_deploy.cli.parser import parser
 from algm_deploy.pictures.shipped import scene
 from algm_deploy.runners.contract import runner
+from algm_deploy.runners.tensorrt import polygraphy
 
 HIDDEN = "import sys; sys.modules['algm_deploy'] = None; exec(open('snippet.py').read())"
 
@@ -46,3 +49,13 @@ def test_model_runs_without_the_package(root_dir: Path, tiny_bundle: Bundle, tmp
     labels = np.asarray(Image.open(tmp_path / "labels.png"))
     assert labels.shape == size
     assert labels.max() < tiny_bundle.recipe.network.classes
+
+
+def test_commands_of_the_page_on_tensorrt_are_commands(root_dir: Path) -> None:
+    """Those of the command line parse; Polygraphy's are run in test_proof.py and runners/tensorrt/test_build.py."""
+    page = (root_dir / "docs" / "tensorrt.md").read_text()
+    lines = [line for block in re.findall(r"```sh\n(.*?)```", page, re.DOTALL) for line in block.splitlines()]
+    ours = [shlex.split(line)[1:] for line in lines if line.startswith("algm-deploy ")]
+    assert [parser().parse_args(words).command for words in ours] == ["build", "prove"]
+    rest = [line for line in lines if not line.startswith("algm-deploy ")]
+    assert all(line.startswith(("polygraphy ", f"python -m {polygraphy.__name__} tensorrt-rtx ")) for line in rest)

@@ -308,7 +308,9 @@ class Engine(Measurement, Record, frozen=True, kw_only=True):
     `compute_capabilities` names the GPUs it was built for. `engine_layers` comes from the engine inspector where the
     engine can be loaded, else it is None and `engine_layers_reason` says why. `builder_layers` (name, kind) are the
     finished engine's layers as the builder's log tells them, fused attention and plugins among them; it needs no GPU.
-    `log` holds the builder's other lines, `rewrites` how often each lowering fired.
+    `log` holds the builder's other lines, `rewrites` how often each lowering fired. `plugin_sources` is what the plugin
+    library says that it was made of. `usual_rows` are the rows after each merge that the engine is tuned for, measured
+    on what `usual_rows_of` says. `attention_in_parts`: attention layers that the builder did not fuse.
     """
 
     section: ClassVar[str] = "engines"
@@ -321,7 +323,7 @@ class Engine(Measurement, Record, frozen=True, kw_only=True):
     version_compatible: bool
     hardware_compatible: bool
     onnx_hash: str
-    plugin_hash: str | None
+    plugin_sources: str | None
     engine_bytes: int
     parsed_network: ParsedNetwork
     engine_layers: list[Any] | None = None
@@ -331,6 +333,9 @@ class Engine(Measurement, Record, frozen=True, kw_only=True):
     build_seconds: float
     timing_cache: TimingCache | None = None
     rewrites: dict[str, int] = {}
+    usual_rows: dict[str, int] = {}
+    usual_rows_of: str = "nothing"
+    attention_in_parts: int | None = None
 
 
 class OptimizedGraph(Measurement, Record, frozen=True, kw_only=True):

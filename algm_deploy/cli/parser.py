@@ -34,6 +34,7 @@ COMMANDS = (
     Command("verify", proving.verify, proving.verify_flags),
     Command("evaluate", proving.evaluate, proving.evaluate_flags),
     Command("bench", proving.bench, proving.bench_flags),
+    Command("prove", proving.prove, proving.prove_flags),
     Command("compare", proving.compare, proving.compare_flags),
     Command("predict", using.predict, using.predict_flags),
     Command("report", using.report, using.report_flags),

@@ -1,14 +1,15 @@
-"""Commands that prove and measure: verify, evaluate, bench, compare."""
+"""Commands that prove and measure: verify, evaluate, bench, prove, compare."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from algm_deploy.cli import arguments
 from algm_deploy.cli.saying import note, say, say_json
-from algm_deploy.errors import DatasetError, GateError
+from algm_deploy.errors import DatasetError, GateError, NotExecutedError
 
 if TYPE_CHECKING:
     from algm_deploy.bundle.records import Parity, ProtocolName
@@ -189,6 +190,43 @@ def timed(
     say(f"{conditions}\n\n{text_table(*table)}")
     for line in speed_notes(rows):
         say(line)
+
+
+# ---------------------------------------------------------------------------------------------------------------- prove
+
+
+def prove_flags(command: arguments.Parser) -> None:
+    """Flags of prove."""
+    arguments.bundle(command)
+    arguments.runtime(command)
+    command.add_argument(
+        "-o",
+        "--output",
+        type=arguments.path,
+        metavar="FOLDER",
+        help="folder to write; default: the bundle's name, -proof- and the runtime",
+    )
+
+
+def prove(options: argparse.Namespace) -> int:
+    """All that this machine can show of a bundle, in one folder: built, verified, evaluated, timed."""
+    from algm_deploy.bundle.store import Bundle
+    from algm_deploy.proof import prove
+
+    bundle = Bundle.open(options.bundle)
+    runtime = arguments.runtime_of(options, bundle)
+    folder = options.output or Path(f"{bundle.path.resolve().name}-proof-{runtime}")
+    found = prove(
+        bundle, runtime, folder, lambda part: say(f"{part.name}: {part.result}\n  {part.found}"), not options.quiet
+    )
+    say(f"\nall of it: {folder}")
+    if found.error:
+        raise found.error
+    if found.not_executed:
+        say(f"BUILT, NOT EXECUTED: {bundle.path}\nreason: {found.not_executed}")
+        say(f"not done: {', '.join(found.left_out)}")
+        return NotExecutedError.exit_code
+    return 0
 
 
 # -------------------------------------------------------------------------------------------------------------- compare

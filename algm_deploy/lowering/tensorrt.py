@@ -2,7 +2,8 @@
 
 | base graph (opset 18, domain `algm`) | here |
 |---|---|
-| clap, gbm | plugin node with one more output, the 0-D size tensor that tells TensorRT the token count |
+| clap, gbm | plugin node with one more output, the 0-D INT32 size tensor that tells TensorRT the token count, and one
+more attribute, the count to tune for |
 | the same by a budget | standard operators, whose shapes are all known |
 | unmerge | plugin node |
 | label_map | plugin node with int32 labels, then a Cast to uint8: TensorRT takes no 8-bit plugin output |
@@ -16,7 +17,7 @@ The graph is written for strongly typed networks. TensorRT finds a plugin by the
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -26,32 +27,34 @@ import onnx_ir as ir
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from algm_deploy.bundle.files import ONNX, ONNX_DATA, WEIGHTS
-from algm_deploy.bundle.signature import signature_of
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import ExportError
 from algm_deploy.lowering.export import base_onnx
 from algm_deploy.lowering.portable import add_function_bodies, has_budget, operator_of
 from algm_deploy.lowering.tensorrt_precision import ONNX_TYPE, retype
-from algm_deploy.merging import deployed
-from algm_deploy.models.loading import load_network
+from algm_deploy.merging import deployed_network
 from algm_deploy.ops.schema import DOMAIN, VERSION, WORDS
 from algm_deploy.recipe.schema import Precision
 
 TENSORRT_ONNX = "model.tensorrt.onnx"
 OPSET = 23
 PLUGIN_NAMESPACE = "algm_deploy"
-PLUGIN_VERSION = "1"
-PLUGINS = ("clap", "gbm", "unmerge", "label_map")
+PLUGIN_VERSION = "2"
+MERGES = ("clap", "gbm")
+PLUGINS = (*MERGES, "unmerge", "label_map")
 # The largest K of a TopK in every TensorRT release so far. A merge in standard operators sorts its windows with one.
 TOPK_LIMIT = 3840
 # Same name at opset 18 and 23, another meaning.
 _CHANGED_SINCE_18 = frozenset({"DFT", "GroupNormalization"})
 
 
-def write_tensorrt_onnx(bundle: Bundle, precision: Precision) -> tuple[Path, Counter[str]]:
+def write_tensorrt_onnx(
+    bundle: Bundle, precision: Precision, usual_rows: Sequence[int] = ()
+) -> tuple[Path, Counter[str]]:
     """Exports the bundle's network anew and adds `model.tensorrt.onnx` to the bundle.
 
     Weights that equal those of the portable model are not written again: both files refer to the same data file.
+    Precision and `usual_rows` as for `tensorrt_from_base`.
 
     Returns:
         Path of the file, and the counts of `tensorrt_from_base`.
@@ -59,9 +62,8 @@ def write_tensorrt_onnx(bundle: Bundle, precision: Precision) -> tuple[Path, Cou
     Raises:
         ExportError: see `tensorrt_from_base`.
     """
-    recipe = bundle.recipe
-    base = base_onnx(deployed(load_network(bundle), recipe), recipe.merging, signature_of(recipe).image.dtype)
-    model, counts = tensorrt_from_base(base, precision)
+    base = base_onnx(deployed_network(bundle), bundle.recipe.merging, bundle.signature.image.dtype)
+    model, counts = tensorrt_from_base(base, precision, usual_rows)
     uses = _share_weights(model, bundle)
     with bundle.add(TENSORRT_ONNX, made_from={WEIGHTS: bundle.files[WEIGHTS].sha256}, uses=uses) as path:
         onnx.save(model, path)
@@ -86,25 +88,33 @@ def _share_weights(model: onnx.ModelProto, bundle: Bundle) -> tuple[str, ...]:
     return (ONNX_DATA,) if shared else ()
 
 
-def tensorrt_from_base(base: ir.Model, precision: Precision) -> tuple[onnx.ModelProto, Counter[str]]:
+def tensorrt_from_base(
+    base: ir.Model, precision: Precision, usual_rows: Sequence[int] = ()
+) -> tuple[onnx.ModelProto, Counter[str]]:
     """Rewrites the base graph for TensorRT.
 
     Args:
         base: base graph at opset 18 with nodes of domain `algm`. Not changed.
         precision: type of tokens and weights. Graph inputs and outputs keep their types.
+        usual_rows: rows that each merge usually leaves, in the order they run, prefix and padding counted; the builder
+            tunes for as many. Without them it tunes for half of all rows.
 
     Returns:
         The new model, and how often each rewrite fired: `clap`, `gbm`, `unmerge`, `label_map`, `attention`, and the
         precision's `cast` and `weight`.
 
     Raises:
-        ExportError: the graph holds an operator that cannot be translated.
+        ExportError: the graph holds an operator that cannot be translated, or another number of merges.
     """
     model = ir.to_proto(_with_budget_bodies(base))
     _check_operators(model)
+    merges = [n.name for n in model.graph.node if n.domain == DOMAIN and operator_of(n.op_type) in MERGES]
+    if usual_rows and len(usual_rows) != len(merges):
+        raise ExportError(f"expected usual rows for {len(merges)} merges, got {len(usual_rows)}: export again")
     labels = _label_types(model.graph)
     new, counts = retype(model, precision)
-    rewriter = _Rewriter(labels, ONNX_TYPE[precision], counts)
+    usual = dict(zip(merges, usual_rows or [0] * len(merges), strict=True))
+    rewriter = _Rewriter(labels, ONNX_TYPE[precision], usual, counts)
     bodies = {function.name for function in new.functions}
     nodes = [
         written for node in new.graph.node for written in ([node] if node.op_type in bodies else rewriter.rewrite(node))
@@ -182,10 +192,13 @@ def _label_types(graph: onnx.GraphProto) -> dict[str, int]:
 class _Rewriter:
     """Translates node by node; remembers masks and constants, which nodes share."""
 
-    def __init__(self, label_types: dict[str, int], token_type: int, counts: Counter[str]) -> None:
+    def __init__(
+        self, label_types: dict[str, int], token_type: int, usual_rows: dict[str, int], counts: Counter[str]
+    ) -> None:
         self.constants: dict[str, TensorProto] = {}
         self._label_types = label_types
         self._token_type = token_type
+        self._usual_rows = usual_rows
         self._counts = counts
         self._masks: dict[str, str] = {}
 
@@ -204,7 +217,7 @@ class _Rewriter:
         return rules[node.op_type](node)
 
     def _merge(self, node: NodeProto) -> list[NodeProto]:
-        return [plugin_node(node, outputs=[*node.output, f"{node.output[0]}_rows"])]
+        return [merge_node(node, self._usual_rows[node.name])]
 
     def _label_map(self, node: NodeProto) -> list[NodeProto]:
         name = node.output[0]
@@ -274,6 +287,13 @@ class _Rewriter:
         array = np.asarray(value, dtype=helper.tensor_dtype_to_np_dtype(data_type))
         self.constants[name] = numpy_helper.from_array(array, name)
         return name
+
+
+def merge_node(node: NodeProto, usual_rows: int = 0) -> NodeProto:
+    """A merge as a plugin node: with its row count as one more output, tuned for `usual_rows`, 0 for half of all."""
+    new = plugin_node(node, outputs=[*node.output, f"{node.output[0]}_rows"])
+    new.attribute.append(helper.make_attribute("usual_rows", usual_rows))
+    return new
 
 
 def plugin_node(node: NodeProto, outputs: list[str] | None = None) -> NodeProto:

@@ -8,9 +8,11 @@
 
 #include <NvInferRuntime.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <sstream>
 #include <string>
 #include <type_traits>
@@ -21,7 +23,7 @@
 namespace algm {
 
 inline constexpr char const *kNamespace = "algm_deploy";
-inline constexpr char const *kVersion = "1";
+inline constexpr char const *kVersion = "2";
 
 inline constexpr Kernels kCuda = ALGM_KERNELS_OF(cuda);
 
@@ -166,13 +168,13 @@ public:
         return guarded(Operator::kName, [&] {
             checkCounts(nbInputs, nbOutputs);
             for (int32_t i = 0; i < kInputs; ++i) {
-                if (!accepts(Operator::kInputs[i].type, inputTypes[i], inputTypes[0])) {
+                if (!accepts(Operator::kInputs[i], inputTypes[i], inputTypes[0])) {
                     fail("input ", Operator::kInputs[i].name, " has unsupported type ", nameOf(inputTypes[i]),
-                         "; expected ", expected(Operator::kInputs[i].type));
+                         "; expected ", expected(Operator::kInputs[i]));
                 }
             }
             for (int32_t i = 0; i < kOutputs; ++i) {
-                outputTypes[i] = resolve(Operator::kOutputs[i].type, inputTypes[0]);
+                outputTypes[i] = resolve(Operator::kOutputs[i], inputTypes[0]);
             }
         });
     }
@@ -202,25 +204,28 @@ public:
         }
         Port const &port = pos < kInputs ? Operator::kInputs[pos] : Operator::kOutputs[pos - kInputs];
         return inOut[pos].desc.format == nvinfer1::TensorFormat::kLINEAR &&
-               accepts(port.type, inOut[pos].desc.type, inOut[0].desc.type);
+               accepts(port, inOut[pos].desc.type, inOut[0].desc.type);
     }
 
     int32_t configurePlugin(nvinfer1::DynamicPluginTensorDesc const *in, int32_t nbInputs,
                             nvinfer1::DynamicPluginTensorDesc const *, int32_t nbOutputs) noexcept override {
         return guarded(Operator::kName, [&] {
             checkCounts(nbInputs, nbOutputs);
-            mOperator.checkShapes(shapesOf([&](int32_t i) -> auto const & { return in[i].max; }).data());
+            auto const largest = [in](int32_t i) -> auto const & { return in[i].max; };
+            checkKnown(largest);
+            mOperator.checkShapes(shapesOf(largest).data());
+            scratchBytes(largest, in[0].desc.type);  // a size of 0 stops the build here, not a run much later
         });
     }
 
+    // An error cannot be told here but by a size that no device has, which stops the build as well.
     size_t getWorkspaceSize(nvinfer1::DynamicPluginTensorDesc const *inputs, int32_t,
                             nvinfer1::DynamicPluginTensorDesc const *, int32_t) const noexcept override {
-        size_t bytes = 0;
+        size_t bytes = std::numeric_limits<int64_t>::max();
         guarded(Operator::kName, [&] {
-            auto const largest = shapesOf([&](int32_t i) -> auto const & { return inputs[i].max; });
-            if constexpr (Operator::kMerges) {
-                bytes = mOperator.workspace(kCuda, largest.data(), tokenType(inputs[0].desc.type));
-            }
+            auto const largest = [inputs](int32_t i) -> auto const & { return inputs[i].max; };
+            checkKnown(largest);
+            bytes = scratchBytes(largest, inputs[0].desc.type);
         });
         return bytes;
     }
@@ -243,11 +248,19 @@ public:
                     void const *const *inputs, void *const *outputs, void *workspace,
                     cudaStream_t stream) noexcept override {
         return guarded(Operator::kName, [&] {
-            auto const shapes = shapesOf([&](int32_t i) -> auto const & { return inputDesc[i].dims; });
-            Launch const call{kCuda, shapes.data(), tokenType(inputDesc[0].type), inputs, outputs, stream};
+            auto const dims = [inputDesc](int32_t i) -> auto const & { return inputDesc[i].dims; };
+            checkKnown(dims);
+            auto const shapes = shapesOf(dims);
+            Launch call{kCuda, shapes.data(), tokenType(inputDesc[0].type), inputs, outputs, stream};
             if constexpr (Operator::kMerges) {
-                mOperator.decide(call, workspace);
-                mOperator.apply(call, workspace, ALGM_ROWS_ON_DEVICE);
+                // The kernels count in INT64, in front of the plan, and write TensorRT's INT32 as well.
+                std::array<void *, kOutputs> counted;
+                std::copy_n(outputs, kOutputs, counted.begin());
+                counted.back() = workspace;
+                call.outputs = counted.data();
+                auto *plan = static_cast<char *>(workspace) + kCountBytes;
+                mOperator.decide(call, plan, static_cast<int32_t *>(outputs[kOutputs - 1]));
+                mOperator.apply(call, plan, ALGM_ROWS_ON_DEVICE);
             } else {
                 mOperator.run(call);
             }
@@ -274,25 +287,56 @@ private:
         }
     }
 
-    // `tokens` is the type of input 0, which all token ports share.
-    static nvinfer1::DataType resolve(Type type, nvinfer1::DataType tokens) noexcept {
-        switch (type) {
+    // Throws where a dimension is not known: a kernel would take -1 for a size and compute something else in silence.
+    template <class DimsOf>
+    static void checkKnown(DimsOf &&dimsOf) {
+        for (int32_t i = 0; i < kInputs; ++i) {
+            nvinfer1::Dims const &dims = dimsOf(i);
+            for (int32_t axis = 0; axis < dims.nbDims; ++axis) {
+                if (dims.d[axis] < 0) {
+                    fail("input ", Operator::kInputs[i].name, " should have known dimensions, TensorRT told ",
+                         dims.d[axis], " for axis ", axis);
+                }
+            }
+        }
+    }
+
+    // Scratch memory for inputs of at most these dimensions.
+    template <class DimsOf>
+    size_t scratchBytes(DimsOf &&dimsOf, nvinfer1::DataType tokens) const {
+        size_t bytes = 0;
+        if constexpr (Operator::kMerges) {
+            bytes = mOperator.workspace(kCuda, shapesOf(dimsOf).data(), tokenType(tokens));
+            if (bytes == 0) {
+                fail("inputs of these dimensions should need scratch memory, the kernels refuse them");
+            }
+            bytes += kCountBytes;
+        }
+        return bytes;
+    }
+
+    // `tokens` is the type of input 0, which all token ports share. A lone index is a row count, and size tensors are
+    // INT32.
+    static nvinfer1::DataType resolve(Port const &port, nvinfer1::DataType tokens) noexcept {
+        switch (port.type) {
             case Type::kTokens: return tokens;
             case Type::kFloat: return nvinfer1::DataType::kFLOAT;
-            case Type::kIndex: return nvinfer1::DataType::kINT64;
+            case Type::kIndex: return port.rank == 0 ? nvinfer1::DataType::kINT32 : nvinfer1::DataType::kINT64;
             case Type::kLabels: return nvinfer1::DataType::kINT32;
         }
         return tokens;
     }
 
-    static bool accepts(Type type, nvinfer1::DataType got, nvinfer1::DataType tokens) noexcept {
-        return got == resolve(type, tokens) && (type != Type::kTokens || isTokenType(got));
+    static bool accepts(Port const &port, nvinfer1::DataType got, nvinfer1::DataType tokens) noexcept {
+        return got == resolve(port, tokens) && (port.type != Type::kTokens || isTokenType(got));
     }
 
-    static char const *expected(Type type) noexcept {
-        return type == Type::kTokens ? "one of float32, float16, bfloat16"
-                                     : nameOf(resolve(type, nvinfer1::DataType::kFLOAT));
+    static char const *expected(Port const &port) noexcept {
+        return port.type == Type::kTokens ? "one of float32, float16, bfloat16"
+                                          : nameOf(resolve(port, nvinfer1::DataType::kFLOAT));
     }
+
+    static constexpr size_t kCountBytes = 256;  // of the INT64 count, as much as keeps what follows aligned
 
     Operator mOperator;
     std::vector<nvinfer1::PluginField> mFields;

@@ -108,7 +108,7 @@ def test_a_missing_entry_is_named(table: Table) -> None:
         "speeds": {"runtime", "variant", "protocol", "batch", "stable"},
         "engines": {
             *("runtime", "version", "precision", "batches", "compute_capabilities", "version_compatible"),
-            *("hardware_compatible", "onnx_hash", "plugin_hash", "engine_bytes", "parsed_network", "build_seconds"),
+            *("hardware_compatible", "onnx_hash", "plugin_sources", "engine_bytes", "parsed_network", "build_seconds"),
         },
         "optimized_graphs": {"runtime", "rewrites"},
         "rebuilds": {"runtime", "builds", "distinct_files", "pictures"},
@@ -124,7 +124,7 @@ def test_a_missing_entry_is_named(table: Table) -> None:
                 assert f" as {section}.0.{name}, found none" in refused(found)
             else:
                 manifest_of(found, FILE)
-        assert needed <= set(table[section][0]) | {"plugin_hash"}
+        assert needed <= set(table[section][0]) | {"plugin_sources"}
     for name in ("environment", "recipe", "files"):
         found = deepcopy(table)
         del found[name]

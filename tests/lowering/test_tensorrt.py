@@ -96,12 +96,17 @@ def elem_type(model: onnx.ModelProto, name: str) -> int:
 
 
 def test_a_merge_becomes_a_plugin_node_with_a_row_count() -> None:
-    model, counts = tensorrt_from_base(merging(), "fp32")
+    model, counts = tensorrt_from_base(merging(), "fp32", [9])
     clap = only(model, "clap")
     assert counts == Counter(clap=1)
     assert list(clap.output) == ["merged", "sizes", "map", "length", "merged_rows"]
     expected = CLAP | {"semantics": 1, "batch": 0, "order": 1, "grid": list(GRID), "window": [2, 2]}
-    assert attributes(clap) == expected | {"plugin_namespace": b"algm_deploy", "plugin_version": b"1"}
+    assert attributes(clap) == expected | {
+        "plugin_namespace": b"algm_deploy", "plugin_version": b"2", "usual_rows": 9
+    }  # fmt: skip
+    assert attributes(only(tensorrt_from_base(merging(), "fp32")[0], "clap"))["usual_rows"] == 0  # nobody measured
+    with pytest.raises(ExportError, match="expected usual rows for 1 merges, got 2"):
+        tensorrt_from_base(merging(), "fp32", [9, 8])
 
 
 def test_gbm_attributes() -> None:

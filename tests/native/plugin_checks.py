@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 from kernel_memory import DTYPES, DeviceMemory, HostMemory
-from plugin_harness import BUILD, PLUGINS, RUNTIME, SHAPES, Harness, PluginKernels, tensor
+from plugin_harness import BUILD, PLUGINS, RUNTIME, SHAPES, SIZE_TENSOR, Harness, PluginKernels, tensor
 
 
 def created(harness: Harness) -> None:
@@ -85,8 +85,19 @@ def shapes(harness: Harness) -> None:
         assert found
         assert found[0] == outputs, name
         if name in ("clap", "gbm"):
-            rows = inputs[0][1]
-            assert found[1] == ((rows + 1) // 2, rows), name
+            assert found[1] == (9, 25), name
+
+
+def sizes(harness: Harness) -> None:
+    """What a size tensor is tuned for and its bound are numbers, after another merge too; measured ones, or half."""
+    attributes = PLUGINS["gbm"][0]
+    behind_clap = [(2, SIZE_TENSOR - 4, 8), (2, SIZE_TENSOR - 4), *SHAPES["gbm"][0][2:]]
+    for usual, tuned in ((9, 9), (0, 13), (400, 25)):
+        plugin = harness.create("gbm", attributes | {"usual_rows": usual})
+        assert plugin
+        found = plugin.output_shapes(behind_clap)
+        assert found
+        assert found[1] == (tuned, 25), usual
 
 
 def wrong_shapes(harness: Harness) -> None:
@@ -112,12 +123,36 @@ def workspace(harness: Harness) -> None:
         assert 0 < sizes[0] < sizes[1], (name, sizes)
 
 
+def no_workspace(harness: Harness) -> None:
+    """Inputs that the kernels refuse and dimensions that nobody knows stop a build."""
+    for name in ("clap", "gbm"):
+        plugin = harness.create(name, PLUGINS[name][0])
+        assert plugin
+        for rows, width in ((25, -1), (25, 0)):
+            shapes = [(2, rows, width), (2, rows), *SHAPES[name][0][2:]]
+            kinds = ["float32" if kind == "T" else kind for kind in PLUGINS[name][1]]
+            assert plugin.workspace([tensor(s, k) for s, k in zip(shapes, kinds, strict=True)]) == -1, (name, width)
+
+
+def unknown_rows(harness: Harness) -> None:
+    """A row count that TensorRT does not tell when a merge or what follows it is enqueued, -1 in place of S'."""
+    for name, (attributes, kinds, results) in PLUGINS.items():
+        plugin = harness.create(name, attributes)
+        assert plugin
+        shapes, outputs = SHAPES[name]
+        unknown = [(2, -1, 8), *shapes[1:]]
+        given = [tensor(s, "float32" if k == "T" else k) for s, k in zip(unknown, kinds, strict=True)]
+        written = [tensor((2,) * len(s), "float32" if k == "T" else k) for s, k in zip(outputs, results, strict=True)]
+        assert plugin.enqueue(given, written, 0, 0) != 0, name
+
+
 def wrong_attributes(harness: Harness) -> None:
     clap, gbm = PLUGINS["clap"][0], PLUGINS["gbm"][0]
     assert harness.create("clap", {k: v for k, v in clap.items() if k != "grid"}) is None
     assert harness.create("clap", clap | {"window": (0, 2)}) is None
     assert harness.create("clap", clap | {"grid": (4, 6, 1)}) is None
     assert harness.create("clap", clap | {"semantics": 2}) is None
+    assert harness.create("clap", clap | {"usual_rows": -1}) is None
     assert harness.create("gbm", gbm | {"divisor": 0.0}) is None
     assert harness.create("gbm", gbm | {"divisor": 2}) is None  # an integer where a float belongs
 
@@ -170,8 +205,11 @@ CHECKS = {
         types,
         wrong_types,
         shapes,
+        sizes,
         wrong_shapes,
         workspace,
+        no_workspace,
+        unknown_rows,
         wrong_attributes,
         enqueued_clap,
         enqueued_gbm,

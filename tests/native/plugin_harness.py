@@ -22,14 +22,24 @@ SIZE_TENSOR = -1000
 # Name -> attributes as the plugins take them, inputs (type T stands for the tokens' type) and outputs.
 PLUGINS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "clap": (
-        {"grid": (4, 6), "window": (2, 2), "prefix": 1, "semantics": 0, "batch": 0, "order": 0, "rule": 0, "budget": 0},
+        {
+            "grid": (4, 6),
+            "window": (2, 2),
+            "prefix": 1,
+            "semantics": 0,
+            "batch": 0,
+            "order": 0,
+            "rule": 0,
+            "budget": 0,
+            "usual_rows": 9,
+        },
         ["T", "float32", "float32"],
-        ["T", "float32", "int64", "int64", "int64"],
+        ["T", "float32", "int64", "int64", "int32"],
     ),
     "gbm": (
-        {"prefix": 1, "rule": 1, "divisor": 2.5, "semantics": 0, "batch": 0, "budget": 0},
+        {"prefix": 1, "rule": 1, "divisor": 2.5, "semantics": 0, "batch": 0, "budget": 0, "usual_rows": 9},
         ["T", "float32", "int64", "int64", "float32"],
-        ["T", "float32", "int64", "int64", "int64"],
+        ["T", "float32", "int64", "int64", "int32"],
     ),
     "unmerge": ({"prefix": 1}, ["T", "int64"], ["T"]),
     "label_map": ({"prefix": 1, "grid": (4, 6), "size": (64, 96)}, ["T", "int64"], ["int32"]),
@@ -213,12 +223,14 @@ class PluginKernels:
         *tensors, threshold = inputs
         tokens = tensors[0]
         images, upper, width = tokens.shape
-        tail = [((images, patches), np.int64), ((images,), np.int64), ((), np.int64)]
+        tail = [((images, patches), np.int64), ((images,), np.int64), ((), np.int32)]
 
         def outputs(rows: int) -> list[Any]:
             return [((images, rows, width), tokens.dtype), ((images, rows), np.float32), *tail]
 
-        buffers = self._run(name, [*tensors, np.float32(threshold)], outputs(upper), numbers(attributes))
+        buffers = self._run(
+            name, [*tensors, np.float32(threshold)], outputs(upper), numbers(attributes) | {"usual_rows": 0}
+        )
         rows = int(self.memory.fetch(buffers[4], *tail[2]))
         kinds = outputs(rows)[:4]
         return tuple(self.memory.fetch(buffer, *kind) for buffer, kind in zip(buffers, kinds, strict=False))

@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 
 from algm_deploy import native_libraries as native
+from algm_deploy.lowering.tensorrt import PLUGIN_VERSION
+from algm_deploy.runners.tensorrt.library import plugin_sources
 
 # What holds the registry: package, file.
 RUNTIMES = {
@@ -24,6 +26,7 @@ RUNTIMES = {
     "rtx": ("tensorrt_rtx_libs", "libtensorrt_rtx.so.1"),
 }
 HERE = Path(__file__).parent
+SOURCES = r"-DALGM_PLUGIN_SOURCES=\"0123456789ab\""
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +70,7 @@ def host_plugins(root_dir: Path, declared: list[str], tmp_path_factory: pytest.T
     sources = root_dir / "runtimes"
     renamed = [f"-Dalgm_cuda_{name}=algm_cpu_{name}" for name in declared]
     files = [*(sources / "trt_plugin").glob("*.cpp"), *(sources / "kernels" / "cpu").glob("*.cpp")]
-    options = ["-O2", "-Xcompiler=-fPIC,-ffp-contract=off", "-I", sources / "kernels"]
+    options = ["-O2", "-Xcompiler=-fPIC,-ffp-contract=off", SOURCES, "-I", sources / "kernels"]
     return compiled(tmp_path_factory.mktemp("host_plugins") / "plugins.so", *renamed, *options, *files)
 
 
@@ -82,7 +85,7 @@ def run(check: str, *arguments: Path | str, **environment: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "check", ["created", "wrong_namespace", "serialized", "cloned", "types", "shapes", "workspace"]
+    "check", ["created", "wrong_namespace", "serialized", "cloned", "types", "shapes", "sizes", "workspace"]
 )
 def test_plugins(check: str, harness: Path, runtime: Path, plugins: Path) -> None:
     run(check, harness, runtime, plugins)
@@ -94,6 +97,25 @@ def test_plugins(check: str, harness: Path, runtime: Path, plugins: Path) -> Non
         (
             "wrong_types",
             ["clap: input tokens has unsupported type int8", "gbm: input map has unsupported type float16"],
+        ),
+        (
+            "no_workspace",
+            [
+                "clap: input tokens should have known dimensions, TensorRT told -1 for axis 2",
+                "gbm: inputs of these dimensions should need scratch memory, the kernels refuse them",
+            ],
+        ),
+        (
+            "unknown_rows",
+            [
+                f"{name}: input {first} should have known dimensions, TensorRT told -1 for axis 1"
+                for name, first in (
+                    ("clap", "tokens"),
+                    ("gbm", "tokens"),
+                    ("unmerge", "values"),
+                    ("label_map", "scores"),
+                )
+            ],
         ),
         ("wrong_shapes", ["input tokens should have rank 3, got 2", "(prefix + grid) should be 25, got 30"]),
         (
@@ -112,10 +134,19 @@ def test_the_library_exports_what_tensorrt_looks_up_and_needs_no_cuda(plugins: P
     exported = subprocess.run(
         ["nm", "-D", "--defined-only", plugins], capture_output=True, text=True, check=True
     ).stdout
-    assert {line.split()[-1] for line in exported.splitlines()} == {"getCreators", "setLoggerFinder"}
+    assert {line.split()[-1] for line in exported.splitlines()} == {
+        "getCreators",
+        "setLoggerFinder",
+        "algm_plugin_sources",
+    }
     needed = subprocess.run(["readelf", "-d", plugins], capture_output=True, text=True, check=True).stdout
     assert "libcuda" not in needed
     assert "nvinfer" not in needed
+
+
+def test_the_library_tells_the_sources_that_it_was_made_of(plugins: Path, host_plugins: Path) -> None:
+    assert plugin_sources(plugins) == f"{PLUGIN_VERSION}-{native.source_hash()}"
+    assert plugin_sources(host_plugins) == f"{PLUGIN_VERSION}-0123456789ab"
 
 
 def test_plugins_over_the_cpu_kernels_equal_the_definition(harness: Path, runtime: Path, host_plugins: Path) -> None:

@@ -60,7 +60,13 @@ struct Expressions final : IExprBuilder, apiv::VExprBuilder {
                                     IDimensionExpr const &second) override {
         auto const a = first.getConstantValue();
         auto const b = second.getConstantValue();
-        return op == DimensionOperation::kCEIL_DIV ? keep((a + b - 1) / b) : nullptr;
+        bool const counted = first.isSizeTensor() || second.isSizeTensor();
+        switch (op) {
+            case DimensionOperation::kCEIL_DIV: return counted ? nullptr : keep((a + b - 1) / b);
+            case DimensionOperation::kSUM: return counted ? nullptr : keep(a + b);
+            case DimensionOperation::kMIN: return counted ? nullptr : keep(a < b ? a : b);
+            default: return nullptr;
+        }
     }
     IDimensionExpr const *declareSizeTensor(int32_t index, IDimensionExpr const &opt,
                                             IDimensionExpr const &max) override {
@@ -120,7 +126,7 @@ int32_t harness_load(char const *pluginLibrary) {
 }
 
 void *harness_create(char const *name, char const *space, Field const *fields, int32_t count, int32_t phase) {
-    auto *creator = registry10 ? registry10->getCreator(name, "1", space) : registry11->getCreator(name, "1", space);
+    auto *creator = registry10 ? registry10->getCreator(name, "2", space) : registry11->getCreator(name, "2", space);
     if (creator == nullptr) {
         return nullptr;
     }

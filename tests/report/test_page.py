@@ -521,7 +521,7 @@ def test_engines_say_what_they_were_built_for() -> None:
         version_compatible=False,
         hardware_compatible=False,
         onnx_hash="ab",
-        plugin_hash=None,
+        plugin_sources=None,
         engine_bytes=1,
         parsed_network=ParsedNetwork(plugins=tuple(plugins)),
         build_seconds=61.4,

@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
+from algm_deploy.bundle.records import VariantOrigin
 from algm_deploy.bundle.store import Bundle
-from algm_deploy.merging import merge_inputs, truncate
+from algm_deploy.merging import deployed_network, merge_inputs, truncate
 from algm_deploy.models.loading import load_network
 from algm_deploy.pictures.shipped import scene
 from algm_deploy.timing.variants import variant_network
@@ -39,6 +41,16 @@ def test_truncated_keeps_exactly_these_tokens(tiny_bundle: Bundle, image: torch.
         assert sorted(set(token_map[0].tolist())) == list(range(1, 1 + kept))
     assert scores.shape == (2, 11, 128, 128)
     assert torch.isfinite(scores).all()
+
+
+@torch.inference_mode()
+def test_a_bundle_that_drops_tokens_deploys_a_network_that_does(tiny_bundle: Bundle, image: torch.Tensor) -> None:
+    rows = tuple(zip((1, 3), (1 + count for count in TOKENS), strict=True))
+    origin = VariantOrigin(name="truncated", made_from={}, rows_by_layer=rows)
+    recipe = variant_network(load_network(tiny_bundle), tiny_bundle.recipe, "truncated", TOKENS)[1]
+    manifest = structs.replace(tiny_bundle.manifest, variant=origin, recipe=recipe)
+    _, counts, _ = deployed_network(Bundle(tiny_bundle.path, manifest))(image, merge_inputs(0.0, 0.0))
+    assert counts.tolist() == [list(TOKENS)]
 
 
 def test_truncating_leaves_the_network_alone(tiny_bundle: Bundle) -> None:

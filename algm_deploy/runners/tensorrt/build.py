@@ -33,12 +33,14 @@ from algm_deploy.ops.schema import DOMAIN
 from algm_deploy.recipe.schema import Precision
 from algm_deploy.runners.registry import row_of
 from algm_deploy.runners.tensorrt.apart import engine_apart
+from algm_deploy.runners.tensorrt.digest import keep_digest, make_digest, usual_rows
 from algm_deploy.runners.tensorrt.library import (
     Log,
     listening,
     load_bindings,
     load_plugins,
     nearest_plugin,
+    plugin_sources,
 )
 
 RTX_TARGETS = ("8.6", "8.9", "12.0")
@@ -78,6 +80,8 @@ def build_engine(
 ) -> Engine:
     """Writes `model.tensorrt.onnx` from the bundle's weights and builds its engine; both become part of the bundle.
 
+    With it goes what PyTorch computes for two small pictures, for whoever opens the engine first on a machine.
+
     Args:
         bundle: bundle to build for and to add to, the record as well.
         runtime: `tensorrt` or `tensorrt-rtx`.
@@ -94,11 +98,14 @@ def build_engine(
     precision = precision or bundle.recipe.precision
     check_options(options, runtime)
     require_tools(runtime)  # what is missing should show before the export, which takes longer
-    model, rewrites = write_tensorrt_onnx(bundle, precision)
+    digest = make_digest(bundle, options.batches)
+    rows, measured_on = usual_rows(bundle, digest, options.batches[1])
+    model, rewrites = write_tensorrt_onnx(bundle, precision, [*rows.values()])
     engine, built = engine_apart(model, runtime, precision, options, progress)
+    keep_digest(bundle, runtime, digest)
     with bundle.add(row_of(runtime).own, made_from={TENSORRT_ONNX: built.onnx_hash}) as path:
         path.write_bytes(engine)
-    record = structs.replace(built, rewrites=dict(rewrites))
+    record = structs.replace(built, rewrites=dict(rewrites), usual_rows=rows, usual_rows_of=measured_on)
     bundle.record(record)
     return record
 
@@ -159,12 +166,13 @@ def engine_from_onnx(
         version_compatible=options.version_compatible,
         hardware_compatible=options.hardware_compatible,
         onnx_hash=sha256_of(model),
-        plugin_hash=sha256_of(plugins) if plugins else None,
+        plugin_sources=plugin_sources(plugins) if plugins else None,
         engine_bytes=len(engine),
         parsed_network=parsed,
         engine_layers=layers,
         engine_layers_reason=reason,
         builder_layers=tuple(log.engine_layers),
+        attention_in_parts=_attention_in_parts(parsed, log.engine_layers),
         log=lines,
         build_seconds=seconds,
         timing_cache=timing_cache,
@@ -414,6 +422,13 @@ def _progress(trt: Any, config: Any, show: bool) -> Iterator[threading.Event]:
             yield interrupted
         finally:
             signal.signal(signal.SIGINT, previous)
+
+
+def _attention_in_parts(parsed: ParsedNetwork, layers: Sequence[tuple[str, str]]) -> int | None:
+    """Attention layers that did not become one kernel, which the builder names mha; None where it told no layers."""
+    if not layers:
+        return None
+    return sum(parsed.layers.get("ATTENTION_INPUT", {}).values()) - sum("mha" in name for name, _ in layers)
 
 
 def _save_timing_cache(config: Any, options: EngineOptions) -> TimingCache | None:

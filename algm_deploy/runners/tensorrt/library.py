@@ -121,6 +121,13 @@ def load_plugins(trt: Any, runtime: str) -> Path:
     return path
 
 
+def plugin_sources(library: Path) -> str:
+    """Version of the plugins and hash of the sources that a plugin library was made of, as it tells itself."""
+    function = ctypes.CDLL(str(library)).algm_plugin_sources
+    function.restype = ctypes.c_char_p
+    return str(function().decode())
+
+
 def registered_plugins(trt: Any) -> list[str]:
     """All plugin creators of the process as `name version namespace`."""
     creators = trt.get_plugin_registry().all_creators

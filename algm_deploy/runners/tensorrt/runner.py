@@ -7,22 +7,23 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from algm_deploy.bundle.files import sha256_of
 from algm_deploy.bundle.records import Engine
 from algm_deploy.bundle.store import Bundle
+from algm_deploy.environment import environment
 from algm_deploy.errors import BundleError, NotExecutedError, RuntimeUnavailableError
 from algm_deploy.runners.contract import CPU, Runner
 from algm_deploy.runners.registry import row_of
 from algm_deploy.runners.tensorrt.build import EngineOptions, build_engine, require_tools
-from algm_deploy.runners.tensorrt.library import Log, listening, load_bindings, load_plugins
+from algm_deploy.runners.tensorrt.digest import first_difference, kept_digest, marker, output_names
+from algm_deploy.runners.tensorrt.library import Log, listening, load_bindings, load_plugins, plugin_sources
+from algm_deploy.runners.turns import DEVICE
 
 _DTYPES = {
     "FLOAT": torch.float32,
@@ -113,7 +114,8 @@ class TensorRTRunner(Runner):
     """The engine of a bundle in TensorRT, with `contexts` execution contexts for as many threads.
 
     Opening raises NotExecutedError where no device here can run the engine, and BundleError, with the command that
-    rebuilds it, where the engine is stale or foreign.
+    rebuilds it, where the engine is stale or foreign, or computes something else than PyTorch. That is compared when an
+    engine is opened for the first time on a machine (`digest.py`).
     """
 
     runtime = "tensorrt"
@@ -146,6 +148,11 @@ class TensorRTRunner(Runner):
             f"compute capability {', '.join(built.compute_capabilities)}, built in {built.build_seconds:.1f} s",
             f"plugins in the network: {plugins}",
         ]
+        if in_parts := built.attention_in_parts:
+            lines.append(
+                f"{in_parts} attention layers were not fused, so they are slower and hold a value for every pair of "
+                f"tokens{': fuse them with --engine-precision fp16' if built.precision == 'fp32' else ''}"
+            )
         if cache := built.timing_cache:
             kept = cache.sha256_before == cache.sha256_after
             found = "it measured nothing anew" if kept else "it measured kernels anew, so another build may differ"
@@ -159,21 +166,46 @@ class TensorRTRunner(Runner):
         trt = load_bindings(self.runtime)
         capability = self._cuda.open(self.device)
         self.device = self._cuda.device
-        plugins = load_plugins(trt, self.runtime) if facts.plugin_hash else None
+        sources = plugin_sources(load_plugins(trt, self.runtime)) if facts.plugin_sources else None
         _check_device(self.runtime, f"{capability[0]}.{capability[1]}")
-        reason = why_stale(facts, self.runtime, trt.__version__, sha256_of(plugins) if plugins else None, capability)
-        if reason:
+        if reason := why_stale(facts, self.runtime, trt.__version__, sources, capability):
             raise self._unusable(reason)
-        with self._cuda.current(), ExitStack() as stack:
+        with DEVICE.shared(), self._cuda.current(), ExitStack() as stack:
             logger, log = stack.enter_context(listening(trt))
+            stack.callback(setattr, self, "_session", None)
             self._session = self._load(trt, facts, logger, log)
+            self._compare_once(trt.__version__, str(sources))
             self._stack = stack.pop_all()
+
+    def _compare_once(self, version: str, plugins: str) -> None:
+        """Refuses an engine that computes something else than PyTorch, where this machine has not compared it yet."""
+        engine = self.bundle.files[self.executable].sha256
+        done = marker(engine, self.runtime, version, plugins, self.device_name, str(environment().driver))
+        if done.exists():
+            return
+        if found := self._difference():
+            raise self._unusable(
+                f"expected what PyTorch computed when the engine was built, this machine differs first in {found}"
+            )
+        with suppress(OSError):  # where nothing can be kept, the next open compares again
+            done.parent.mkdir(parents=True, exist_ok=True)
+            done.touch()
+
+    def _difference(self) -> str | None:
+        with self._to_rebuild():
+            digest = kept_digest(self.bundle, self.runtime)
+        names = output_names(self.bundle)
+        thresholds = dict(self.signature.defaults)
+        results = self._guarded(torch.from_numpy(digest.image), thresholds, names, CPU)
+        return first_difference(digest, {n: t.numpy() for n, t in results.items()}, self.signature.merges)
 
     def _load(self, trt: Any, facts: Engine, logger: Any, log: Log) -> _Session:
         runtime = trt.Runtime(logger)
         if facts.version_compatible:
             runtime.engine_host_code_allowed = True  # such an engine carries a lean runtime of its own release
-        engine = runtime.deserialize_cuda_engine(self._engine_file().read_bytes())
+        with self._to_rebuild():
+            content = self.bundle.file(self.executable).read_bytes()
+        engine = runtime.deserialize_cuda_engine(content)
         if engine is None:
             raise self._unusable(f"TensorRT cannot load it ({'; '.join(log.errors[:2]) or 'it gives no reason'})")
         lanes: queue.Queue[_Lane] = queue.Queue()
@@ -188,9 +220,8 @@ class TensorRTRunner(Runner):
         return _Session(log, runtime, engine, _outputs(trt, engine), _limits(engine), lanes)
 
     def _close(self) -> None:
-        with self._cuda.current():
-            self._session = None
-        self._stack.close()
+        with DEVICE.shared(), self._cuda.current():
+            self._stack.close()
 
     def _infer(
         self, image: Tensor, thresholds: dict[str, float], outputs: Sequence[str], to: torch.device
@@ -203,7 +234,7 @@ class TensorRTRunner(Runner):
                 f"expected image of shape {low} to {high}, got {tuple(image.shape)}: send another batch or rebuild the "
                 "engine with a wider profile"
             )
-        with self._cuda.current():
+        with DEVICE.shared(), self._cuda.current():
             image = image if image.device == self.device else self._cuda.upload(image)
             inputs = {"image": image, **{name: self._scalar(session, v) for name, v in thresholds.items()}}
             with _lane(session) as lane:
@@ -226,7 +257,10 @@ class TensorRTRunner(Runner):
             context.set_tensor_address(name, tensor.data_ptr())
         results = {}
         for name, dtype in session.outputs.items():
-            results[name] = self._cuda.empty(tuple(context.get_tensor_shape(name)), dtype)
+            shape = tuple(context.get_tensor_shape(name))
+            if min(shape, default=0) < 0:
+                raise self._unusable(f"expected the shape of {name} to follow from the image's, TensorRT tells {shape}")
+            results[name] = self._cuda.empty(shape, dtype)
             context.set_tensor_address(name, results[name].data_ptr())
         before = len(session.log.errors)
         if not context.execute_async_v3(lane.stream.cuda_stream):
@@ -242,9 +276,11 @@ class TensorRTRunner(Runner):
             )
         return found
 
-    def _engine_file(self) -> Path:
+    @contextmanager
+    def _to_rebuild(self) -> Iterator[None]:
+        """Says of a file that is missing or was changed which command makes it."""
         try:
-            return self.bundle.file(self.executable)
+            yield
         except BundleError as error:
             raise BundleError(f"{error}, with `{self.build_command}`") from error
 
@@ -259,14 +295,14 @@ class TensorRTRtxRunner(TensorRTRunner):
 
 
 def why_stale(
-    facts: Engine, runtime: str, version: str, plugin_hash: str | None, capability: tuple[int, int]
+    facts: Engine, runtime: str, version: str, plugins: str | None, capability: tuple[int, int]
 ) -> str | None:
     """Why an engine made of `facts` does not fit what is here, None where it fits.
 
     Args:
         facts: what the engine was made of and for.
         runtime, version: the runtime in use and the version of its bindings.
-        plugin_hash: SHA-256 of the plugin library in use.
+        plugins: what the plugin library in use was made of.
         capability: compute capability of the device.
     """
     here = f"{capability[0]}.{capability[1]}"
@@ -274,8 +310,8 @@ def why_stale(
         return f"the engine was built for {facts.runtime}, not for {runtime}"
     if facts.version != version and not facts.version_compatible:
         return f"the engine was built with {runtime} {facts.version}, this is {version}"
-    if facts.plugin_hash is not None and facts.plugin_hash != plugin_hash:
-        return "the engine was built with another plugin library than the one here"
+    if facts.plugin_sources is not None and facts.plugin_sources != plugins:
+        return f"the engine was built with plugins made of {facts.plugin_sources}, those here are made of {plugins}"
     if facts.hardware_compatible:
         return (
             None

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from algm_deploy.bundle.signature import CLAP_THRESHOLD, GBM_THRESHOLD
 from algm_deploy.bundle.store import Bundle
-from algm_deploy.merging import deployed, merge_inputs
+from algm_deploy.merging import deployed_network, merge_inputs
 from algm_deploy.models.deployed import Deployed
-from algm_deploy.models.loading import load_network
 from algm_deploy.models.scores import labels_of, upsample_scores
 from algm_deploy.native_libraries import REBUILD
 from algm_deploy.ops.native_kernels import LIBRARY, use_kernels
@@ -55,7 +54,7 @@ class TorchRunner(Runner):
 
     def _open(self) -> None:
         with self._turn():
-            self._model = self._network().to(self.device)
+            self._model = deployed_network(self.bundle, self._dtype).to(self.device)
             if self.device.type == "cuda":
                 use_kernels()
                 if supports(self._model):
@@ -64,11 +63,6 @@ class TorchRunner(Runner):
     def _turn(self) -> AbstractContextManager[None]:
         """Around whatever may take memory of a device."""
         return DEVICE.shared() if self.device.type == "cuda" else nullcontext()
-
-    def _network(self) -> Deployed:
-        # A network that drops tokens has no merge plan for it: the manifest tells how many rows it keeps.
-        rows = self.bundle.manifest.variant.rows_by_layer if self.bundle.manifest.variant else ()
-        return deployed(load_network(self.bundle, self._dtype), self.bundle.recipe, dict(rows))
 
     def _infer(
         self, image: Tensor, thresholds: dict[str, float], outputs: Sequence[str], to: torch.device

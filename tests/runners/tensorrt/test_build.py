@@ -5,6 +5,7 @@ Nothing is executed here. What full TensorRT is asked for is checked with a stan
 
 from __future__ import annotations
 
+import re
 import shutil
 import signal
 import subprocess
@@ -33,7 +34,7 @@ from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BuildError, NotExecutedError, RuntimeUnavailableError
 from algm_deploy.lowering.export import base_onnx
 from algm_deploy.lowering.portable import add_function_bodies
-from algm_deploy.lowering.tensorrt import plugin_node, tensorrt_from_base
+from algm_deploy.lowering.tensorrt import merge_node, tensorrt_from_base
 from algm_deploy.merging import insert_merging
 from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.loading import network_class
@@ -42,8 +43,10 @@ from algm_deploy.recipe.schema import MergePlan, Network, Output, Precision
 from algm_deploy.runners.registry import RUNTIMES, row_of
 from algm_deploy.runners.tensorrt import build as tensorrt_build
 from algm_deploy.runners.tensorrt import library as tensorrt_library
+from algm_deploy.runners.tensorrt import polygraphy
 from algm_deploy.runners.tensorrt import runner as tensorrt_runner
 from algm_deploy.runners.tensorrt.build import EngineOptions, build_engine, engine_from_onnx
+from algm_deploy.runners.tensorrt.digest import kept_digest
 from algm_deploy.runners.tensorrt.runner import TensorRTRtxRunner
 
 PLAN = MergePlan(clap_layers=(1,), gbm_layers=(2,), clap_threshold=0.9)
@@ -191,8 +194,8 @@ def test_an_engine_with_our_plugins(
     network = built.parsed_network
     tail = {"labels": ("label_map", ("INT32",)), "scores": ("unmerge", (tokens,))}[output]
     assert [(p.plugin, p.dtypes) for p in network.plugins] == [
-        ("clap", (tokens, "FLOAT", "INT64", "INT64", "INT64")),
-        ("gbm", (tokens, "FLOAT", "INT64", "INT64", "INT64")),
+        ("clap", (tokens, "FLOAT", "INT64", "INT64", "INT32")),
+        ("gbm", (tokens, "FLOAT", "INT64", "INT64", "INT32")),
         tail,
     ]
     assert network.layers["ATTENTION_INPUT"] == {tokens: 3}
@@ -204,14 +207,14 @@ def test_an_engine_with_our_plugins(
     assert network.outputs == (main[output], tensor("token_counts", "INT64", -1, 2), *maps)
     kinds = [kind for _, kind in built.builder_layers]
     assert kinds.count("PluginV3") + kinds.count("custom_layer") == 3
-    fused = sum("mha" in name for name, _ in built.builder_layers)
-    assert fused == (0 if precision == "fp32" else 3)  # TensorRT-RTX has no fused fp32 attention
+    assert built.attention_in_parts == (3 if precision == "fp32" else 0)  # TensorRT-RTX has no fused fp32 attention
 
 
 @pytest.mark.parametrize("capability", ["8.6", "8.9", "12.0"])
 def test_an_engine_for_one_gpu(rtx: None, models: Any, capability: str) -> None:
     engine, built = build(models["labels", "fp16"], "fp16", compute_capabilities=(capability,))
     assert built.compute_capabilities == (capability,)
+    assert built.attention_in_parts == 0, "attention with a mask is no longer one kernel"
     assert engine
 
 
@@ -253,11 +256,15 @@ def test_a_bundle_gets_its_engine(rtx: None, tiny_bundle: Bundle, tmp_path: Path
     assert lines[0].endswith("bundle/engines/tensorrt-rtx.engine")
     assert "tensorrt-rtx" in lines[1]
     assert lines[2] == "plugins in the network: clap, gbm, unmerge"
+    assert re.fullmatch(r"\d+ attention layers were not fused, .*: fuse them with --engine-precision fp16", lines[3])
     again = Bundle.open(bundle.path)
     again.verify()
     (facts,) = again.manifest.engines
     assert facts.batches == (1, bundle.recipe.max_batch, bundle.recipe.max_batch)
     assert again.files["engines/tensorrt-rtx.engine"].made_from == {"model.tensorrt.onnx": facts.onnx_hash}
+    assert facts.usual_rows_of == "2 drawn scenes"
+    assert all(1 < rows < 65 for rows in facts.usual_rows.values())
+    assert kept_digest(again, "tensorrt-rtx").image.shape == (2, 3, 128, 128)
     graph = again.files["model.tensorrt.onnx"]
     assert graph.uses == ("model.onnx.data",)  # the weights are not stored twice
     assert graph.size_bytes < again.files["model.onnx.data"].size_bytes / 4
@@ -273,6 +280,20 @@ def test_an_fp32_bundle_in_fp16(rtx: None, tiny_bundle: Bundle, tmp_path: Path) 
     assert built.parsed_network.layers["ATTENTION_INPUT"].keys() == {"HALF"}
     assert bundle.found(Engine, "tensorrt-rtx") == built
     assert (built.precision, built.rewrites["weight"] > 10) == ("fp16", True)
+
+
+def test_polygraphy_parses_the_network_with_our_plugins(rtx: None, models: Any) -> None:
+    command = [sys.executable, "-m", polygraphy.__name__, "tensorrt-rtx", "inspect", "model", models["labels", "fp16"]]
+    flags = ["--display-as", "trt", "--strongly-typed"]
+    done = subprocess.run([*command, *flags], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "==== TensorRT Network ====" in done.stdout
+    assert "token_map_gbm_2 [dtype=int64, shape=(-1, 24)]" in done.stdout
+
+
+def test_polygraphy_for_no_runtime(capsys: pytest.CaptureFixture[str]) -> None:
+    assert polygraphy.main(["tensort", "inspect"]) == 2
+    assert "tensorrt-rtx" in capsys.readouterr().err
 
 
 # --- what goes wrong -------------------------------------------------------------------------------------------------
@@ -316,7 +337,7 @@ def test_wrong_namespace(rtx: None, models: Any, tmp_path: Path) -> None:
 
     with pytest.raises(BuildError, match=r"node encoder.blocks.0.merge/clap \(clap\).*Plugin not found") as error:
         build(changed(models["labels", "fp32"], tmp_path, elsewhere))
-    assert "clap version 1 namespace algm_deploy" in str(error.value)
+    assert "clap version 2 namespace algm_deploy" in str(error.value)
 
 
 def test_unsupported_type(rtx: None, tmp_path: Path) -> None:
@@ -330,7 +351,7 @@ def test_unsupported_type(rtx: None, tmp_path: Path) -> None:
         "tau": (TensorProto.FLOAT, []),
     }
     graph = helper.make_graph(
-        [plugin_node(clap, outputs=[*"tzml", "rows"])],
+        [merge_node(clap)],
         "g",
         [helper.make_tensor_value_info(name, kind, shape) for name, (kind, shape) in inputs.items()],
         [helper.make_tensor_value_info("m", TensorProto.INT64, ["b", 4])],

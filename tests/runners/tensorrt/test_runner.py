@@ -6,9 +6,12 @@ The stand-in engine reads and writes host memory through the addresses it is giv
 from __future__ import annotations
 
 import ctypes
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,6 +21,7 @@ import pytest
 import torch
 from msgspec import structs
 
+from algm_deploy.bundle.files import WEIGHTS, sha256_of
 from algm_deploy.bundle.records import Engine, ParsedNetwork
 from algm_deploy.bundle.signature import signature_of
 from algm_deploy.bundle.store import Bundle, BundleWriter
@@ -25,6 +29,8 @@ from algm_deploy.errors import BundleError, NotExecutedError, RuntimeUnavailable
 from algm_deploy.recipe.schema import MergePlan, Network, Protocol, Recipe
 from algm_deploy.runners.registry import row_of
 from algm_deploy.runners.tensorrt import runner as runner_module
+from algm_deploy.runners.tensorrt.digest import Digest, digest_file, keep_digest
+from algm_deploy.runners.tensorrt.library import plugin_sources
 from algm_deploy.runners.tensorrt.runner import Cuda, TensorRTRtxRunner, TensorRTRunner, why_stale
 
 RECIPE = Recipe(
@@ -44,7 +50,7 @@ FACTS = Engine(
     version_compatible=False,
     hardware_compatible=False,
     onnx_hash="0" * 64,
-    plugin_hash=None,
+    plugin_sources=None,
     engine_bytes=6,
     parsed_network=ParsedNetwork(plugins=()),
     build_seconds=1.0,
@@ -85,8 +91,14 @@ class StandInEngine:
         return self.contexts[-1]
 
 
+def nothing(view: Callable[[str], Any]) -> None:
+    """What is wrong with a faultless engine."""
+
+
 class StandInContext:
     """An execution context that works on host memory."""
+
+    fault = staticmethod(nothing)
 
     def __init__(self, engine: StandInEngine) -> None:
         self.engine, self.shapes, self.addresses, self.runs, self.fails = engine, {}, {}, 0, False
@@ -115,6 +127,7 @@ class StandInContext:
             if name not in self.engine.inputs:
                 self.view(name)[...] = round(float(self.view("clap_threshold")) * 100)
         self.view("labels")[...] = self.view("image")[:, 0]
+        self.fault(self.view)
         return True
 
 
@@ -179,8 +192,9 @@ class HostDevice(Cuda):
 
 
 @pytest.fixture(autouse=True)
-def bindings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stand-in in place of both modules."""
+def bindings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The stand-in in place of both modules, on a machine that has seen no engine yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     module: Any = ModuleType("stand_in")
     module.__version__ = FACTS.version
     module.ILogger, module.Runtime = StandInLogger, StandInRuntime
@@ -195,11 +209,15 @@ def bundle(tmp_path: Path) -> Callable[..., Bundle]:
     def make(content: bytes = ENGINE, **changes: Any) -> Bundle:
         engine = structs.replace(FACTS, **changes)
         with BundleWriter(tmp_path / "bundle", RECIPE) as writer:
-            writer.path(OWN).write_bytes(content)
-            writer.list_file(OWN)
+            for name, held in ((OWN, content), (WEIGHTS, b"weights")):
+                writer.path(name).write_bytes(held)
+                writer.list_file(name)
             writer.describe(signature=signature_of(RECIPE))
         made = Bundle.open(tmp_path / "bundle")
         made.record(engine)
+        merged = {name: np.full((2, 6), 75) for name in ("token_map_clap_1", "token_map_gbm_2")}
+        expected = {"labels": image(2)[:, 0], "token_counts": np.full((2, 2), 75), **merged}
+        keep_digest(made, "tensorrt", Digest(image(2), expected))
         return made
 
     return make
@@ -308,7 +326,8 @@ def test_contexts_take_turns(bundle: Callable[..., Bundle]) -> None:
     with open_runner(bundle(), contexts=2) as runner:
         for _ in range(3):
             runner.infer({"image": image(1)})
-        assert [context.runs for context in ENGINES[0].contexts] == [2, 1]
+        # The first of four compared the engine with PyTorch.
+        assert [context.runs for context in ENGINES[0].contexts] == [2, 2]
 
 
 def test_a_context_is_returned_after_a_failure(bundle: Callable[..., Bundle]) -> None:
@@ -368,10 +387,100 @@ def test_a_foreign_engine(bundle: Callable[..., Bundle]) -> None:
     assert "magic tag does not match" in refused(bundle(content=b"foreign"))
 
 
-def test_another_plugin_library(bundle: Callable[..., Bundle], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "plugins.so").touch()
-    monkeypatch.setattr(runner_module, "load_plugins", lambda *_: tmp_path / "plugins.so")
-    assert "built with another plugin library" in refused(bundle(plugin_hash="1" * 64))
+@pytest.fixture
+def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Path]:
+    """Builds a plugin library of some sources, which opening finds from here on; `build` changes nothing but bytes."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs g++")
+
+    def built(sources: str, build: str) -> Path:
+        code = f'extern "C" const char *algm_plugin_sources() {{ return "{sources}"; }} char build[] = "{build}";'
+        path = tmp_path / f"{sources}-{build}.so"
+        command = [str(compiler), "-shared", "-fPIC", "-x", "c++", "-", "-o", str(path)]
+        subprocess.run(command, input=code, text=True, check=True)
+        monkeypatch.setattr(runner_module, "load_plugins", lambda *_: path)
+        return path
+
+    return built
+
+
+def test_another_build_of_the_same_plugins(bundle: Callable[..., Bundle], plugins: Callable[[str, str], Path]) -> None:
+    made = bundle(plugin_sources=plugin_sources(plugins("2-cafe", "first")))
+    hashes = {sha256_of(plugins("2-cafe", build)) for build in ("first", "second")}
+    assert len(hashes) == 2
+    with open_runner(made) as runner:
+        assert runner.infer({"image": image(1)})
+
+
+def test_plugins_of_other_sources(bundle: Callable[..., Bundle], plugins: Callable[[str, str], Path]) -> None:
+    plugins("2-beef", "first")
+    assert "with plugins made of 2-cafe, those here are made of 2-beef" in refused(bundle(plugin_sources="2-cafe"))
+
+
+# --- what is compared at the first open ------------------------------------------------------------------------------
+
+
+def second(name: str, value: Any) -> Callable[[Callable[[str], Any]], None]:
+    """A fault that shows in the second picture alone: `name` has another value there."""
+
+    def fault(view: Callable[[str], Any]) -> None:
+        view(name)[1] = value
+
+    return fault
+
+
+@pytest.mark.parametrize(
+    ("fault", "link"),
+    [
+        (second("token_counts", [75, 6]), "the token counts after gbm_2, of picture 2 6 where PyTorch leaves 75"),
+        (second("token_map_clap_1", range(6)), "the token map of clap_1, of picture 2 17% equal where 90% were"),
+        (second("token_map_gbm_2", range(6)), "the token map of gbm_2, of picture 2 17% equal where 90% were"),
+        (second("labels", image(2)[0, 0]), "the labels, of picture 2 0% equal where 50% were expected"),
+    ],
+    ids=["counts", "first map", "second map", "labels"],
+)
+def test_an_engine_that_computes_something_else(
+    bundle: Callable[..., Bundle], monkeypatch: pytest.MonkeyPatch, fault: Any, link: str
+) -> None:
+    made = bundle()
+    monkeypatch.setattr(StandInContext, "fault", staticmethod(fault))
+    for _ in range(2):  # a refusal is not remembered for agreement
+        assert f"this machine differs first in {link}" in refused(made)
+    assert LOGGER[0].listeners == []
+    monkeypatch.setattr(StandInContext, "fault", staticmethod(nothing))
+    with open_runner(made) as runner:
+        assert runner.infer({"image": image(1)})
+
+
+def test_an_engine_is_compared_once_a_machine(
+    bundle: Callable[..., Bundle], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    made = bundle()
+
+    def runs() -> int:
+        with open_runner(made):
+            return ENGINES[-1].contexts[0].runs
+
+    assert [runs(), runs()] == [1, 0]
+    here = runner_module.environment()
+    monkeypatch.setattr(runner_module, "environment", lambda: replace(here, driver="999.1"))
+    assert [runs(), runs()] == [1, 0], "another driver compiles other kernels"
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert [runs(), runs()] == [1, 1], "nothing can be kept there"
+
+
+def test_an_engine_without_what_pytorch_computed(bundle: Callable[..., Bundle]) -> None:
+    made = bundle()
+    (made.path / digest_file("tensorrt")).unlink()
+    assert "engines/tensorrt.digest.npz" in refused(made)
+
+
+def test_an_output_of_unknown_shape(bundle: Callable[..., Bundle], monkeypatch: pytest.MonkeyPatch) -> None:
+    made = bundle()
+    monkeypatch.setattr(StandInContext, "get_tensor_shape", lambda self, name: (-1, 32, 48))
+    assert "expected the shape of labels to follow from the image's, TensorRT tells (-1, 32, 48)" in refused(made)
 
 
 def test_a_changed_engine_file(bundle: Callable[..., Bundle]) -> None:
