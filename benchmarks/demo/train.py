@@ -494,8 +494,8 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--toy", action="store_true", help="tiny sizes: shows that the script runs")
     arguments = parser.parse_args(words)
     if arguments.toy:
-        arguments.scenes, arguments.selection, arguments.report = 4, 2, 2
-        arguments.batch, arguments.eval_batch, arguments.steps = 1, 2, [2, 2, 1, 1]
+        arguments.scenes, arguments.selection, arguments.report = 2, 1, 1
+        arguments.batch, arguments.eval_batch, arguments.steps = 1, 1, [1, 1, 1, 1]
     return arguments
 
 
