@@ -75,7 +75,7 @@ def test_inputs_need_not_be_contiguous() -> None:
     tokens, size = exact_tokens(torch.float16, 0), torch.ones(3, 65, device="cuda")
     turned = tokens.mT.contiguous().mT
     threshold = torch.tensor(0.3, device="cuda")
-    arguments = size, threshold, [8, 8], [2, 2], 1, "code", "per_image", "published"
+    arguments = size, threshold, [8, 8], [2, 2], 1, "code", "per_image", "published", "threshold", 0
     for a, b in zip(clap(turned, *arguments), clap(tokens, *arguments), strict=True):
         assert torch.equal(a, b)
 
@@ -84,4 +84,16 @@ def test_a_refusal_is_an_error() -> None:
     """An order of rows that the grid does not have."""
     tokens, size = exact_tokens(torch.float16, 0), torch.ones(3, 65, device="cuda")
     with pytest.raises(ExecutionError, match="clap_decide"):
-        clap(tokens, size, torch.tensor(0.3, device="cuda"), [8, 7], [2, 2], 1, "code", "per_image", "published")
+        clap(
+            tokens,
+            size,
+            torch.tensor(0.3, device="cuda"),
+            [8, 7],
+            [2, 2],
+            1,
+            "code",
+            "per_image",
+            "published",
+            "threshold",
+            0,
+        )

@@ -1,18 +1,21 @@
 """Steps of a transformer as one kernel each, in Triton, which PyTorch's CUDA packages for Linux bring.
 
-Where Triton is not there, or tensors are not on a CUDA device, the row-wise steps run in PyTorch's operators: the same
-results within rounding, more passes over memory. `fits_attention` says where `attention` can be called.
+Where Triton is not there or has no C compiler, or tensors are not on a CUDA device, the row-wise steps run in PyTorch's
+operators: the same results within rounding, more passes over memory. `fits_attention` says where `attention` can be
+called.
 """
 
 from __future__ import annotations
 
 import math
 from functools import cache
+from subprocess import SubprocessError
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from algm_deploy.native_libraries import say_once
 from algm_deploy.ops._rows import wide
 
 try:
@@ -66,9 +69,9 @@ def patches(image: Tensor, side: int, scale: float, dtype: torch.dtype) -> Tenso
 
 def fits_attention(qkv: Tensor, side: int) -> bool:
     """Whether `attention` takes rows of this kind, for heads of width `side`: 16-bit, since Ampere."""
-    if triton is None or not qkv.is_cuda or qkv.element_size() != 2:
+    if not qkv.is_cuda or qkv.element_size() != 2 or side not in (16, 32, 64, 128):
         return False
-    return side in (16, 32, 64, 128) and _capability(qkv.device) >= (8, 0)
+    return _capability(qkv.device) >= (8, 0) and _triton_compiles()
 
 
 def attention(qkv: Tensor, starts: Tensor | None, images: int, longest: int, heads: int, scale: float) -> Tensor:
@@ -141,7 +144,25 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 def _fusible(x: Tensor) -> bool:
     """One program holds a whole row."""
-    return triton is not None and x.is_cuda and x.is_contiguous() and x.numel() > 0 and x.shape[-1] <= 8192
+    return x.is_cuda and x.is_contiguous() and x.numel() > 0 and x.shape[-1] <= 8192 and _triton_compiles()
+
+
+@cache
+def _triton_compiles() -> bool:
+    """Whether kernels can be had: Triton calls a C compiler of the machine for what launches them."""
+    if triton is None:
+        return False
+    one = torch.ones(1, device="cuda")
+    try:
+        _unit_kernel[(1,)](one, torch.empty_like(one), UNIT_EPS, 1, 1, num_warps=1)
+    except (OSError, RuntimeError, SubprocessError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        say_once(
+            "torch: the transformer runs in PyTorch's operators, slower, as Triton cannot compile its kernels "
+            f"({reason[:200]}); faster with: a C compiler, such as gcc"
+        )
+        return False
+    return True
 
 
 def _warps(block: int) -> int:

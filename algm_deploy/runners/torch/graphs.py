@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+import weakref
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -12,6 +13,10 @@ import torch
 from algm_deploy.runners.turns import capturing
 
 _LOG = logging.getLogger("algm_deploy")
+
+# Streams that no graph is captured on any more. PyTorch keeps for ever what cuBLAS works in on a stream, 32 MiB on
+# Hopper, so a stream is used again; never by two at a time, whose graphs would then share that memory.
+_FREE: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
 
 Key = tuple[int, ...]
 Result = TypeVar("Result")
@@ -32,7 +37,8 @@ class Graphs:
     def __init__(self, device: torch.device, limit: int) -> None:
         self._device, self._limit = device, limit
         self._graphs: OrderedDict[Key, tuple[torch.cuda.CUDAGraph | None, Any]] = OrderedDict()
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = _take_stream(device)
+        weakref.finalize(self, _FREE[device].append, self._stream)
         self._pool = torch.cuda.graph_pool_handle()
         self.captures = 0
         # A pool cannot be used again once its last graph is gone: this one stays.
@@ -84,6 +90,14 @@ class Graphs:
             finally:
                 graph.capture_end()
         return graph
+
+
+def _take_stream(device: torch.device) -> torch.cuda.Stream:
+    free = _FREE[device]
+    if not free:
+        return torch.cuda.Stream(device)  # type: ignore[no-untyped-call, no-any-return]
+    torch.cuda.synchronize(device)  # the last replay of another's graph may still run
+    return free.pop()
 
 
 def _first(error: RuntimeError) -> str:

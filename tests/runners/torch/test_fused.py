@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -97,3 +99,19 @@ def test_rows_move_as_by_index(classes: int, prefix: int, dtype: torch.dtype, mo
     for a, b in zip(fused, expected, strict=True):
         assert torch.isfinite(a).all()
         assert torch.equal(a, b)
+
+
+def test_without_a_c_compiler_pytorch_runs_it_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def launch(*_: object, **__: object) -> None:
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(torch_fused, "_unit_kernel", {(1,): launch})
+    monkeypatch.setattr(torch_fused, "_triton_compiles", cache(torch_fused._triton_compiles.__wrapped__))
+    x = rows(5, 64, dtype=torch.float16)
+    with caplog.at_level(logging.INFO, "algm_deploy"):
+        found = torch_fused.unit(x)
+        assert not torch_fused.fits_attention(x, 64)
+    assert torch.equal(found, F.normalize(x.float(), dim=-1).half())
+    assert [r.getMessage() for r in caplog.records if "Failed to find C compiler" in r.getMessage()]
