@@ -23,6 +23,7 @@ from algm_deploy.report.page import write_report
 from algm_deploy.report.pictures import _chosen
 from algm_deploy.report.records import budget_words, plan_in_force, plan_name
 from algm_deploy.runners.contract import runner
+from algm_deploy.runners.onnxruntime import runner as onnxruntime
 from algm_deploy.timing.protocols import Request
 from algm_deploy.timing.timers import Effort
 
@@ -123,6 +124,24 @@ def test_a_bundle_is_proven_timed_and_told(bundle: Bundle, blob_images: Callable
     page = write_report([bundle], bundle.path / "report.html").read_text()
     assert "5 windows, 30 % of the tokens" in page
     assert "not the paper" in page
+
+
+def test_budgets_beside_the_library_on_the_cpu(
+    bundle: Bundle, blob_images: Callable[[int], np.ndarray], ort_library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It registers merges that take a threshold; the functions of these take none."""
+    build(bundle, "onnxruntime-cpu")
+    with runner(bundle, "onnxruntime-cpu") as run:
+        plain = run.infer({"image": blob_images(2)})
+    for name in ("find_library", "require_library"):
+        monkeypatch.setattr(onnxruntime, name, lambda _: ort_library)
+    build(bundle, "onnxruntime-cpu")
+    with runner(bundle, "onnxruntime-cpu") as run:
+        assert run.custom_operators == ("label_map",)
+        custom = run.infer({"image": blob_images(2)})
+    assert plain.keys() == custom.keys()
+    np.testing.assert_array_equal(plain["token_counts"], custom["token_counts"])
+    assert (plain["label_map"] == custom["label_map"]).mean() > 0.999
 
 
 def test_names_of_plans() -> None:

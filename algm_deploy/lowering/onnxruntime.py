@@ -127,6 +127,8 @@ def rewrite(model: ir.Model, provider: Provider, custom_operators: bool, single:
     custom = _custom_operators(model.graph, CUSTOM_OPERATORS[provider], counts) if custom_operators else frozenset()
     RemoveUnusedNodesPass()(model)
     _keep_functions(model, {node.op_type for node in model.graph if node.domain == DOMAIN} - custom)
+    if custom_operators:
+        _rename_budgets(model)
     model.graph.opset_imports[DOMAIN] = VERSION
     model.graph.opset_imports[CONTRIB] = 1
     return counts
@@ -453,6 +455,16 @@ def _size_beforehand(graph: ir.Graph, node: ir.Node) -> None:
     padded_merge(node)
     rows, plan = node.outputs[4:]
     rows.name, plan.name = f"{node.name}/rows", f"{node.name}/plan"
+
+
+def _rename_budgets(model: ir.Model) -> None:
+    """Gives functions of merges by a budget names that the library does not register: by those, ONNX Runtime would
+    expect the threshold that they do not have."""
+    for node in model.graph:
+        if has_budget(node) and node.op_type in SCHEMAS:
+            function = model.functions.pop((DOMAIN, node.op_type, ""))
+            node.op_type = function.name = f"{node.op_type}_0"
+            model.functions[function.identifier()] = function
 
 
 def _keep_functions(model: ir.Model, names: set[str]) -> None:

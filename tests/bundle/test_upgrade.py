@@ -178,7 +178,9 @@ def test_runs_at_two_thresholds_stay_apart() -> None:
 def test_executables() -> None:
     manifest, before = new("schema1"), old("schema1")
     engine = before["engines"]["tensorrt-rtx"]
-    assert fields(manifest.engines[0]) == {**absent(Engine), **engine.pop("facts"), **engine}
+    facts = engine.pop("facts")
+    facts["plugin_sources"] = facts.pop("plugin_hash")
+    assert fields(manifest.engines[0]) == {**absent(Engine), **facts, **engine}
     for rebuilds, (runtime, then) in zip(manifest.rebuilds, before["rebuilds"].items(), strict=True):
         assert fields(rebuilds) == {**absent(Rebuilds), "runtime": runtime, **then}
     cpu, cuda = manifest.optimized_graphs

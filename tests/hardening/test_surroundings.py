@@ -50,7 +50,8 @@ COMMANDS = tuple(commands(parser()))
 NAMES = {  # what every command needs; nothing of it is read here
     "demo": [], "list": [], "doctor": [], "build-native": [],
     "export": ["c", "-o", "b"], "deploy": ["c", "-o", "b"], "evaluate": ["b", "--data", "d"], "predict": ["b", "p"],
-    **{key: ["b", "--data", "d"] for key in ("tune threshold", "tune positions", "tune attention")},
+    "prove": ["b"],
+    **{key: ["b", "--data", "d"] for key in ("tune threshold", "tune budget", "tune positions", "tune attention")},
 }  # fmt: skip
 
 # --- streams ---------------------------------------------------------------------------------------------------------
@@ -183,7 +184,13 @@ def test_only_one_module_writes_to_the_streams(root_dir: Path) -> None:
             if named or (streams and isinstance(node.value, ast.Name) and node.value.id == "sys"):
                 writing.add(file.relative_to(package).as_posix())
     # The command line flushes; the others answer the process that started them, or write into a file.
-    assert writing == {"cli/saying.py", "cli/__init__.py", "doctor/probes.py", "runners/tensorrt/builder.py"}
+    assert writing == {
+        "cli/saying.py",
+        "cli/__init__.py",
+        "doctor/probes.py",
+        "runners/tensorrt/builder.py",
+        "runners/tensorrt/polygraphy.py",
+    }
 
 
 # --- names -----------------------------------------------------------------------------------------------------------
@@ -241,14 +248,17 @@ WORDS: dict[str, list[str]] = {
     "report": [B, f"--output=-report {LATIN}.html", f"--images={P}", *ONE, *DATA, "--count", "2"],
     "tune rule": [B, f"--output=-rule {LATIN}.toml", *DATA],
     "tune threshold": [B, *ONE, *DATA, "--values", "0.9", "--slice", "^.{5}", f"--output=-tau {LATIN}.toml"],
+    "tune budget": [B, *DATA, "--slice", "^.{5}", f"--output=-budget {LATIN}.toml"],
     "tune positions": [B, *DATA, "--slice", "^.{5}", f"--output=-gbm {LATIN}.toml"],
     "tune attention": [B, *DATA, "--limit", "1", f"--output=-attention {LATIN}.html"],
 }
 WITHOUT_NAMES = {"list", "doctor", "build-native"}
+IN_THE_WAY: dict[str, list[str]] = {"demo": ONE, "prove": [B, "--runtime", "tensorrt-rtx"]}
+"""Commands of many steps, which other tests run, and what they are told beside the folder to write."""
 
 
 def test_every_command_is_tried() -> None:
-    assert {*WORDS, *WITHOUT_NAMES, "demo"} == set(COMMANDS)
+    assert {*WORDS, *WITHOUT_NAMES, *IN_THE_WAY} == set(COMMANDS)
 
 
 @pytest.mark.parametrize("command", WORDS)
@@ -280,10 +290,11 @@ def test_records_of_such_names_are_read_again(place: Path) -> None:
     assert (place / B).is_symlink()
 
 
-def test_the_demo_names_what_is_in_its_way(place: Path) -> None:
+@pytest.mark.parametrize("command", IN_THE_WAY)
+def test_a_command_of_many_steps_names_what_is_in_its_way(place: Path, command: str) -> None:
     with chdir(place):
         Path(f"-taken {LATIN}").touch()
-        code, said = run(["demo", f"--output=-taken {LATIN}", *ONE, "-q"])
+        code, said = run([command, *IN_THE_WAY[command], f"--output=-taken {LATIN}", "-q"])
     assert code == 2, said
     assert len(said.splitlines()[-1]) > 20
 

@@ -116,7 +116,7 @@ def test_the_portable_graph_of_budgets_needs_no_plugin(bindings: None, tmp_path:
     onnx.save(onnx.inliner.inline_local_functions(ir.to_proto(portable)), tmp_path / "model.onnx")
     engine, built = build(tmp_path / "model.onnx")
     parsed = built.parsed_network
-    assert engine and built.plugin_hash is None
+    assert engine and built.plugin_sources is None
     assert parsed.inputs == (tensor("image", "UINT8", -1, 3, *NETWORK.image_size),)
     maps = [tensor(f"token_map_{m}", "INT64", -1, 24) for m in ("clap_1", "gbm_2")]
     assert parsed.outputs[1:] == (tensor("token_counts", "INT64", -1, 2), *maps)
@@ -344,6 +344,7 @@ def test_unsupported_type(rtx: None, tmp_path: Path) -> None:
     clap = helper.make_node(
         "clap", ["tokens", "size", "tau"], list("tzml"), name="merge", domain="algm",
         grid=[2, 2], window=[2, 2], prefix=0, semantics="code", batch="per_image", order="raster",
+        rule="threshold", budget=0,
     )  # fmt: skip
     inputs = {
         "tokens": (TensorProto.INT32, ["b", 4, 8]),
