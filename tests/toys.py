@@ -96,12 +96,15 @@ def with_budgets(plan: MergePlan) -> MergePlan:
 def checkpoint_state(network: Network) -> dict[str, torch.Tensor]:
     """Random weights, always the same, by the names of the authors' project."""
     generator = torch.Generator().manual_seed(0)
-    return {
-        key: torch.rand(shape, generator=generator) + 0.5
-        if len(shape) == 1
-        else torch.randn(shape, generator=generator) / np.prod(shape[1:]) ** 0.5
-        for key, shape in checkpoint_shapes(network).items()
-    }
+
+    def drawn(key: str, shape: tuple[int, ...]) -> torch.Tensor:
+        if len(shape) > 1:
+            return torch.randn(shape, generator=generator) / float(np.prod(shape[1:])) ** 0.5
+        if key.endswith(("weight", "var", "gamma")):  # of norms
+            return torch.rand(shape, generator=generator) + 0.5
+        return 0.1 * torch.randn(shape, generator=generator)  # larger biases would make all tokens alike
+
+    return {key: drawn(key, shape) for key, shape in checkpoint_shapes(network).items()}
 
 
 def deployed_toy(
