@@ -95,7 +95,7 @@ class Graphs:
 def _take_stream(device: torch.device) -> torch.cuda.Stream:
     free = _FREE[device]
     if not free:
-        return torch.cuda.Stream(device)  # type: ignore[no-untyped-call, no-any-return]
+        return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     torch.cuda.synchronize(device)  # the last replay of another's graph may still run
     return free.pop()
 
