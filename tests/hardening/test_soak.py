@@ -138,7 +138,7 @@ def test_openings(
     long_form: bool,
     settled: Callable[[Used, int], None],
 ) -> None:
-    warm, steps = (20, 200) if long_form else (4, 10)
+    warm, steps = (20, 200) if long_form else (8, 10)  # allocators settle first
     for step in range(warm + steps):
         if step == warm:
             before = used()

@@ -177,7 +177,7 @@ def test_segments_are_executed_and_the_whole_graph_is_opened(
     tiny_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bundle = Bundle.open(shutil.copytree(tiny_bundle.path, tmp_path / "tiny"))
-    monkeypatch.setattr(onnxruntime, "find_library", lambda _: Path("library.so"))
+    monkeypatch.setattr(onnxruntime, "usable_library", lambda _: Path("library.so"))
     runner_type("onnxruntime-cuda").build(bundle)
     files = executables(bundle, "onnxruntime-cuda")
     assert [name for name in files if "stretch" in name] == [
