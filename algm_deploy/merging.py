@@ -16,6 +16,7 @@ from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.loading import load_network
 from algm_deploy.models.vit import Block, KeepTokens, MergeInputs, Model, Tokens, VitNetwork, share_parameters
 from algm_deploy.ops._rows import merge_rows, row_of, sum_rows
+from algm_deploy.ops.clap import rows_left
 from algm_deploy.ops.gbm import most_joins
 from algm_deploy.ops.tome import most_merges
 from algm_deploy.recipe.schema import MergePlan, Method, Recipe, Size
@@ -192,9 +193,9 @@ def merge_budgets(plan: MergePlan, grid: Size, prefix: int) -> dict[int, int]:
     patches = grid[0] * grid[1]
     for layer in plan.layers if plan.method != "tome" else ():
         if layer in plan.clap_layers and plan.clap == "budget":
-            windows, members = (grid[0] // plan.window[0]) * (grid[1] // plan.window[1]), math.prod(plan.window)
+            windows = (grid[0] // plan.window[0]) * (grid[1] // plan.window[1])
             budgets[layer] = _counted(plan.clap_budget, windows, windows)
-            patches -= budgets[layer] * (members - 1)
+            patches = rows_left(grid, plan.window, 0, budgets[layer])
         elif layer in plan.gbm_layers and plan.gbm == "budget":
             most = most_joins(prefix + patches, prefix, plan.semantics)
             budgets[layer] = _counted(plan.gbm_budget, patches, most)

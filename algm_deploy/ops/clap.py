@@ -78,9 +78,18 @@ def window_of_patch(grid: tuple[int, int] | list[int], window: tuple[int, int] |
 # --- torch -----------------------------------------------------------------------------------------------------------
 
 
+def _on_device(index: Callable[..., np.ndarray], grid: list[int], window: list[int], device: torch.device) -> Tensor:
+    """A table of this module where it is used."""
+    if (
+        device.type == "cpu" or type(torch.empty(0)) is not torch.Tensor
+    ):  # tracers make tensors that stand for real ones
+        return torch.as_tensor(index(grid, window), device=device)
+    return _copied_once(index, (grid[0], grid[1]), (window[0], window[1]), device)
+
+
 @lru_cache(64)
-def _on_device(index: Callable[..., np.ndarray], grid: Size, window: Size, device: torch.device) -> Tensor:
-    """A table of this module where it is used; copied once, as a CUDA graph cannot capture a copy from the host."""
+def _copied_once(index: Callable[..., np.ndarray], grid: Size, window: Size, device: torch.device) -> Tensor:
+    """A CUDA graph cannot capture a copy from the host."""
     with torch.inference_mode(False):
         return torch.as_tensor(index(grid, window), device=device)
 
@@ -90,7 +99,7 @@ def window_similarity(tokens: Tensor, grid: list[int], window: list[int], prefix
 
     The products are summed one by one: the shortcut through the norm of the sum cancels digits and flips decisions.
     """
-    members = _on_device(window_members, (grid[0], grid[1]), (window[0], window[1]), tokens.device)
+    members = _on_device(window_members, grid, window, tokens.device)
     x = wide(tokens[:, prefix:])[:, members]
     cosine = F.cosine_similarity(x[..., :, None, :], x[..., None, :, :], dim=-1, eps=NORM_EPS)
     k = members.shape[1]
@@ -123,7 +132,7 @@ def clap_decisions(
 
 def clap_rows(place: Tensor, grid: list[int], window: list[int], prefix: int) -> tuple[Tensor, Tensor]:
     """Output row (B, P + N) of every input row, and valid rows (B) of every image."""
-    owner = _on_device(window_of_patch, (grid[0], grid[1]), (window[0], window[1]), place.device)
+    owner = _on_device(window_of_patch, grid, window, place.device)
     places = F.pad(place, (0, 1), value=-1)[:, owner]  # owner -1 picks the padding: border patches never merge
     merged = places >= 0
     count = (place >= 0).sum(1, keepdim=True)

@@ -262,13 +262,7 @@ def _onnx_decisions(
 
 
 def _onnx_rows(
-    body: Body,
-    merged: Value,
-    match: Value,
-    valid: Value,
-    prefix: int,
-    first: int,
-    place: Value | None = None,
+    body: Body, merged: Value, match: Value, valid: Value, prefix: int, first: int, place: Value | None = None
 ) -> tuple[Value, Value]:
     """Output row (B, S) of every input row (meaningless where invalid), and the flags of rows that join another."""
     count = body.extent(valid, 1)

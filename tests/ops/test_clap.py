@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from operator_inputs import CLAP, Array, exact_tokens, ones, similar_tokens
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from algm_deploy.ops import reference
 from algm_deploy.ops.clap import _onnx_places, _onnx_similarity, clap_decisions, window_members, window_similarity
@@ -49,6 +50,14 @@ def test_similarities_agree(grid: tuple[int, int], dtype: str, tolerance: float)
     )
     assert expected.shape == (3, len(members))
     cases.assert_same([found, body], [expected, expected], tolerance)
+
+
+def test_a_tracer_leaves_nothing_behind() -> None:
+    """Its tensors hold no values, and a table made of them would break every later call."""
+    with FakeTensorMode():
+        window_similarity(torch.zeros(1, 13, 8), [3, 4], [1, 2], 1)
+    found = window_similarity(torch.ones(1, 13, 8), [3, 4], [1, 2], 1)
+    torch.testing.assert_close(found, torch.ones(1, 6))
 
 
 def test_zero_tokens_have_similarity_zero() -> None:

@@ -93,11 +93,12 @@ class Graphs:
 
 
 def _take_stream(device: torch.device) -> torch.cuda.Stream:
-    free = _FREE[device]
-    if not free:
+    try:
+        stream = _FREE[device].pop()
+    except IndexError:
         return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     torch.cuda.synchronize(device)  # the last replay of another's graph may still run
-    return free.pop()
+    return stream
 
 
 def _first(error: RuntimeError) -> str:
