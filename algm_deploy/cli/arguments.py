@@ -10,7 +10,7 @@ import argparse
 import tomllib
 from collections.abc import Callable, Sequence
 from itertools import islice
-from math import isnan
+from math import isfinite, isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -88,21 +88,24 @@ def size(text: str) -> tuple[int, int]:
 
 def threshold(text: str) -> float:
     """A similarity, or inf to merge nothing."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = float("nan")
-    if isnan(number):
+    if isnan(number := _number(text)):
         raise argparse.ArgumentTypeError(f"expected a number, or inf to merge nothing, got {text!r:.50}")
     return number
 
 
 def finite(text: str) -> float:
     """A number, not infinity."""
-    number = threshold(text)
-    if abs(number) == float("inf"):
+    if not isfinite(number := _number(text)):
         raise argparse.ArgumentTypeError(f"expected a finite number, got {text!r:.50}")
     return number
+
+
+def _number(text: str) -> float:
+    """NaN where it is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return float("nan")
 
 
 def count(text: str) -> int:

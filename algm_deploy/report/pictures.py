@@ -257,11 +257,14 @@ def _chosen(predictor: Predictor, similarity: NDArray[np.float32]) -> tuple[NDAr
         tau = predictor.thresholds_in_force[CLAP_THRESHOLD]
         return similarity >= tau, tau, f"reach {tau:.4g}"
     from algm_deploy.merging import merge_budgets  # loads torch
+    from algm_deploy.ops import reference
 
     count = merge_budgets(recipe.merging, recipe.network.grid, recipe.network.prefix)[recipe.merging.clap_layers[0]]
-    flat = similarity.reshape(len(similarity), -1)
-    ranks = np.argsort(np.argsort(-flat, axis=1, kind="stable"), axis=1)
-    chosen = (ranks < count).reshape(similarity.shape)
+    plan, crops = recipe.merging, similarity.reshape(len(similarity), -1)
+    merged = reference.clap_decisions(crops, None, plan.semantics, plan.batch, plan.order, plan.clap, count)
+    chosen = np.zeros(similarity.shape, bool)
+    for crop, windows in zip(chosen.reshape(crops.shape), merged, strict=True):
+        crop[windows] = True
     return chosen, float(similarity[chosen].min(initial=1.0)), f"are the {count} most similar of their crop"
 
 
