@@ -10,6 +10,7 @@ import os
 import shutil
 from collections import Counter
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,9 +27,12 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     import numpy as np
+    import onnx_ir as ir
 
     from algm_deploy.bundle.store import Bundle
+    from algm_deploy.models.deployed import Deployed
     from algm_deploy.models.segmenter import Segmenter
+    from algm_deploy.recipe.schema import MergePlan
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -105,21 +109,21 @@ def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callab
     return folder
 
 
-@pytest.fixture(scope="session", autouse=True)
-def translated_once(made_once: Callable[[str, Callable[[Path], object]], Path]) -> Iterator[None]:
-    """Bundles of the same network are written from one translation to ONNX, which takes ten seconds a time.
+@pytest.fixture(scope="session")
+def translated(made_once: Callable[[str, Callable[[Path], object]], Path]) -> Callable[..., ir.Model]:
+    """`base_onnx` with a memory that all processes of a run share; a caller may change what it gets.
 
-    The key is all that a translation reads: weights, what the modules are and what they were given, plan and dtype.
-    Tests of the translation itself call `base_onnx` where it is defined, and processes that tests start translate for
-    themselves.
+    A translation takes five to ten seconds. The key is all that one reads: weights, what the modules are and what they
+    were given, plan and dtype. The values of thresholds are inputs of the graph, so networks that differ in them share
+    one. Tests of what cannot be translated call `base_onnx` itself.
     """
     import onnx_ir as ir
 
-    from algm_deploy.lowering import tensorrt, writing
     from algm_deploy.lowering.export import base_onnx
 
-    def remembered(network: Any, plan: Any, image_dtype: str) -> Any:
-        digest = hashlib.sha256(repr((plan, image_dtype)).encode())
+    def remembered(network: Deployed, plan: MergePlan, image_dtype: str = "uint8") -> ir.Model:
+        read = replace(plan, clap_threshold=0.0, gbm_threshold=0.0)
+        digest = hashlib.sha256(repr((read, image_dtype)).encode())
         for name, module in network.named_modules():
             given = {key: value for key, value in vars(module).items() if not key.startswith("_")}
             digest.update(repr((name, type(module), given)).encode())
@@ -129,9 +133,17 @@ def translated_once(made_once: Callable[[str, Callable[[Path], object]], Path]) 
         path = made_once(f"{key[:32]}.onnx", lambda target: ir.save(base_onnx(network, plan, image_dtype), target))
         return ir.load(path)
 
+    return remembered
+
+
+@pytest.fixture(scope="session", autouse=True)
+def translated_once(translated: Callable[..., ir.Model]) -> Iterator[None]:
+    """Bundles of the same network are written from one translation; processes that tests start translate themselves."""
+    from algm_deploy.lowering import tensorrt, writing
+
     with pytest.MonkeyPatch.context() as patch:
         for user in (writing, tensorrt):
-            patch.setattr(user, "base_onnx", remembered)
+            patch.setattr(user, "base_onnx", translated)
         yield
 
 

@@ -10,55 +10,33 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from toys import FAMILIES, PATCHES, checkpoint_state, toy
 
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.deployment import export, parity_windows
 from algm_deploy.errors import CheckpointError
-from algm_deploy.models.checkpoints.weights import checkpoint_shapes
 from algm_deploy.parity.chain import verify
-from algm_deploy.recipe.families import architecture, architectures
+from algm_deploy.recipe.families import architectures
 from algm_deploy.recipe.reading import flatten
 from algm_deploy.recipe.schema import MergePlan, Network, Precision, Protocol, Recipe
 from algm_deploy.runners.contract import runner
 
 # The mask transformer's chain is walked in tests/parity.
-CASES = tuple((row.family, row.decoder) for row in architectures() if row.name != "segmenter/mask_transformer")
+CASES = tuple(case for case in FAMILIES if case != ("segmenter", "mask_transformer"))
 IMAGES = 3
 Support = Callable[[str, object], None]  # what a passed test proves, for docs/support.md: see benchmarks/support.py
 
 
-def toy(family: str, decoder: str) -> Recipe:
-    """A small network of four blocks; pictures are padded to whole patches where the family does so."""
-    row = architecture(family, decoder)
-    network = Network(
-        family,
-        embed_dim=16,
-        depth=4,
-        heads=2,
-        classes=5,
-        image_size=(64, 64),
-        patch_size=17 if row.padded else 16,
-        decoder=decoder,
-        decoder_depth=1,
-        normalization="deit",
-        stages=(*range(1, row.stages), 4) if row.stages else (),
-        decoder_dim=8,
-        extra_tokens=min(row.extra_tokens, 4),  # five and two tokens before the patches, cls counted
-        queries=6 if row.queries else 0,
-    )
-    plan = MergePlan((1,), (3,), clap_threshold=0.8)
-    return Recipe("toy", network, plan, Protocol("camvid", 64, 64, 64), max_batch=IMAGES)
+def toy_recipe(family: str, decoder: str) -> Recipe:
+    """The family's toy, for windows of the network's size."""
+    network, plan = toy(family, decoder)
+    side = min(network.image_size)
+    return Recipe("toy", network, plan, Protocol("camvid", side, side, side), max_batch=IMAGES)
 
 
 def checkpoint_of(network: Network, path: Path) -> Path:
     """A checkpoint of random weights as the authors' project writes it: one file, or backbone and head in a folder."""
-    generator = torch.Generator().manual_seed(0)
-    state = {
-        key: torch.rand(shape, generator=generator) + 0.5
-        if len(shape) == 1
-        else torch.randn(shape, generator=generator) / np.prod(shape[1:]) ** 0.5
-        for key, shape in checkpoint_shapes(network).items()
-    }
+    state = checkpoint_state(network)
     if "blocks.0.norm1.weight" not in state:  # a backbone's own file
         torch.save({"meta": {"CLASSES": ["a"]}, "state_dict": state}, path)
         return path
@@ -87,7 +65,7 @@ def bundle_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Bundle]
     def make(
         family: str, decoder: str, output: str, plan: MergePlan | None = None, precision: Precision = "fp32"
     ) -> Bundle:
-        folder, recipe = tmp_path_factory.mktemp(decoder), toy(family, decoder)
+        folder, recipe = tmp_path_factory.mktemp(decoder), toy_recipe(family, decoder)
         recipe = replace(recipe, merging=plan or recipe.merging)
         (folder / "toy.toml").write_text(toml_of(recipe))
         checkpoint = checkpoint_of(recipe.network, folder / "latest.pth")
@@ -118,7 +96,7 @@ def test_the_parity_chain_holds(
     assert [(link.name, link.measured) for link in report.links if not link.passed] == []
     counts = _token_counts(bundle, images)
     assert (counts[:, 1] < counts[:, 0]).all()
-    assert (counts[:, 0] < 16).any()
+    assert (counts[:, 0] < PATCHES[0] * PATCHES[1]).any()
     record_property("support", f"algm {family}/{decoder} onnxruntime-cpu verified")
 
 
@@ -141,7 +119,7 @@ def test_tome_holds_in_every_family(
     images = parity_windows(bundle.recipe, [], IMAGES)
     report = verify(bundle, "onnxruntime-cpu", images, progress=False)
     assert [(link.name, link.measured) for link in report.links if not link.passed] == []
-    assert _token_counts(bundle, images).tolist() == [[13, 11]] * IMAGES
+    assert _token_counts(bundle, images).tolist() == [[21, 19]] * IMAGES
     record_property("support", f"tome {family}/{decoder} onnxruntime-cpu verified")
 
 
@@ -151,9 +129,13 @@ def _token_counts(bundle: Bundle, images: np.ndarray) -> np.ndarray:
 
 
 def test_a_checkpoint_without_facts_needs_a_recipe(tmp_path: Path) -> None:
-    path = checkpoint_of(toy("setr", "naive").network, tmp_path / "latest.pth")
+    path = checkpoint_of(toy("setr", "naive")[0], tmp_path / "latest.pth")
     with pytest.raises(
         CheckpointError, match=r"expected variant.yml beside .*latest.pth, found none: .* name a recipe"
     ):
         export(path, tmp_path / "bundle", None, {})
     assert not (tmp_path / "bundle").exists()
+
+
+def test_every_network_has_a_toy() -> None:
+    assert set(FAMILIES) == {(row.family, row.decoder) for row in architectures()}

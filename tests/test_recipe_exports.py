@@ -12,7 +12,6 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,65 +19,17 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-import torch
-from torch import nn
+from toys import deployed_toy, shrunk
 
 from algm_deploy.bundle.signature import Tensor, signature_of
-from algm_deploy.lowering.export import base_onnx
 from algm_deploy.lowering.portable import add_function_bodies
-from algm_deploy.merging import insert_merging
-from algm_deploy.models.deployed import Deployed
-from algm_deploy.models.loading import network_class
 from algm_deploy.parity.graph import graph_facts, graph_problems
 from algm_deploy.recipe.reading import recipe, recipe_names
-from algm_deploy.recipe.schema import MergePlan, Network, Recipe
+from algm_deploy.recipe.schema import Recipe
 
 SNAPSHOTS = Path(__file__).parent / "data" / "recipes"
 UPDATE = "ALGM_UPDATE_SNAPSHOTS"
-
-
-def shrunk(full: Recipe) -> Recipe:
-    """A recipe of the same kind whose network is exported in a second or two.
-
-    Only the blocks in which something happens are left, in their order: merges, blocks whose tokens a decoder reads,
-    and the last one. Width, grid, classes and decoder are small.
-    """
-    network, plan = full.network, full.merging
-    merges = plan.layers if plan.method == "algm" else plan.layers[:2]
-    kept = sorted({*merges, *network.stages, network.encoder_depth})
-    place = {layer: index for index, layer in enumerate(kept, 1)}
-    decoder_depth = min(network.decoder_depth, 1)
-    extra = decoder_depth if network.encoder_depth < network.depth else 0
-    small = replace(
-        network,
-        embed_dim=64,  # a head of the mask decoder is that wide
-        heads=2,
-        depth=len(kept) + extra,
-        classes=5,
-        image_size=(8 * network.patch_size, 8 * network.patch_size),
-        stages=tuple(place[layer] for layer in network.stages),
-        decoder_depth=decoder_depth,
-        decoder_dim=16,
-        extra_tokens=min(network.extra_tokens, 2),
-        queries=min(network.queries, 6),
-    )
-    layers = {
-        "clap_layers": tuple(place[layer] for layer in plan.clap_layers),
-        "gbm_layers": tuple(place[layer] for layer in plan.gbm_layers),
-        "tome_r": tuple(4 if layer in merges else 0 for layer in kept) if plan.method == "tome" else (),
-    }
-    # Names, colours and published figures are those of the full network.
-    return replace(full, network=small, merging=replace(plan, **layers), class_names=(), palette=(), published={})
-
-
-@cache
-def exported(network: Network, plan: MergePlan, image: str, output: Any) -> ir.Model:
-    """The base graph of a network with random weights; recipes that shrink to the same one share it."""
-    torch.manual_seed(0)
-    model = network_class(network)(network).eval().requires_grad_(False)
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.2)
-    return base_onnx(Deployed(insert_merging(model, plan), network, output).eval(), plan, image)
+Export = Callable[[Recipe], ir.Model]
 
 
 def told(tensors: tuple[Tensor, ...]) -> dict[str, str]:
@@ -118,15 +69,25 @@ def on_record(name: str) -> dict[str, Any]:
 
 
 @pytest.fixture
-def facts_of(tmp_path: Path) -> Callable[[Recipe], dict[str, Any]]:
-    """Facts of the graph of a small recipe."""
+def exported(translated: Callable[..., ir.Model]) -> Export:
+    """The base graph of a small recipe's network; recipes that shrink to the same one share it."""
 
-    def export(small: Recipe) -> dict[str, Any]:
-        image = signature_of(small).image.dtype
-        ir.save(exported(small.network, small.merging, image, small.output), tmp_path / "tiny.onnx")
-        return graph_facts(tmp_path / "tiny.onnx")
+    def export(small: Recipe) -> ir.Model:
+        network = deployed_toy(small.network, small.merging, small.output)
+        return translated(network, small.merging, signature_of(small).image.dtype)
 
     return export
+
+
+@pytest.fixture
+def facts_of(exported: Export, tmp_path: Path) -> Callable[[Recipe], dict[str, Any]]:
+    """Facts of the graph of a small recipe."""
+
+    def facts(small: Recipe) -> dict[str, Any]:
+        ir.save(exported(small), tmp_path / "tiny.onnx")
+        return graph_facts(tmp_path / "tiny.onnx")
+
+    return facts
 
 
 @pytest.mark.parametrize("name", recipe_names())
@@ -142,10 +103,10 @@ def test_recipe_has_a_snapshot_and_a_tiny_export(name: str, facts_of: Callable[[
 
 
 @pytest.mark.parametrize("name", recipe_names())
-def test_tiny_export_runs(name: str) -> None:
+def test_tiny_export_runs(name: str, exported: Export) -> None:
     small = shrunk(recipe(name))
     signature = signature_of(small)
-    model = exported(small.network, small.merging, signature.image.dtype, small.output).clone()
+    model = exported(small)
     add_function_bodies(model)
     options = ort.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = 1, 4

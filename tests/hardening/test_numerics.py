@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import ExportError, GateError
-from algm_deploy.lowering.export import base_onnx
 from algm_deploy.lowering.portable import add_function_bodies
 from algm_deploy.lowering.tensorrt import TOPK_LIMIT, tensorrt_from_base
 from algm_deploy.lowering.tensorrt_precision import retype
@@ -34,12 +33,12 @@ PLAN = MergePlan(clap_layers=(1,), gbm_layers=(2,))
 
 
 @pytest.fixture
-def exported(random_network: Callable[..., Any]) -> Export:
+def exported(random_network: Callable[..., Any], translated: Callable[..., ir.Model]) -> Export:
     """The base graph of a two-block network."""
 
     def export(plan: MergePlan, change: Callable[[dict[str, Tensor]], object] = lambda weights: None) -> ir.Model:
         model, network = random_network(change)
-        return base_onnx(Deployed(insert_merging(model, plan), network, "scores").eval(), plan)
+        return translated(Deployed(insert_merging(model, plan), network, "scores").eval(), plan)
 
     return export
 

@@ -12,13 +12,13 @@ import onnxruntime as ort
 import pytest
 import torch
 from torch import Tensor
+from toys import deployed_toy, toy
 
 from algm_deploy.bundle.signature import output_names, threshold_defaults
-from algm_deploy.lowering.export import base_onnx
 from algm_deploy.lowering.portable import add_function_bodies
 from algm_deploy.merging import insert_merging, merge_inputs
 from algm_deploy.models.deployed import Deployed
-from algm_deploy.recipe.schema import DENSE, MergePlan, Network, Output
+from algm_deploy.recipe.schema import DENSE, MergePlan, Output
 
 PLAN = MergePlan(clap_layers=(1,), gbm_layers=(3,), clap_threshold=0.7)
 
@@ -60,9 +60,8 @@ def configurations() -> Collection[str]:
 class Exported:
     """A network in PyTorch, its base graph, and the portable graph in ONNX Runtime."""
 
-    def __init__(self, deployed: Deployed, configuration: Configuration) -> None:
-        self.deployed, self.configuration, self.plan = deployed, configuration, configuration.plan
-        self.base = base_onnx(deployed, self.plan, configuration.image)
+    def __init__(self, deployed: Deployed, configuration: Configuration, base: ir.Model) -> None:
+        self.deployed, self.configuration, self.plan, self.base = deployed, configuration, configuration.plan, base
         self.portable = self.base.clone()
         self.bodies = add_function_bodies(self.portable)
         self.content = ir.to_proto(self.portable).SerializeToString()
@@ -85,7 +84,7 @@ class Exported:
 
 
 @pytest.fixture(scope="session")
-def exported(golden_segmenter: Callable[[str], Any]) -> Callable[[str], Exported]:
+def exported(golden_segmenter: Callable[[str], Any], translated: Callable[..., ir.Model]) -> Callable[[str], Exported]:
     """An exported configuration by name."""
     made: dict[str, Exported] = {}
 
@@ -95,19 +94,22 @@ def exported(golden_segmenter: Callable[[str], Any]) -> Callable[[str], Exported
             model = golden_segmenter(configuration.decoder)
             network = model.network
             model = model.half() if configuration.half else model
-            merged = insert_merging(model, configuration.plan)
-            made[name] = Exported(Deployed(merged, network, configuration.output).eval(), configuration)
+            merged = Deployed(insert_merging(model, configuration.plan), network, configuration.output).eval()
+            base = translated(merged, configuration.plan, configuration.image)
+            made[name] = Exported(merged, configuration, base)
         return made[name]
 
     return make
 
 
 @pytest.fixture(scope="session")
-def export_network() -> Callable[..., Exported]:
-    """Exports a network with a plan: `export_network(model, network, plan)`."""
+def exported_toy(translated: Callable[..., ir.Model]) -> Callable[[str, str], Exported]:
+    """The toy of a family and decoder, exported."""
 
-    def make(model: Any, network: Network, plan: MergePlan) -> Exported:
-        return Exported(Deployed(insert_merging(model, plan), network, "scores").eval(), Configuration(plan))
+    def make(family: str, decoder: str) -> Exported:
+        network, plan = toy(family, decoder)
+        deployed = deployed_toy(network, plan)
+        return Exported(deployed, Configuration(plan), translated(deployed, plan))
 
     return make
 

@@ -11,8 +11,8 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-import torch
 from onnx_ir.passes.common import RemoveUnusedNodesPass
+from toys import TAU, pictures
 
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.deployment import export
@@ -24,10 +24,8 @@ from algm_deploy.lowering.onnxruntime import (
     rewrite,
     write_onnxruntime_onnx,
 )
-from algm_deploy.models.loading import network_class
 from algm_deploy.ops.bodies import Body
 from algm_deploy.pictures.shipped import scene
-from algm_deploy.recipe.schema import MergePlan, Network
 
 BLOCKS = 4 + 2  # encoder and decoder of the tiny network
 
@@ -133,33 +131,20 @@ def test_equals_the_portable_graph(tiny_bundle: Bundle, tmp_path: Path, images: 
 
 
 @pytest.mark.parametrize(
-    ("network", "counts"),
+    ("family", "decoder", "counts"),
     [
-        (
-            Network("dinov2", 32, 4, 2, 5, (64, 64), patch_size=17, decoder="linear", extra_tokens=4),
-            {"attention": 4, "bias_gelu": 4, "skip_layer_norm": 6},
-        ),
-        (
-            Network("deit", 32, 4, 2, 5, (64, 64), decoder="linear", extra_tokens=1),
-            {"attention": 4, "bias_gelu": 4, "skip_layer_norm": 6},
-        ),
-        (
-            Network("eomt", 32, 4, 2, 5, (64, 64), decoder="queries", decoder_depth=1, queries=6, extra_tokens=4),
-            {"attention": 4, "bias_gelu": 6, "skip_layer_norm": 5},  # two more GELUs behind the mask's linear layers
-        ),
+        ("dinov2", "linear", {"attention": 3, "bias_gelu": 3, "skip_layer_norm": 4}),
+        ("deit", "linear", {"attention": 3, "bias_gelu": 3, "skip_layer_norm": 4}),
+        # Two more GELUs after the mask's linear layers.
+        ("eomt", "queries", {"attention": 4, "bias_gelu": 6, "skip_layer_norm": 5}),
     ],
-    ids=lambda value: value.family if isinstance(value, Network) else "",
 )
 def test_other_families_are_rewritten(
-    export_network: Any, tmp_path: Path, network: Network, counts: dict[str, int]
+    exported_toy: Any, tmp_path: Path, family: str, decoder: str, counts: dict[str, int]
 ) -> None:
     """Several tokens in front of the patches, padded pictures, queries: the same rewrites, the same results."""
-    torch.manual_seed(0)
-    model = network_class(network)(network).eval().requires_grad_(False)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-    exported = export_network(model, network, MergePlan((1,), (3,), clap_threshold=0.3))
-    images = torch.randint(0, 256, (3, 3, 64, 64), dtype=torch.uint8).numpy()
+    exported = exported_toy(family, decoder)
+    images = pictures(exported.deployed.network)
     expected = exported.run_onnx(images)
     of_provider: dict[Provider, dict[str, int]] = {
         "cpu": {name: counts[name] for name in ("attention", "bias_gelu")},
@@ -169,7 +154,7 @@ def test_other_families_are_rewritten(
         graph = exported.portable.clone()
         assert rewrite(graph, provider, custom_operators=False, single=False) == wanted
         ir.save(graph, tmp_path / f"{provider}.onnx")
-        found = run(tmp_path / f"{provider}.onnx", images, clap=0.3)
+        found = run(tmp_path / f"{provider}.onnx", images, clap=TAU)
         for name, value in expected.items():
             if name == "scores":
                 np.testing.assert_allclose(found[name], value, rtol=0, atol=2e-6 * max(10, abs(value).max()))

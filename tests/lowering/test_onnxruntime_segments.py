@@ -29,6 +29,7 @@ PLANS: dict[str, dict[str, Any]] = {
         "merging.gbm": "budget",
         "merging.gbm_budget": 0.3,
         "merging.batch": "batch_min",
+        "output": "labels",
     },
 }
 SEGMENTS = "part-*.onnx"
@@ -188,7 +189,7 @@ def test_function_bodies_are_not_cut(tiny_bundle: Bundle) -> None:
 
 def test_tome_is_not_cut(tiny_checkpoint: Path, tmp_path: Path) -> None:
     """Its body reads a size from the device, which a CUDA graph cannot hold."""
-    tome = {"merging.method": "tome", "merging.tome_r": [8, 8], "merging.clap_layers": [], "merging.gbm_layers": []}
+    tome = {"merging.method": "tome", "merging.tome_r": [8, 0, 4], "merging.clap_layers": [], "merging.gbm_layers": []}
     bundle = export(tiny_checkpoint, tmp_path / "tome", None, tome).bundle
     assert number_written(bundle) == 0
     with pytest.raises(ExportError, match="custom operator library"):
@@ -199,7 +200,7 @@ def test_budgets_are_one_segment_of_known_sizes(
     tiny_export: Callable[..., Bundle], session: Any, tmp_path: Path
 ) -> None:
     """And what the library's operators make of it equals the portable graph."""
-    bundle = Bundle.open(shutil.copytree(tiny_export({**PLANS["budgets"], "output": "labels"}).path, tmp_path / "b"))
+    bundle = Bundle.open(shutil.copytree(tiny_export(PLANS["budgets"]).path, tmp_path / "b"))
     assert number_written(bundle) == 1
     (part,) = segments(rewritten(bundle))
     merges = [node for node in part.graph if node.op_type.startswith("padded_")]

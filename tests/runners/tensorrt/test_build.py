@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,21 +25,18 @@ import onnx_ir as ir
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
+from toys import deployed_toy, toy, with_budgets
 from tqdm import tqdm
 
 from algm_deploy import native_libraries as native
 from algm_deploy.bundle.files import sha256_of
 from algm_deploy.bundle.records import Engine, ParsedNetwork, ParsedTensor, TimingCache
+from algm_deploy.bundle.signature import merge_names
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BuildError, NotExecutedError, RuntimeUnavailableError
-from algm_deploy.lowering.export import base_onnx
 from algm_deploy.lowering.portable import add_function_bodies
 from algm_deploy.lowering.tensorrt import merge_node, tensorrt_from_base
-from algm_deploy.merging import insert_merging
-from algm_deploy.models.deployed import Deployed
-from algm_deploy.models.loading import network_class
-from algm_deploy.models.segmenter import Segmenter
-from algm_deploy.recipe.schema import MergePlan, Network, Output, Precision
+from algm_deploy.recipe.schema import Output, Precision
 from algm_deploy.runners.registry import RUNTIMES, row_of
 from algm_deploy.runners.tensorrt import build as tensorrt_build
 from algm_deploy.runners.tensorrt import library as tensorrt_library
@@ -49,9 +46,10 @@ from algm_deploy.runners.tensorrt.build import EngineOptions, build_engine, engi
 from algm_deploy.runners.tensorrt.digest import kept_digest
 from algm_deploy.runners.tensorrt.runner import TensorRTRtxRunner
 
-PLAN = MergePlan(clap_layers=(1,), gbm_layers=(2,), clap_threshold=0.9)
-NETWORK = Network("segmenter", 64, 2, 1, 5, (64, 96), decoder_depth=1)
+NETWORK, PLAN = toy("segmenter", "mask_transformer")
+ATTENTIONS = 4  # of three blocks and the decoder's one
 BATCHES = (1, 2, 4)
+Translate = Callable[..., ir.Model]
 Support = Callable[[str, object], None]  # what a passed test proves, for docs/support.md: see benchmarks/support.py
 
 
@@ -67,36 +65,31 @@ def rtx(bindings: None) -> None:
         pytest.skip(f"needs the plugin library: {native.REBUILD} trt_plugin")
 
 
-def export(output: Output) -> ir.Model:
-    torch.manual_seed(0)
-    return base_onnx(Deployed(insert_merging(Segmenter(NETWORK), PLAN), NETWORK, output).eval(), PLAN, "uint8")
+OTHERS = [
+    ("dinov2", "linear"),
+    ("deit", "linear"),
+    ("eomt", "queries"),
+    ("setr", "naive"),
+    ("setr", "pup"),
+    ("setr", "mla"),
+    ("segvit", "atm"),
+]
 
 
-@pytest.mark.parametrize(
-    "network",
-    [
-        Network("dinov2", 64, 2, 1, 5, (60, 96), patch_size=14, decoder="linear", extra_tokens=4),
-        Network("deit", 64, 2, 1, 5, (64, 96), decoder="linear", extra_tokens=1),
-        Network("eomt", 64, 3, 1, 5, (64, 96), decoder="queries", decoder_depth=1, queries=6, extra_tokens=4),
-        Network("setr", 64, 2, 1, 5, (64, 96), decoder="naive", decoder_dim=16),
-        Network("setr", 64, 2, 1, 5, (64, 96), decoder="pup", decoder_dim=16),
-        Network("setr", 64, 4, 1, 5, (64, 96), decoder="mla", decoder_dim=16, stages=(1, 2, 3, 4)),
-        Network("segvit", 64, 3, 1, 5, (64, 96), decoder="atm", decoder_dim=64, decoder_depth=1, stages=(1, 2, 3)),
-    ],
-    ids=lambda network: f"{network.family}-{network.decoder}",
-)
-def test_engines_of_other_families(rtx: None, tmp_path: Path, record_property: Support, network: Network) -> None:
+@pytest.mark.parametrize(("family", "decoder"), OTHERS)
+def test_engines_of_other_families(
+    rtx: None, translated: Translate, tmp_path: Path, record_property: Support, family: str, decoder: str
+) -> None:
     """Several tokens in front of the patches, padded pictures, queries, convolutions, and levels unmerged apart."""
-    torch.manual_seed(0)
-    deployed = Deployed(insert_merging(network_class(network)(network), PLAN), network, "scores").eval()
-    base = base_onnx(deployed, PLAN, "uint8")
+    network, plan = toy(family, decoder)
+    base = translated(deployed_toy(network, plan), plan)
     precisions: tuple[Precision, ...] = ("fp32", "fp16")
     for precision in precisions:
         onnx.save(tensorrt_from_base(base, precision)[0], tmp_path / f"{precision}.onnx")
         _, built = build(tmp_path / f"{precision}.onnx", precision)
         parsed, tokens = built.parsed_network, TYPES[precision]
         patches = network.grid[0] * network.grid[1]
-        maps = [tensor(f"token_map_{m}", "INT64", -1, patches) for m in ("clap_1", "gbm_2")]
+        maps = [tensor(f"token_map_{m}", "INT64", -1, patches) for m in merge_names(plan)]
         scores = tensor("scores", "FLOAT", -1, 5, *network.image_size)
         assert parsed.outputs == (scores, tensor("token_counts", "INT64", -1, 2), *maps)
         levels = len(network.stages) or 1
@@ -106,12 +99,10 @@ def test_engines_of_other_families(rtx: None, tmp_path: Path, record_property: S
     record_property("support", f"algm {network.family}/{network.decoder} tensorrt-rtx builds")
 
 
-def test_the_portable_graph_of_budgets_needs_no_plugin(bindings: None, tmp_path: Path) -> None:
+def test_the_portable_graph_of_budgets_needs_no_plugin(bindings: None, translated: Translate, tmp_path: Path) -> None:
     """Nothing of it depends on the picture, so TensorRT builds it from standard operators and tells its layers."""
-    torch.manual_seed(0)
-    plan = replace(PLAN, clap="budget", clap_budget=9, gbm="budget", gbm_budget=0.25)
-    deployed = Deployed(insert_merging(Segmenter(NETWORK), plan), NETWORK, "labels").eval()
-    portable = base_onnx(deployed, plan, "uint8")
+    plan = with_budgets(PLAN)
+    portable = translated(deployed_toy(NETWORK, plan, "labels"), plan)
     add_function_bodies(portable)
     onnx.save(onnx.inliner.inline_local_functions(ir.to_proto(portable)), tmp_path / "model.onnx")
     engine, built = build(tmp_path / "model.onnx")
@@ -127,15 +118,13 @@ def test_the_portable_graph_of_budgets_needs_no_plugin(bindings: None, tmp_path:
     assert any("Topk" in name for name in names)  # what sorts the windows is a layer of the engine
 
 
-@pytest.mark.parametrize("family", ["eomt", "segvit"])
-def test_engines_of_masks_exported_in_16_bits(rtx: None, tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize(("family", "decoder"), [("eomt", "queries"), ("segvit", "atm")])
+def test_engines_of_masks_exported_in_16_bits(
+    rtx: None, translated: Translate, tmp_path: Path, family: str, decoder: str
+) -> None:
     """Their scores are summed over queries in fp32, which is no arithmetic that went astray."""
-    decoder = {"decoder": "queries", "queries": 6} if family == "eomt" else {"decoder": "atm", "decoder_dim": 64}
-    stages = (1, 2, 3) if family == "segvit" else ()
-    network = Network(family, 64, 3, 1, 5, (64, 96), decoder_depth=1, stages=stages, **decoder)  # type: ignore[arg-type]
-    torch.manual_seed(0)
-    model = insert_merging(network_class(network)(network).half(), PLAN)
-    base = base_onnx(Deployed(model, network, "scores").eval(), PLAN, "uint8")
+    network, plan = toy(family, decoder)
+    base = translated(deployed_toy(network, plan, dtype=torch.float16), plan)
     onnx.save(tensorrt_from_base(base, "fp16")[0], tmp_path / "model.onnx")
     layers = build(tmp_path / "model.onnx", "fp16")[1].parsed_network.layers
     assert layers["EINSUM"]["FLOAT"] == 1
@@ -153,8 +142,9 @@ def test_arithmetic_that_went_astray_is_refused(layers: dict[str, dict[str, int]
 
 
 @pytest.fixture(scope="module")
-def bases() -> dict[Output, ir.Model]:
-    return {"labels": export("labels"), "scores": export("scores")}
+def bases(translated: Translate) -> dict[Output, ir.Model]:
+    outputs: tuple[Output, ...] = ("labels", "scores")
+    return {output: translated(deployed_toy(NETWORK, PLAN, output), PLAN) for output in outputs}
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +188,7 @@ def test_an_engine_with_our_plugins(
         ("gbm", (tokens, "FLOAT", "INT64", "INT64", "INT32")),
         tail,
     ]
-    assert network.layers["ATTENTION_INPUT"] == {tokens: 3}
+    assert network.layers["ATTENTION_INPUT"] == {tokens: ATTENTIONS}
     assert set(network.layers["MATRIX_MULTIPLY"]) == set(network.layers["CONVOLUTION"]) == {tokens}
     assert network.layers["REDUCE"] == {"FLOAT": 2}  # the norms of the decoder
     assert network.inputs[0] == tensor("image", "UINT8", -1, 3, 64, 96)
@@ -207,7 +197,9 @@ def test_an_engine_with_our_plugins(
     assert network.outputs == (main[output], tensor("token_counts", "INT64", -1, 2), *maps)
     kinds = [kind for _, kind in built.builder_layers]
     assert kinds.count("PluginV3") + kinds.count("custom_layer") == 3
-    assert built.attention_in_parts == (3 if precision == "fp32" else 0)  # TensorRT-RTX has no fused fp32 attention
+    assert built.attention_in_parts == (
+        ATTENTIONS if precision == "fp32" else 0
+    )  # TensorRT-RTX has no fused fp32 attention
 
 
 @pytest.mark.parametrize("capability", ["8.6", "8.9", "12.0"])

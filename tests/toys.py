@@ -1,0 +1,139 @@
+"""A small network of each family, its weights and its pictures: what the tests of all rooms share.
+
+Tests that take the same network take the same translation to ONNX (`translated` in conftest.py), which is the most
+expensive thing a test does. A test that cares for a size of its own changes it with `replace`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from algm_deploy.merging import insert_merging
+from algm_deploy.models.deployed import Deployed
+from algm_deploy.models.loading import network_class, network_module, parameter_shapes
+from algm_deploy.models.naming import Naming
+from algm_deploy.recipe.reading import recipe
+from algm_deploy.recipe.schema import MergePlan, Network, Output, Recipe, Size
+
+# By family and decoder, a recipe of the package. Those of the first two rows differ from it, see `toy`.
+RECIPES = {
+    ("dinov2", "linear"): "dinov2_vit_s14_ade20k",
+    ("dinov2", "linear_ms"): "dinov2_vit_s14_ade20k",
+    ("deit", "linear"): "deit_vit_b16_ade20k",
+    ("segmenter", "mask_transformer"): "segmenter_vit_s16_ade20k",
+    ("segmenter", "linear"): "segmenter_deit_b16_linear_ade20k",
+    ("setr", "naive"): "setr_naive_vit_l16_ade20k",
+    ("setr", "pup"): "setr_pup_vit_l16_ade20k",
+    ("setr", "mla"): "setr_mla_vit_l16_ade20k",
+    ("setr", "naive_mmseg"): "setr_naive_mmseg_vit_l16_ade20k",
+    ("setr", "mla_mmseg"): "setr_mla_mmseg_vit_l16_ade20k",
+    ("segvit", "atm"): "segvit_vit_l16_ade20k",
+    ("eomt", "queries"): "eomt_vit_l16_ade20k",
+}
+FAMILIES = tuple(RECIPES)
+PATCHES = 4, 6  # rows and columns of a toy's grid
+TAU = 0.8  # merges some windows of a toy's pictures
+
+
+def shrunk(full: Recipe) -> Recipe:
+    """A recipe of the same kind whose network is exported in a few seconds.
+
+    Only the blocks in which something happens are left, in their order: merges, blocks whose tokens a decoder reads,
+    and the last one. Width, grid, classes and decoder are small.
+    """
+    network, plan = full.network, full.merging
+    merges = plan.layers if plan.method == "algm" else plan.layers[:2]
+    kept = sorted({*merges, *network.stages, network.encoder_depth})
+    place = {layer: index for index, layer in enumerate(kept, 1)}
+    decoder_depth = min(network.decoder_depth, 1)
+    extra = decoder_depth if network.encoder_depth < network.depth else 0
+    small = replace(
+        network,
+        embed_dim=64,  # a head of the mask decoder is that wide
+        heads=2,
+        depth=len(kept) + extra,
+        classes=5,
+        image_size=(PATCHES[0] * network.patch_size, PATCHES[1] * network.patch_size),
+        stages=tuple(place[layer] for layer in network.stages),
+        decoder_depth=decoder_depth,
+        decoder_dim=16,
+        extra_tokens=min(network.extra_tokens, 2),
+        queries=min(network.queries, 6),
+    )
+    layers = {
+        "clap_layers": tuple(place[layer] for layer in plan.clap_layers),
+        "gbm_layers": tuple(place[layer] for layer in plan.gbm_layers),
+        "tome_r": tuple(4 if layer in merges else 0 for layer in kept) if plan.method == "tome" else (),
+    }
+    # Names, colours and published figures are those of the full network.
+    return replace(full, network=small, merging=replace(plan, **layers), class_names=(), palette=(), published={})
+
+
+def toy(family: str, decoder: str) -> tuple[Network, MergePlan]:
+    """A small network of three to six blocks for 64x96 pixels, and its plan: CLAP in block 1, GBM in a later one.
+
+    DINOv2's has registers, and pads its pictures or reads several blocks.
+    """
+    small = shrunk(recipe(RECIPES[family, decoder]))
+    network, plan = small.network, replace(small.merging, clap_threshold=TAU)
+    if (family, decoder) == ("dinov2", "linear"):
+        network = replace(network, patch_size=17, image_size=(64, 96), extra_tokens=4)
+    if (family, decoder) == ("dinov2", "linear_ms"):
+        network = replace(
+            network, decoder=decoder, depth=4, patch_size=16, image_size=(64, 96), extra_tokens=1, stages=(1, 2, 3, 4)
+        )
+    return network, plan
+
+
+def with_budgets(plan: MergePlan) -> MergePlan:
+    """The plan of a toy with budgets in place of thresholds: two of its six windows, three tenths of the rest."""
+    return replace(plan, clap="budget", clap_budget=2, gbm="budget", gbm_budget=0.3)
+
+
+def _naming(network: Network) -> Naming:
+    return next(n for n in network_class(network).namings(network) if network.decoder in n.decoders)
+
+
+def _trained(network: Network) -> Size:
+    """The grid of its checkpoint's position embedding: a square one where the authors' project resizes such."""
+    naming = _naming(network)
+    return (5, 5) if naming.resized is not None and naming.square else network.grid
+
+
+def checkpoint_state(network: Network) -> dict[str, torch.Tensor]:
+    """Random weights, always the same, by the names of the authors' project."""
+    naming, (rows, columns) = _naming(network), _trained(network)
+    shapes = naming.expected(parameter_shapes(network))
+    shapes[naming.positions] = (1, naming.positioned + rows * columns, network.embed_dim)
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(key: str, shape: tuple[int, ...]) -> torch.Tensor:
+        if len(shape) > 1:
+            return torch.randn(shape, generator=generator) / float(np.prod(shape[1:])) ** 0.5
+        if key.endswith(("weight", "var", "gamma")):  # of norms
+            return torch.rand(shape, generator=generator) + 0.5
+        return 0.1 * torch.randn(shape, generator=generator)  # larger biases would make all tokens alike
+
+    return {key: drawn(key, shape) for key, shape in shapes.items()}
+
+
+def deployed_toy(
+    network: Network, plan: MergePlan, output: Output = "scores", dtype: torch.dtype = torch.float32
+) -> Deployed:
+    """What a bundle of the network deploys, made from `checkpoint_state`."""
+    grids = None if _trained(network) == network.grid else (_trained(network), network.grid)
+    weights = _naming(network).translated(checkpoint_state(network), parameter_shapes(network), grids)
+    model = network_module(network, weights, dtype)
+    return Deployed(insert_merging(model, plan), network, output).eval()
+
+
+def pictures(network: Network, images: int = 3) -> np.ndarray:
+    """Noise (images, 3, H, W) uint8, in which ever larger parts are of one colour: the first image has none."""
+    rng = np.random.default_rng(0)
+    found = rng.integers(0, 256, (images, 3, *network.image_size), dtype=np.uint8)
+    for image in range(images):
+        found[image, :, : network.image_size[0] * image // images] = 90
+    return found
