@@ -120,12 +120,15 @@ def translated(made_once: Callable[[str, Callable[[Path], object]], Path]) -> Ca
     import onnx_ir as ir
 
     from algm_deploy.lowering.export import base_onnx
+    from algm_deploy.recipe.schema import MergePlan
+
+    def read(value: object) -> object:
+        return replace(value, clap_threshold=0.0, gbm_threshold=0.0) if isinstance(value, MergePlan) else value
 
     def remembered(network: Deployed, plan: MergePlan, image_dtype: str = "uint8") -> ir.Model:
-        read = replace(plan, clap_threshold=0.0, gbm_threshold=0.0)
-        digest = hashlib.sha256(repr((read, image_dtype)).encode())
+        digest = hashlib.sha256(repr((read(plan), image_dtype)).encode())
         for name, module in network.named_modules():
-            given = {key: value for key, value in vars(module).items() if not key.startswith("_")}
+            given = {key: read(value) for key, value in vars(module).items() if not key.startswith("_")}
             digest.update(repr((name, type(module), given)).encode())
         for name, tensor in network.state_dict().items():
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode() + tensor.numpy().tobytes())
