@@ -33,6 +33,7 @@ MOST_GRAPHS = 128  # of one segment
 # Every window and every row merges.
 _MERGE_ALL = {CLAP_THRESHOLD: -2.0, GBM_THRESHOLD: -1e6}
 _DTYPES = {
+    "tensor(bool)": torch.bool,  # masks of rows
     "tensor(uint8)": torch.uint8,
     "tensor(int32)": torch.int32,
     "tensor(int64)": torch.int64,
