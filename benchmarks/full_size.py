@@ -1,11 +1,13 @@
 """Networks at full size on one machine: export, parity chain and engine, with time and peak memory of each.
 
     python benchmarks/full_size.py segvit_vit_l16_ade20k eomt_vit_l16_ade20k=0.6 -o benchmarks/records/full_size.json
+    python benchmarks/full_size.py --runtime onnxruntime-cuda --precision fp16 deit_vit_b16_ade20k -o record.json
 
 The tests run every family at toy size; this runs a recipe as it is, on random weights under its authors' names. Random
 weights make patches less alike than training does, so a recipe may be given another threshold of CLAP. Every step is
-the command that a user types, in a process of its own; the parity chain takes one synthetic scene. A step that fails
-ends its recipe and stands in the record; rows of other recipes stay.
+the command that a user types, in a process of its own. Of the two CPU steps, the parity chain takes one synthetic scene
+and the engine is built and not executed; `--runtime` holds another runtime to the chain instead, such as one on a GPU.
+A step that fails ends its recipe and stands in the record; rows of other recipes stay.
 """
 
 from __future__ import annotations
@@ -33,8 +35,11 @@ from algm_deploy.environment import environment
 from algm_deploy.models.checkpoints.weights import checkpoint_shapes
 from algm_deploy.recipe.reading import recipe
 from algm_deploy.recipe.schema import Network
+from algm_deploy.runners.registry import row_of
 
 MAIN = "import sys; from algm_deploy.cli import main; sys.exit(main())"
+CPU, ENGINE = "onnxruntime-cpu", "tensorrt-rtx"
+DENSE = ["merging.clap_layers=[]", "merging.gbm_layers=[]"]
 SEED = 0
 KIB_PER_GIB = 2**20
 
@@ -43,42 +48,45 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipes", nargs="+", metavar="RECIPE[=CLAP_THRESHOLD]")
     parser.add_argument("--precision", choices=("fp32", "fp16"), default="fp32")
+    parser.add_argument("--runtime", help=f"of the parity chain; default: {CPU}, then an engine of {ENGINE}")
+    parser.add_argument("--dense", action="store_true", help="the network without merging")
     parser.add_argument("-o", "--output", type=Path, default=Path("full_size.json"))
     options = parser.parse_args()
     rows = json.loads(options.output.read_text(encoding="utf-8"))["rows"] if options.output.exists() else {}
     for argument in tqdm(options.recipes, unit="network"):
         name, _, threshold = argument.partition("=")
         with tempfile.TemporaryDirectory() as folder:
-            rows[f"{name} {options.precision}"] = row(name, threshold, options.precision, Path(folder))
+            told = (name, options.precision, options.runtime, "dense" if options.dense else None)
+            settings = DENSE if options.dense else [f"merging.clap_threshold={threshold}"] if threshold else []
+            rows[" ".join(filter(None, told))] = row(name, settings, options.precision, options.runtime, Path(folder))
         record = {"schema_version": 1, "environment": asdict(environment(devices=True)), "rows": rows}
         with write_atomically(options.output) as path:
             path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
-def row(name: str, threshold: str, precision: str, folder: Path) -> dict[str, Any]:
+def row(name: str, settings: list[str], precision: str, runtime: str | None, folder: Path) -> dict[str, Any]:
     """Record of one recipe: what each command took, and what the bundle's manifest then says."""
     checkpoint, parameters = random_checkpoint(recipe(name).network, folder / "checkpoint")
     bundle = str(folder / "bundle")
-    settings = ["--set", f"merging.clap_threshold={threshold}"] if threshold else []
+    export = ["export", str(checkpoint), "--recipe", name, "--precision", precision, "-o", bundle]
+    verify = ["verify", bundle, "--runtime", runtime or CPU, "--count", "1"]
+    build = ["build", bundle, "--runtime", runtime or ENGINE]
+    proving = [verify, build] if runtime is None else [build, verify] if row_of(runtime).builds else [verify]
     steps = {}
-    for command in (
-        ["export", str(checkpoint), "--recipe", name, "--precision", precision, "-o", bundle, *settings],
-        ["verify", bundle, "--runtime", "onnxruntime-cpu", "--count", "1"],
-        ["build", bundle, "--runtime", "tensorrt-rtx"],
-    ):
+    for command in (export + [part for setting in settings for part in ("--set", setting)], *proving):
         steps[command[0]] = step(command)
         if steps[command[0]]["exit_code"]:
             break
-    result: dict[str, Any] = {"parameters": parameters, "clap_threshold": threshold or "recipe's", "steps": steps}
+    result: dict[str, Any] = {"parameters": parameters, "settings": settings or "recipe's", "steps": steps}
     if (folder / "bundle").exists():
         written = Bundle.open(folder / "bundle")
-        chain = written.found(Parity, "onnxruntime-cpu")
+        chain = written.found(Parity, runtime or CPU)
         result["links"] = {
             link.name: {"passed": link.passed, "measured": link.measured, "gate": link.gate}
             for link in (chain.links if chain else ())
         }
         result["bundle_bytes"] = sum(file.size_bytes for file in written.files.values())
-        if built := written.found(Engine, "tensorrt-rtx"):
+        if built := written.found(Engine, runtime or ENGINE):
             told = ("version", "precision", "engine_bytes", "compute_capabilities")
             result["engine"] = {key: getattr(built, key) for key in told}
     return result
