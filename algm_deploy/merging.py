@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -14,12 +14,12 @@ from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import PlanError
 from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.loading import load_network
-from algm_deploy.models.vit import Block, KeepTokens, MergeInputs, Model, Tokens, VitNetwork, share_parameters
+from algm_deploy.models.vit import SLOTS, Block, KeepTokens, MergeInputs, Model, Tokens, VitNetwork, share_parameters
 from algm_deploy.ops._rows import merge_rows, row_of, sum_rows
 from algm_deploy.ops.clap import rows_left
 from algm_deploy.ops.gbm import most_joins
 from algm_deploy.ops.tome import most_merges
-from algm_deploy.recipe.schema import MergePlan, Method, Recipe, Size
+from algm_deploy.recipe.schema import MergePlan, Method, Recipe, Size, merged_parts
 
 
 class Clap(nn.Module):
@@ -75,7 +75,7 @@ class Gbm(nn.Module):
 
 
 class Tome(nn.Module):
-    """ToMe in a merge slot of a block whose attention hands over its keys."""
+    """ToMe in a merge slot that is handed the keys to compare."""
 
     def __init__(self, r: int, prefix: int) -> None:
         super().__init__()
@@ -148,15 +148,26 @@ def insert_merging(model: Model, plan: MergePlan) -> Model:
     _check_plan(plan, len(merged.blocks), encoder.grid)
     encoder.outlet = KeepTokens()
     for block in cast(Iterable[Block], merged.blocks):
-        block.merge, block.proportional = KeepTokens(), False
+        block.proportional = False
+        for slot in SLOTS.values():
+            setattr(block, slot, KeepTokens())
     budgets = merge_budgets(plan, encoder.grid, encoder.prefix)
     for layer in plan.clap_layers:
         merged.blocks[layer - 1].merge = Clap(plan, encoder.grid, encoder.prefix, budgets.get(layer, 0))
     for layer in plan.gbm_layers:
         merged.blocks[layer - 1].merge = Gbm(plan, layer, encoder.prefix, budgets.get(layer, 0))
-    if plan.method == "tome":
-        _insert_tome(merged, plan)
+    if plan.counts_in:
+        merges = tome_merges(plan, encoder.grid[0] * encoder.grid[1], encoder.prefix)
+        _fill(merged, plan, lambda index: Tome(merges[plan.layers[index]], encoder.prefix))
+    if plan.method == "tome" and plan.layers:
+        count_sizes(merged)
     return merged
+
+
+def _fill(model: VitNetwork, plan: MergePlan, merge: Callable[[int], nn.Module]) -> None:
+    """Puts a module, given the index of the merge, into every slot in which the plan merges."""
+    for index, (layer, part) in enumerate(plan.places):
+        setattr(model.blocks[layer - 1], SLOTS[part], merge(index))
 
 
 def deployed(model: VitNetwork, recipe: Recipe, rows: Mapping[int, int] = {}) -> Deployed:
@@ -178,12 +189,18 @@ def deployed_network(bundle: Bundle, dtype: torch.dtype | None = None) -> Deploy
     return deployed(load_network(bundle, dtype), bundle.recipe, dict(variant.rows_by_layer) if variant else {})
 
 
-def tome_merges(plan: MergePlan, patches: int) -> dict[int, int]:
-    """By layer, how many of `patches` tokens ToMe merges: as published, at most half of those that are left."""
+def tome_merges(plan: MergePlan, patches: int, prefix: int) -> dict[int, int]:
+    """By layer, how many of `patches` tokens ToMe merges: as published, at most half of those that are left.
+
+    Blockwise, that many in attention and again in the MLP, as all come back in between.
+    """
     merges = {}
     for layer in plan.layers:
-        merges[layer] = min(plan.tome_r[layer - 1], most_merges(patches, 0))
-        patches -= merges[layer]
+        if plan.method == "tome_blockwise":
+            merges[layer] = min(int((prefix + patches) * plan.tome_share[layer - 1]), most_merges(patches, 0))
+        else:
+            merges[layer] = min(plan.tome_r[layer - 1], most_merges(patches, 0))
+            patches -= merges[layer]
     return merges
 
 
@@ -191,7 +208,7 @@ def merge_budgets(plan: MergePlan, grid: Size, prefix: int) -> dict[int, int]:
     """By layer with the rule `budget`, how many windows or tokens merge there: no more than there are."""
     budgets = {}
     patches = grid[0] * grid[1]
-    for layer in plan.layers if plan.method != "tome" else ():
+    for layer in plan.layers if plan.method == "algm" else ():
         if layer in plan.clap_layers and plan.clap == "budget":
             windows = (grid[0] // plan.window[0]) * (grid[1] // plan.window[1])
             budgets[layer] = _counted(plan.clap_budget, windows, windows)
@@ -208,14 +225,6 @@ def _counted(budget: int | float, of: int, most: int) -> int:
     return min(budget if isinstance(budget, int) else math.floor(budget * of + 0.5), most)
 
 
-def _insert_tome(merged: VitNetwork, plan: MergePlan) -> None:
-    encoder = merged.encoder
-    for layer, r in tome_merges(plan, encoder.grid[0] * encoder.grid[1]).items():
-        merged.blocks[layer - 1].merge = Tome(r, encoder.prefix)
-    if plan.layers:
-        count_sizes(merged)
-
-
 def count_sizes(merged: VitNetwork) -> None:
     """What ToMe changes beside the merges, in place: attention counts patches, and the decoder gets all of them."""
     for block in cast(Iterable[Block], merged.blocks):
@@ -226,20 +235,22 @@ def count_sizes(merged: VitNetwork) -> None:
 def replay_merging(model: Model, plan: MergePlan) -> Model:
     """A copy of `model` that merges where `plan` does, by the token maps handed in with `MergeInputs.maps`."""
     replaying = insert_merging(model, plan)
-    for index, layer in enumerate(plan.layers):
-        weighted = plan.semantics != "paper" or layer in plan.clap_layers
-        replaying.blocks[layer - 1].merge = Replay(index, replaying.encoder.prefix, weighted)
+    prefix = replaying.encoder.prefix
+    plain = plan.gbm_layers if plan.semantics == "paper" else ()
+    _fill(replaying, plan, lambda index: Replay(index, prefix, weighted=plan.layers[index] not in plain))
     return replaying
 
 
 def truncate(model: Model, rows: Mapping[int, int], method: Method = "algm") -> Model:
     """A copy of `model` that keeps the first `rows[layer]` rows, prefix counted, in each of these 1-based layers.
 
-    Of `method` it keeps what is no merge: with ToMe, attention by sizes and a decoder that gets every patch.
+    Of `method` it keeps what is no merge: with ToMe, attention by sizes and a decoder that gets every patch; blockwise,
+    that attention and MLP give every row a result.
     """
     truncated = share_parameters(model)
     for layer, count in rows.items():
-        truncated.blocks[layer - 1].merge = KeepFirst(count, truncated.encoder.prefix)
+        for part in merged_parts(method):
+            setattr(truncated.blocks[layer - 1], SLOTS[part], KeepFirst(count, truncated.encoder.prefix))
     if method == "tome":
         count_sizes(truncated)
     return truncated

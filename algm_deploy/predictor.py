@@ -304,10 +304,10 @@ def given_thresholds(bundle: Bundle, tau: float | None, gbm: float | None, dense
         return given
     if given:
         raise BundleError("expected dense, which merges nothing, or a threshold (tau, gbm), got both: leave one out")
-    if plan.method == "tome" and plan.layers:
+    if plan.counts_in and plan.layers:
         raise BundleError(
             "expected merges that wait for a similarity, ToMe merges a constant number of tokens: export with --set "
-            "merging.tome_r=[] for the dense network"
+            f"merging.{plan.counts_in}=[] for the dense network"
         )
     if plan.budgeted:
         raise BundleError(

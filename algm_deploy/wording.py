@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+_PARTS = {"attention": "attention", "mlp": "MLP"}
 _HALF = re.compile(r"(.+)-(first|second)-half")
 
 
@@ -43,6 +44,6 @@ def merge_titles(names: Sequence[str]) -> dict[str, str]:
 
 
 def _merge_title(name: str, alone: bool) -> str:
-    kind, _, layer = name.partition("_")
+    kind, layer, *part = name.split("_")
     title = "ToMe" if kind == "tome" else kind.upper()
-    return title if alone else f"{title} {layer}"
+    return " ".join([title, *([] if alone else [layer]), *map(_PARTS.__getitem__, part)])

@@ -109,5 +109,5 @@ def test_truncated_pays_for_all_but_the_merge() -> None:
     truncated: Any = variant_network(model, facts, "truncated", [28, 24])[0].model
     assert all(block.proportional for block in truncated.blocks)
     (last,), stages = truncated.encoder(torch.zeros(1, 3, 96, 96))
-    assert [stage.values.shape[1] for stage in stages] == [29, 25]
+    assert [stage.size.shape[1] for stage in stages] == [29, 25]
     assert last.values.shape[1] == 37

@@ -21,7 +21,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Signature:
-    """Inputs, outputs, threshold defaults and the names of the merges (`clap_1`, `gbm_5`: kind and 1-based layer)."""
+    """Inputs, outputs, threshold defaults and the names of the merges, which `merge_names` gives."""
 
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
@@ -46,8 +46,11 @@ def threshold_defaults(plan: MergePlan) -> dict[str, float]:
 
 
 def merge_names(plan: MergePlan) -> tuple[str, ...]:
-    """`clap_1`, `gbm_5`, `tome_1`, ...: one name a merge, in the order they run; layers count from 1."""
-    return tuple(f"{plan.merge_in(layer)}_{layer}" for layer in plan.layers)
+    """One name a merge, in the order they run: kind and 1-based layer, and the part of it where the merge ends with one.
+
+    So `clap_1`, `gbm_5`, `tome_1`, `tome_1_attention`.
+    """
+    return tuple("_".join(filter(None, (plan.merge_in(layer), str(layer), part))) for layer, part in plan.places)
 
 
 def output_names(plan: MergePlan, output: Output) -> tuple[str, ...]:

@@ -280,7 +280,7 @@ _SETTINGS = {
     "max_batch": "max_batch",
 }
 _WITHOUT_MERGES = {
-    f"merging.{name}": getattr(DENSE, name) for name in ("clap_layers", "gbm_layers", "tome_r", "method")
+    f"merging.{name}": getattr(DENSE, name) for name in ("clap_layers", "gbm_layers", "tome_r", "tome_share", "method")
 }
 
 

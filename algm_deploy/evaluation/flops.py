@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from algm_deploy.errors import PlanError
 from algm_deploy.models.loading import network_class
-from algm_deploy.models.multiply_adds import BILINEAR, attention, mlp
+from algm_deploy.models.multiply_adds import BILINEAR, NORM, attention, mlp
 from algm_deploy.recipe.schema import MergePlan, Network
 
 
@@ -53,7 +53,7 @@ def multiply_adds(network: Network, plan: MergePlan, tokens_after_merge: Sequenc
     counts = _counts(plan, patches, tokens_after_merge)
     encoder, merging, leaving = _encoder(network, plan, counts, patches)
     levels = [leaving[layer] for layer in network.stages or (network.encoder_depth,)]
-    if plan.method == "tome":  # which unmerges before the decoder
+    if plan.counts_in:  # ToMe hands every patch to the decoder
         levels = [patches] * len(levels)
     height, width = network.image_size
     return MultiplyAdds(
@@ -84,12 +84,30 @@ def _encoder(network: Network, plan: MergePlan, counts: dict[int, int], tokens: 
     encoder = merging = 0
     leaving = {}
     for layer in range(1, network.encoder_depth + 1):
+        if layer in counts and not plan.lasting:
+            both, similarities = _around(network, counts[layer], tokens)
+            encoder, merging, leaving[layer] = encoder + both, merging + similarities, tokens
+            continue
         encoder += attention(tokens + network.prefix, network.embed_dim)
         if layer in counts and plan.merge_in(layer) != "clap":
-            sequence = tokens + network.prefix
             # ToMe compares the mean over heads of keys.
-            width = network.embed_dim // (network.heads if plan.method == "tome" else 1)
-            merging += (sequence - sequence // 2) * (sequence // 2) * width
+            merging += _similarities(network, tokens, network.heads if plan.method == "tome" else 1)
         leaving[layer] = tokens = counts.get(layer, tokens)
         encoder += mlp(tokens + network.prefix, network.embed_dim)
     return encoder, merging, leaving
+
+
+def _around(network: Network, left: int, patches: int) -> tuple[int, int]:
+    """Multiply-adds of a block whose attention and MLP run on `left` patch tokens, and of what merging compares there.
+
+    Norms and residuals are those of all rows.
+    """
+    rows = left + network.prefix
+    both = attention(rows, network.embed_dim) + mlp(rows, network.embed_dim)
+    return both + 2 * NORM * (patches - left) * network.embed_dim, 2 * _similarities(network, patches)
+
+
+def _similarities(network: Network, patches: int, heads: int = 1) -> int:
+    """Multiply-adds of the similarities of one half of a sequence to the other, of rows as wide as one of `heads`."""
+    sequence = patches + network.prefix
+    return (sequence - sequence // 2) * (sequence // 2) * (network.embed_dim // heads)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import algm_deploy.ops  # noqa: F401  registers torch.ops.algm
-from algm_deploy.models.vit import MergeInputs, Tokens, VitNetwork
+from algm_deploy.models.vit import Merged, MergeInputs, VitNetwork
 from algm_deploy.ops._rows import wide
 from algm_deploy.ops.label_map import label_dtype
 from algm_deploy.recipe.schema import Size
@@ -19,13 +19,13 @@ class TokenScores(NamedTuple):
     """Class scores of merged tokens.
 
     scores (B, S', K), rows of padding unspecified; map (B, N) with `prefix` leading rows that `scores` no longer has;
-    stages: the tokens after each merging block.
+    stages: what each merge left, in order.
     """
 
     scores: Tensor
     map: Tensor
     prefix: int
-    stages: list[Tokens]
+    stages: list[Merged]
 
 
 class GridScores(NamedTuple):
@@ -33,7 +33,7 @@ class GridScores(NamedTuple):
 
     scores: Tensor
     prefix: int
-    stages: list[Tokens]
+    stages: list[Merged]
 
 
 Scores = TokenScores | GridScores

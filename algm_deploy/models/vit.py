@@ -1,13 +1,14 @@
-"""Plain Vision Transformer with an empty merge slot in every block.
+"""Plain Vision Transformer with empty merge slots in every block.
 
 Parameter names are those of the official Segmenter checkpoints (rstrudel/segmenter, segm/model/vit.py). A block
-computes attention, then hands its tokens to the slot, then runs its MLP: that is where ALGM merges.
+computes attention, then hands its tokens to a slot, then runs its MLP: that is where ALGM merges. Two more slots stand
+around attention and around the MLP, for merges that end with them.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -15,15 +16,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from algm_deploy.models.naming import Naming
-from algm_deploy.recipe.schema import Network, patch_margins
+from algm_deploy.recipe.schema import Network, Part, patch_margins
+
+
+class Merged(NamedTuple):
+    """What is left of a sequence after a merge: size, map and length as in `Tokens`."""
+
+    size: Tensor
+    map: Tensor
+    length: Tensor
 
 
 class Tokens(NamedTuple):
     """The sequence between two blocks.
 
     values (B, S, D); size (B, S) fp32, patches a row stands for; map (B, N) int64, row of every patch; length (B)
-    int64, valid rows. `padded`: images differ in length, so attention has to be told. `keys` (B, S, D / heads): keys of
-    the block's attention, their mean over heads, for a merge that compares them.
+    int64, valid rows. `padded`: images differ in length, so attention has to be told. `keys` (B, S, K): what a merge
+    compares where it is not the values, such as the keys of the block's attention, their mean over heads. `within`: the
+    merges inside the last block that ended there, of which nothing is seen in the other fields.
     """
 
     values: Tensor
@@ -32,6 +42,12 @@ class Tokens(NamedTuple):
     length: Tensor
     padded: bool
     keys: Tensor | None = None
+    within: tuple[Merged, ...] = ()
+
+    @property
+    def merged(self) -> Merged:
+        """All but the values."""
+        return Merged(self.size, self.map, self.length)
 
     @property
     def key_length(self) -> Tensor | None:
@@ -103,31 +119,58 @@ class Mlp(nn.Module):
         self.fc1 = nn.Linear(dim, hidden)
         self.fc2 = nn.Linear(hidden, dim)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, length: Tensor | None = None) -> Tensor:
+        """Rows (B, S, D) one by one, so that nothing depends on how many are valid."""
         out: Tensor = self.fc2(F.gelu(self.fc1(x)))
         return out
 
 
+# The slot of a block for a merge that ends with a part of it, or with none.
+SLOTS: dict[Part, str] = {"": "merge", "attention": "attention_merge", "mlp": "mlp_merge"}
+
+
 class Block(nn.Module):
-    """Pre-norm transformer block; `merge` is the slot. `proportional`: attention counts the patches of a row (ToMe)."""
+    """Pre-norm transformer block with merge slots.
+
+    What `merge` leaves between attention and MLP goes on. `attention_merge` and `mlp_merge` are given the normalised
+    rows that enter attention or the MLP, which runs on what they leave; every row gets its result back, and the
+    residual is that of all rows. `proportional`: attention counts the patches of a row (ToMe).
+    """
 
     def __init__(self, dim: int, heads: int, eps: float = 1e-5) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(dim, eps)
         self.attn = Attention(dim, heads)
         self.merge: nn.Module = KeepTokens()
+        self.attention_merge: nn.Module = KeepTokens()
+        self.mlp_merge: nn.Module = KeepTokens()
         self.proportional = False
         self.norm2 = nn.LayerNorm(dim, eps)
         self.mlp = Mlp(dim, 4 * dim)
 
     def forward(self, tokens: Tokens, inputs: MergeInputs | None = None) -> Tokens:
         x, keys = self.norm1(tokens.values), None
+        first: tuple[Merged, ...] = ()
         if self.proportional:
             mixed, keys = self.attn.proportional(x, tokens.size)
         else:
-            mixed = self.attn(x, tokens.key_length)
+            mixed, first = _run_merged(self.attn, self.attention_merge, tokens._replace(values=x), inputs)
         tokens = self.merge(tokens._replace(values=tokens.values + mixed, keys=keys), inputs)
-        return tokens._replace(values=tokens.values + self.mlp(self.norm2(tokens.values)))
+        x = self.norm2(tokens.values)
+        changed, second = _run_merged(self.mlp, self.mlp_merge, tokens._replace(values=x), inputs)
+        return tokens._replace(values=tokens.values + changed, within=(*first, *second))
+
+
+def _run_merged(
+    part: Callable[[Tensor, Tensor | None], Tensor], slot: nn.Module, tokens: Tokens, inputs: MergeInputs | None
+) -> tuple[Tensor, tuple[Merged, ...]]:
+    """A part of a block on the rows that a slot leaves of `tokens`, given back to all of them (B, S, D); the merge."""
+    if isinstance(slot, KeepTokens):
+        return part(tokens.values, tokens.key_length), ()
+    merged = slot(tokens._replace(keys=tokens.values), inputs)
+    prefix = torch.arange(tokens.values.shape[1] - tokens.map.shape[1], device=tokens.map.device)
+    rows = torch.cat([prefix.expand(len(tokens.map), -1), merged.map], 1)
+    return torch.ops.algm.unmerge(part(merged.values, merged.key_length), rows, 0), (merged.merged,)
 
 
 class VisionTransformer(nn.Module):
@@ -164,17 +207,19 @@ class VisionTransformer(nn.Module):
             padded=False,
         )
 
-    def forward(self, image: Tensor, inputs: MergeInputs | None = None) -> tuple[list[Tokens], list[Tokens]]:
-        """The tokens after each block of `outputs`, and those after each merging block, in order.
+    def forward(self, image: Tensor, inputs: MergeInputs | None = None) -> tuple[list[Tokens], list[Merged]]:
+        """The tokens after each block of `outputs`, and what every merge left, in order.
 
         Blocks merge, so outputs differ in length: each has the map of its own depth.
         """
         tokens = self.embed(image)
-        outputs, stages = [], []
+        outputs: list[Tokens] = []
+        stages: list[Merged] = []
         for layer, block in enumerate(self.blocks, 1):
             tokens = block(tokens, inputs)
+            stages += tokens.within
             if not isinstance(block.merge, KeepTokens):
-                stages.append(tokens)
+                stages.append(tokens.merged)
             if layer in self.outputs:
                 outputs.append(self.outlet(tokens._replace(values=self.norm(tokens.values)), inputs))
         return outputs, stages

@@ -320,10 +320,12 @@ class Labels:
         )
 
 
-def output_problem(outputs: Mapping[str, Array], signature: Signature, images: int, prefix: int) -> str | None:
+def output_problem(
+    outputs: Mapping[str, Array], signature: Signature, images: int, prefix: int, lasting: bool = True
+) -> str | None:
     """Why the outputs for a batch of `images` cannot be compared, or contradict each other; None where they can.
 
-    `signature` names the outputs that were asked for.
+    `signature` names the outputs that were asked for; `lasting` as for `map_problem`.
     """
     for tensor in signature.outputs:
         found = outputs.get(tensor.name)
@@ -333,7 +335,7 @@ def output_problem(outputs: Mapping[str, Array], signature: Signature, images: i
             return f"expected {tensor.name} {expected}, got {came}"
     maps = [outputs[f"token_map_{name}"] for name in signature.merges]
     for image in range(images):
-        if problem := map_problem([m[image] for m in maps], prefix):
+        if problem := map_problem([m[image] for m in maps], prefix, lasting):
             return f"image {image} of {images}: {problem}"
     counts = [m.max(1) + 1 - prefix for m in maps]
     if any((outputs["token_counts"][:, i] != count).any() for i, count in enumerate(counts)):

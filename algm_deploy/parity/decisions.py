@@ -66,13 +66,16 @@ class GbmFacts:
         return replace(self, least=least)
 
 
-def map_problem(maps: list[Ints], prefix: int) -> str | None:
-    """Why the token maps (N,) of one image, in the order of the merges, cannot be the maps of any merge."""
+def map_problem(maps: list[Ints], prefix: int, lasting: bool = True) -> str | None:
+    """Why the token maps (N,) of one image, in the order of the merges, cannot be the maps of any merge.
+
+    `lasting`: what merged stays merged, so each map tells of all merges up to its own.
+    """
     for index, token_map in enumerate(maps):
         rows = np.unique(token_map)
         if not np.array_equal(rows, np.arange(prefix, prefix + len(rows))):
             return f"token map {index} does not number its tokens {prefix}, {prefix + 1}, ... without a gap"
-    for index, (before, after) in enumerate(pairwise(maps)):
+    for index, (before, after) in enumerate(pairwise(maps) if lasting else ()):
         if len(np.unique(np.stack([before, after]), axis=1).T) != len(np.unique(before)):
             return f"token map {index + 1} splits tokens that token map {index} had merged"
     return None
@@ -90,7 +93,7 @@ def differing(before: Ints, ours: Ints, other: Ints, stage: int, plan: MergePlan
         a, b = (_merged_windows(token_map, plan, network.grid) for token_map in (ours, other))
         count, total = len(np.setxor1d(a, b)), len(window_members(network.grid, plan.window))
     else:
-        first = 0 if plan.method == "tome" else first_source(plan.semantics, prefix)
+        first = 0 if plan.merge_in(layer) == "tome" else first_source(plan.semantics, prefix)
         one, two = (_join(before, token_map, prefix, first) for token_map in (ours, other))
         count, total = int((one.partners != two.partners).sum()), len(one.sources)
         a, b = one.stays, two.stays

@@ -80,13 +80,13 @@ def _expected(tensor: Tensor) -> dict[str, Any]:
 def _encoder_nodes(recipe: Recipe) -> list[dict[str, Any]]:
     """The `algm` nodes of the encoder in order: an attention a block, and the merge where the plan has one."""
     network, plan = recipe.network, recipe.merging
-    if plan.method == "tome" and plan.layers:
-        return _tome_nodes(network, plan)
+    if plan.counts_in and plan.layers:
+        return _tome_nodes(network, plan) if plan.lasting else _blockwise_nodes(network, plan)
     common = {"prefix": network.prefix, "semantics": plan.semantics, "batch": plan.batch}
     budgets = merge_budgets(plan, network.grid, network.prefix)
     clap = {"operator": "clap", "grid": list(network.grid), "window": list(plan.window), "order": plan.order} | common
     clap["rule"] = plan.clap
-    attention = {"operator": "attention", "heads": network.heads, "scale": (network.embed_dim / network.heads) ** -0.5}
+    attention = _attention_node(network)
     nodes = []
     for layer in range(1, network.encoder_depth + 1):
         nodes.append(attention)
@@ -100,9 +100,8 @@ def _encoder_nodes(recipe: Recipe) -> list[dict[str, Any]]:
 
 def _tome_nodes(network: Network, plan: MergePlan) -> list[dict[str, Any]]:
     """The nodes of an encoder with ToMe, which unmerges what it hands to the decoder."""
-    scale = (network.embed_dim / network.heads) ** -0.5
-    attention = {"operator": "proportional_attention", "heads": network.heads, "scale": scale}
-    merges = tome_merges(plan, network.grid[0] * network.grid[1])
+    attention = _attention_node(network) | {"operator": "proportional_attention"}
+    merges = tome_merges(plan, network.grid[0] * network.grid[1], network.prefix)
     nodes = []
     for layer in range(1, network.encoder_depth + 1):
         nodes.append(attention)
@@ -111,6 +110,23 @@ def _tome_nodes(network: Network, plan: MergePlan) -> list[dict[str, Any]]:
         if layer in (network.stages or (network.encoder_depth,)):
             nodes.append({"operator": "unmerge", "prefix": 0})
     return nodes
+
+
+def _blockwise_nodes(network: Network, plan: MergePlan) -> list[dict[str, Any]]:
+    """The nodes of an encoder with ToMe around attention and MLP."""
+    merges, nodes = tome_merges(plan, network.grid[0] * network.grid[1], network.prefix), []
+    unmerge = {"operator": "unmerge", "prefix": 0}
+    for layer in range(1, network.encoder_depth + 1):
+        if layer in merges:
+            tome = {"operator": "tome", "r": merges[layer], "prefix": network.prefix}
+            nodes += [tome, _attention_node(network), unmerge, tome, unmerge]
+        else:
+            nodes.append(_attention_node(network))
+    return nodes
+
+
+def _attention_node(network: Network) -> dict[str, Any]:
+    return {"operator": "attention", "heads": network.heads, "scale": (network.embed_dim / network.heads) ** -0.5}
 
 
 def _same(node: dict[str, Any] | None, wanted: dict[str, Any]) -> bool:

@@ -192,8 +192,8 @@ def _lowest(similarity: torch.Tensor, count: int) -> float:
 
 def merges_in(plan: MergePlan, layer: int, network: Network) -> int:
     """How many tokens or windows merge in a layer where the plan says it: with ToMe, or by a budget; else 0."""
-    if plan.method == "tome":
-        return tome_merges(plan, network.grid[0] * network.grid[1])[layer]
+    if plan.counts_in:
+        return tome_merges(plan, network.grid[0] * network.grid[1], network.prefix)[layer]
     return merge_budgets(plan, network.grid, network.prefix).get(layer, 0)
 
 

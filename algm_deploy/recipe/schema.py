@@ -17,8 +17,9 @@ Batching = Literal["per_image", "batch_min"]
 TokenOrder = Literal["published", "raster"]
 ClapRule = Literal["threshold", "budget"]
 GbmRule = Literal["adaptive", "fixed", "budget"]
-Method = Literal["algm", "tome"]
+Method = Literal["algm", "tome", "tome_blockwise"]
 Merge = Literal["clap", "gbm", "tome"]
+Part = Literal["", "attention", "mlp"]
 Resize = Literal["double", "single"]
 Output = Literal["labels", "scores"]
 Precision = Literal["fp32", "fp16", "bf16"]
@@ -105,6 +106,15 @@ def patch_margins(size: Size, patch_size: int) -> tuple[Size, Size]:
     return (rows // 2, rows - rows // 2), (columns // 2, columns - columns // 2)
 
 
+# The setting in which a method that merges as many tokens in every picture counts them.
+_COUNTED: dict[Method, str] = {"tome": "tome_r", "tome_blockwise": "tome_share"}
+
+
+def merged_parts(method: Method) -> tuple[Part, ...]:
+    """The parts of a block that a method merges tokens for, or the one empty part where merged tokens go on."""
+    return ("attention", "mlp") if method == "tome_blockwise" else ("",)
+
+
 @dataclass(frozen=True)
 class MergePlan:
     """Where and how a network merges tokens. Layers are 1-based encoder blocks, as in the published code.
@@ -118,6 +128,10 @@ class MergePlan:
 
     With method `tome`, the baseline, `tome_r` says how many tokens vanish in each block from the first, none after its
     end; of everything else nothing is read, and `clap_layers` and `gbm_layers` are empty.
+
+    With method `tome_blockwise` merges do not last: attention runs on fewer tokens, then every token is back, and so
+    for the MLP. `tome_share` says for each block from the first which share of the sequence, prefix counted, is merged
+    away for both, none after its end. It is rounded down, and at most half. Nothing else is read either.
     """
 
     clap_layers: tuple[int, ...] = (1,)
@@ -134,6 +148,7 @@ class MergePlan:
     order: TokenOrder = "published"
     method: Method = "algm"
     tome_r: tuple[int, ...] = ()
+    tome_share: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         self._check_method()
@@ -170,27 +185,54 @@ class MergePlan:
             )
 
     def _check_method(self) -> None:
-        if self.method == "tome" and (self.clap_layers or self.gbm_layers):
+        if self.method != "algm" and (self.clap_layers or self.gbm_layers):
             raise PlanError(
-                f"method tome has neither CLAP nor GBM, got layers {self.clap_layers} and {self.gbm_layers}: set "
-                "merging.clap_layers and merging.gbm_layers to []"
+                f"method {self.method} has neither CLAP nor GBM, got layers {self.clap_layers} and {self.gbm_layers}: "
+                "set merging.clap_layers and merging.gbm_layers to []"
             )
-        if self.method == "tome" and "budget" in (self.clap, self.gbm):
-            raise PlanError("method tome has neither CLAP nor GBM, got a budget for them: set merging.tome_r instead")
-        if self.method != "tome" and self.tome_r:
-            raise PlanError(f"merging.tome_r is read by method tome, got {self.tome_r} for {self.method}")
+        if self.method != "algm" and "budget" in (self.clap, self.gbm):
+            raise PlanError(
+                f"method {self.method} has neither CLAP nor GBM, got a budget for them: set merging.{self.counts_in} "
+                "instead"
+            )
+        for method, name in _COUNTED.items():
+            if self.method != method and getattr(self, name):
+                raise PlanError(
+                    f"merging.{name} is read by method {method}, got {getattr(self, name)} for {self.method}"
+                )
         if any(r < 0 for r in self.tome_r):
             raise PlanError(f"merging.tome_r counts the tokens that vanish in each block, got {self.tome_r}")
+        if not all(0 <= share <= 0.5 for share in self.tome_share):
+            raise PlanError(
+                f"expected merging.tome_share as shares from 0 to 0.5, one a block, got {self.tome_share}: at most half "
+                "of the tokens can merge with another"
+            )
+
+    @property
+    def counts_in(self) -> str:
+        """Where the plan says how many tokens merge, whatever the picture: `tome_r`, or empty where it does not so."""
+        return _COUNTED.get(self.method, "")
+
+    @property
+    def places(self) -> tuple[tuple[int, Part], ...]:
+        """Of every merge in the order they run its 1-based layer, and the part of the block it ends with, if one."""
+        counted = getattr(self, self.counts_in) if self.counts_in else ()
+        layers = (*self.clap_layers, *self.gbm_layers, *(layer for layer, count in enumerate(counted, 1) if count))
+        return tuple((layer, part) for layer in sorted(layers) for part in merged_parts(self.method))
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """All merging layers in the order they run."""
-        tome = (layer for layer, r in enumerate(self.tome_r, 1) if r)
-        return tuple(sorted((*self.clap_layers, *self.gbm_layers, *tome)))
+        """The layer of every merge in the order they run: one whose attention and MLP merge is there twice."""
+        return tuple(layer for layer, _ in self.places)
+
+    @property
+    def lasting(self) -> bool:
+        """Whether tokens that merged stay so; otherwise they are back after the part of the block they merged for."""
+        return merged_parts(self.method) == ("",)
 
     @property
     def static(self) -> bool:
-        """Whether every picture keeps the same number of tokens, known without it: by budgets, or with ToMe."""
+        """Whether every picture keeps the same number of tokens, known without it: by budgets, or by counts."""
         return (not self.clap_layers or self.clap == "budget") and (not self.gbm_layers or self.gbm == "budget")
 
     @property
@@ -200,7 +242,7 @@ class MergePlan:
 
     def merge_in(self, layer: int) -> Merge:
         """What merges in one of `layers`."""
-        if self.method == "tome":
+        if self.counts_in:
             return "tome"
         return "clap" if layer in self.clap_layers else "gbm"
 

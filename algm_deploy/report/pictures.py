@@ -369,7 +369,7 @@ def _merge_panel(merge: str, maps: NDArray[np.int64], mosaic: Mosaic) -> Panel:
     picture[_borders(np.where(sizes[where] > 1, where, np.int64(-1)))] = _OUTLINE
     share = f"{len(sizes)} of {tokens.size} tokens left ({_percent(len(sizes), tokens.size)})"
     subtitle = f"{share}; the largest stands for {sizes.max()} patches"
-    title = f"After {merge_titles([merge])[merge]}, layer {merge.partition('_')[2]}"
+    title = f"After {merge_titles([merge])[merge]}, layer {merge.split('_')[1]}"
     return Panel(title, subtitle, mosaic.with_seams(picture))
 
 

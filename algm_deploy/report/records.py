@@ -82,7 +82,7 @@ def plan_in_force(plan: MergePlan, thresholds: Mapping[str, float | str]) -> Mer
 
     Thresholds may be texts, as JSON has no infinity. A merge that waits for an infinite similarity is none.
     """
-    if plan.method == "tome":
+    if plan.counts_in:
         return plan if plan.layers else DENSE
     clap, gbm = (
         float(np.float32(thresholds.get(name, default)))
@@ -98,14 +98,20 @@ def plan_in_force(plan: MergePlan, thresholds: Mapping[str, float | str]) -> Mer
 _TOLD_BY_BUDGETS = ("clap", "clap_budget", "gbm_budget")
 
 
-def tome_r_words(plan: MergePlan) -> str:
-    """ToMe's r in words: `16 in 12 blocks`, or block by block."""
-    merging = [r for r in plan.tome_r if r]
-    if len(set(merging)) == 1:
-        return (
-            f"{merging[0]} in block {plan.layers[0]}" if len(merging) == 1 else f"{merging[0]} in {len(merging)} blocks"
-        )
-    return ", ".join(map(str, plan.tome_r))
+def tome_words(plan: MergePlan) -> str:
+    """How much ToMe merges, in words: `r 16 in 12 blocks`, `20 % in 24 blocks, each by itself`, or block by block."""
+    if plan.lasting:
+        return f"r {_by_block(list(map(str, plan.tome_r)), plan)}"
+    return f"{_by_block([f'{100 * share:.3g} %' for share in plan.tome_share], plan)}, each by itself"
+
+
+def _by_block(counts: Sequence[str], plan: MergePlan) -> str:
+    """What is counted in each block, once where all that merge count alike."""
+    layers = list(dict.fromkeys(plan.layers))
+    merging = {counts[layer - 1] for layer in layers}
+    if len(merging) != 1:
+        return ", ".join(counts)
+    return f"{merging.pop()} in " + (f"block {layers[0]}" if len(layers) == 1 else f"{len(layers)} blocks")
 
 
 def budget_words(plan: MergePlan) -> str:
@@ -125,8 +131,8 @@ def plan_name(plan: MergePlan, reference: MergePlan) -> str:
     """Short name of a plan beside others: its threshold or budget, and where it otherwise differs from `reference`."""
     if not plan.layers:
         return "dense"
-    if plan.method == "tome":
-        return f"ToMe, r {tome_r_words(plan)}"
+    if plan.counts_in:
+        return f"ToMe, {tome_words(plan)}"
     if plan.budgeted:
         parts = [f"budget {budget_words(plan)}"]
     else:

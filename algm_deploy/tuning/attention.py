@@ -26,7 +26,7 @@ from algm_deploy.errors import DatasetError, ImageError, PlanError
 from algm_deploy.evaluation.datasets import Dataset, Sample
 from algm_deploy.merging import deployed, merge_inputs
 from algm_deploy.models.loading import load_network
-from algm_deploy.models.vit import Block, Tokens, VisionTransformer
+from algm_deploy.models.vit import Block, KeepTokens, Merged, VisionTransformer
 from algm_deploy.recipe.schema import DENSE, MergePlan, Recipe
 from algm_deploy.tuning.photos import check_all_measured
 from algm_deploy.tuning.similarity import windows_of
@@ -107,20 +107,22 @@ class _Probe:
         """
         tokens, rows = self.encoder.embed(image), []
         for block in self._blocks:
-            before = tokens
+            attending = tokens.merged
             tokens = block(tokens, self.inputs)
-            rows.append(class_mass(self._qkv, before, classes, block, self.encoder.prefix))
-        return torch.stack(rows).cpu().numpy(), _shares(token_classes(tokens, classes)).cpu().numpy()
+            if not isinstance(block.attention_merge, KeepTokens):
+                attending = tokens.within[0]
+            rows.append(class_mass(self._qkv, attending, classes, block, self.encoder.prefix))
+        return torch.stack(rows).cpu().numpy(), _shares(token_classes(tokens.merged, classes)).cpu().numpy()
 
 
-def token_classes(tokens: Tokens, classes: Tensor) -> Tensor:
+def token_classes(tokens: Merged, classes: Tensor) -> Tensor:
     """The share (S, K) of each class among the patches of every token of a single image; zero for cls."""
-    rows = tokens.values.shape[1]
+    rows = tokens.size.shape[1]
     held = classes.new_zeros(rows, classes.shape[1]).index_add_(0, tokens.map[0], classes)
     return held / tokens.size[0, :, None].double().clamp(min=1)
 
 
-def class_mass(qkv: Tensor, tokens: Tokens, classes: Tensor, block: Block, prefix: int) -> Tensor:
+def class_mass(qkv: Tensor, tokens: Merged, classes: Tensor, block: Block, prefix: int) -> Tensor:
     """Shares (K,) of a single image's attention in a block by class, from its queries, keys and values (1, S, 3D).
 
     Every patch asks once: a token does so as often as it stands for patches.

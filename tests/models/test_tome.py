@@ -1,9 +1,15 @@
-"""ToMe equals the published code on the same weights.
+"""ToMe, and ToMe around attention and MLP, equal the published codes on the same weights.
 
 `tests/data/tome.npz` holds what facebookresearch/ToMe (commit af95e4b: tome/merge.py, tome/utils.py,
 tome/patch/timm.py, on a ViT as timm 0.4.12 has it) gave for the two pictures of `published/images.npz`, divided by 255,
 and weights made by name: tokens behind the last norm, their sizes, and for every patch its row, from the traced
 source.
+
+`tests/data/tome_blockwise.npz` holds likewise what Expedit-LargeScale-Vision-Transformer/Expedit-Segmenter (commit
+63f4066: mmseg/ops/tome/tome, patch/mmseg.py, on its own mmseg/models/backbones/tome_vit.py) gave: tokens behind the last
+norm, and for every merge the row of every patch, which is what its unmerge makes of row numbers. Attention and MLP were
+those of mmcv-lite 2.1.0; of torch_scatter, sums by `scatter_add_` stood in. It protects row 0 even where there is no cls
+token, which is left out here.
 """
 
 from __future__ import annotations
@@ -25,6 +31,7 @@ from algm_deploy.models.vit import VitNetwork
 from algm_deploy.recipe.schema import MergePlan, Network
 
 DATA = Path(__file__).parents[1] / "data"
+SHARES = ("fifth", "third", "half")
 CASES = ("constant", "schedule", "one_block", "halves", "distilled", "no_cls")
 # Two fp32 implementations of four blocks; the tokens reach 3.
 TOLERANCE = 5e-6
@@ -61,6 +68,18 @@ class Case:
         """Published tokens of [prefix | every patch]."""
         patches = self.tokens.gather(1, self.map[:, :, None].expand(-1, -1, 32))
         return torch.cat([self.tokens[:, : self.prefix], patches], 1)
+
+
+class Blockwise:
+    """Likewise around attention and MLP."""
+
+    def __init__(self, name: str) -> None:
+        with np.load(DATA / "tome_blockwise.npz") as file:
+            self.share = json.loads(str(file["meta"]))["cases"][name]
+            self.tokens = torch.from_numpy(file[f"{name}_tokens"])
+            self.maps = torch.from_numpy(file[f"{name}_maps"]).long()
+        self.plan = MergePlan((), (), method="tome_blockwise", tome_share=(self.share,) * 4)
+        self.model = Case("constant").model
 
 
 @pytest.fixture(scope="module")
@@ -128,4 +147,61 @@ def test_another_plan_leaves_nothing_of_tome(images: Tensor) -> None:
     [((4, 4), 10, {1: 4, 2: 3}), ((0, 9), 10, {2: 5}), ((1, 1, 1, 1), 2, {1: 1, 2: 0, 3: 0, 4: 0}), ((), 10, {})],
 )
 def test_at_most_half_of_the_tokens_merge(r: tuple[int, ...], patches: int, merges: dict[int, int]) -> None:
-    assert tome_merges(MergePlan((), (), method="tome", tome_r=r), patches) == merges
+    assert tome_merges(MergePlan((), (), method="tome", tome_r=r), patches, 1) == merges
+
+
+# --- around attention and MLP -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SHARES)
+def test_blockwise_equals_the_published_code(
+    name: str, images: Tensor, record_property: Callable[[str, object], None]
+) -> None:
+    case = Blockwise(name)
+    (last,), stages = insert_merging(case.model, case.plan).encoder(images, merge_inputs(0.0, 0.0))
+    assert torch.equal(torch.stack([stage.map for stage in stages]), case.maps)
+    torch.testing.assert_close(last.values, case.tokens, rtol=0, atol=TOLERANCE)
+    dense = case.model.encoder(images)[0][0].values
+    assert (dense - case.tokens).abs().max() > 1000 * TOLERANCE
+    record_property("support", "tome_blockwise mmseg/encoder torch equals")
+
+
+def test_blockwise_gives_every_row_back(images: Tensor) -> None:
+    case = Blockwise("fifth")
+    (last,), stages = insert_merging(case.model, case.plan).encoder(images, merge_inputs(0.0, 0.0))
+    assert last.map.tolist() == [list(range(1, 37))] * 2
+    assert last.length.tolist() == [37, 37]
+    assert {tuple(stage.length.tolist()) for stage in stages} == {(30, 30)}
+    assert {stage.size.sum().item() for stage in stages} == {2 * 37}
+
+
+def test_blockwise_by_forced_maps(images: Tensor) -> None:
+    """The same tokens by their own maps, and others where attention and MLP have each other's."""
+    case = Blockwise("third")
+    replaying = replay_merging(case.model, case.plan)
+    (last,), _ = replaying.encoder(images, merge_inputs(0.0, 0.0, tuple(case.maps)))
+    torch.testing.assert_close(last.values, case.tokens, rtol=0, atol=TOLERANCE)
+    swapped = case.maps.unflatten(0, (4, 2)).flip(1).flatten(0, 1)
+    (other,), _ = replaying.encoder(images, merge_inputs(0.0, 0.0, tuple(swapped)))
+    assert (other.values - case.tokens).abs().max() > 1000 * TOLERANCE
+
+
+def test_blockwise_in_some_blocks(images: Tensor) -> None:
+    """A block with a share of 0 is the dense one; another plan leaves nothing of it."""
+    case = Blockwise("half")
+    plan = replace(case.plan, tome_share=(0, 0.5))
+    merged = insert_merging(case.model, plan)
+    _, stages = merged.encoder(images, merge_inputs(0.0, 0.0))
+    assert [stage.length.tolist() for stage in stages] == [[19, 19]] * 2
+    again = insert_merging(merged, replace(case.plan, tome_share=()))
+    dense = case.model.encoder(images)[0][0].values
+    assert torch.equal(again.encoder(images, merge_inputs(0.0, 0.0))[0][0].values, dense)
+
+
+@pytest.mark.parametrize(
+    ("share", "patches", "prefix", "merges"),
+    [(0.2, 1600, 1, 320), (0.3, 1600, 1, 480), (0.5, 1600, 1, 800), (0.5, 36, 5, 18), (0.01, 36, 1, 0)],
+)
+def test_blockwise_shares_take_in_the_prefix(share: float, patches: int, prefix: int, merges: int) -> None:
+    plan = MergePlan((), (), method="tome_blockwise", tome_share=(share,) * 2)
+    assert tome_merges(plan, patches, prefix) == {1: merges, 2: merges}

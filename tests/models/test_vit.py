@@ -60,7 +60,7 @@ def test_the_slot_lies_between_attention_and_mlp(encoder: VisionTransformer) -> 
     (tokens,), stages = encoder(torch.rand(1, 3, 8, 12))
     assert seen[0].shape == (1, 7, 16)
     assert tokens.values.shape == (1, 3, 16)
-    assert [stage.values.shape[1] for stage in stages] == [3]  # only blocks that merge
+    assert [stage.size.shape[1] for stage in stages] == [3]  # only blocks that merge
 
 
 def test_keys_behind_the_length_are_masked_once_images_differ() -> None:

@@ -32,7 +32,7 @@ from algm_deploy.merging import Clap, Gbm, KeepFirst
 from algm_deploy.models.deployed import PIXEL_SCALE, Deployed, PixelEmbedding
 from algm_deploy.models.scores import TokenScores
 from algm_deploy.models.segmenter import LinearDecoder, MaskTransformer, Segmenter
-from algm_deploy.models.vit import Attention, Block, KeepTokens, MergeInputs, Mlp, Tokens, VisionTransformer
+from algm_deploy.models.vit import SLOTS, Attention, Block, KeepTokens, MergeInputs, Mlp, Tokens, VisionTransformer
 from algm_deploy.ops.native_kernels import Kernels, Merge, clap_merge, gbm_merge, use_kernels
 from algm_deploy.runners.torch.fused import (
     apart,
@@ -176,6 +176,7 @@ def supports(network: Deployed) -> bool:
     blocks = [*own, *(decoder.blocks if isinstance(decoder, MaskTransformer) else ())]
     plain = type(encoder) is VisionTransformer and isinstance(encoder.outlet, KeepTokens)
     plain = plain and all(type(block) is Block and not block.proportional for block in blocks)
+    plain = plain and all(isinstance(getattr(block, SLOTS[part]), KeepTokens) for block in own for part in SLOTS if part)
     slots = [block.merge for block in own if not isinstance(block.merge, KeepTokens)]
     static = all(isinstance(s, Clap | Gbm | KeepFirst) and not _decides(s) for s in slots)
     return plain and (static or all(_decides(s) for s in slots))
