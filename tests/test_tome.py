@@ -2,44 +2,69 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 import torch
 
 from algm_deploy.bundle.signature import signature_of
 from algm_deploy.bundle.store import Bundle
-from algm_deploy.deployment import export
+from algm_deploy.deployment import export, parity_windows
 from algm_deploy.errors import BundleError, ExportError, PlanError
 from algm_deploy.evaluation.evaluate import merge_names
 from algm_deploy.evaluation.flops import multiply_adds
 from algm_deploy.lowering.onnxruntime import write_onnxruntime_onnx
 from algm_deploy.lowering.portable import operator_of
 from algm_deploy.lowering.tensorrt import write_tensorrt_onnx
+from algm_deploy.merging import insert_merging
+from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.loading import network_class
 from algm_deploy.models.vit import VitNetwork
+from algm_deploy.parity.chain import verify
+from algm_deploy.parity.decisions import map_problem, tome_problems
+from algm_deploy.parity.graph import graph_facts, graph_problems
+from algm_deploy.parity.replay import Replays, tome_facts
 from algm_deploy.predictor import Predictor
 from algm_deploy.recipe.reading import recipe
 from algm_deploy.recipe.schema import DENSE, MergePlan, Network, Protocol, Recipe
 from algm_deploy.report.records import plan_in_force, plan_name
+from algm_deploy.runners.contract import runner
+from algm_deploy.runners.torch.packed import supports
 from algm_deploy.timing.variants import variant_network
+from algm_deploy.wording import merge_titles
 
 PLAN = MergePlan((), (), method="tome", tome_r=(8, 0, 4))
+AROUND = MergePlan((), (), method="tome_blockwise", tome_share=(0.3, 0, 0.5))
 NETWORK = Network("segmenter", 64, 4, 1, 5, (96, 96))
-SETTINGS = {f"merging.{key}": getattr(PLAN, key) for key in ("method", "clap_layers", "gbm_layers", "tome_r")}
+
+
+def settings(plan: MergePlan) -> dict[str, Any]:
+    keys = ("method", "clap_layers", "gbm_layers", plan.counts_in)
+    return {f"merging.{key}": getattr(plan, key) for key in keys}
 
 
 @pytest.fixture(scope="module")
 def bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    return export(tiny_checkpoint, tmp_path_factory.mktemp("tome") / "bundle", None, SETTINGS).bundle
+    return export(tiny_checkpoint, tmp_path_factory.mktemp("tome") / "bundle", None, settings(PLAN)).bundle
+
+
+@pytest.fixture(scope="module")
+def around(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return export(tiny_checkpoint, tmp_path_factory.mktemp("around") / "bundle", None, settings(AROUND)).bundle
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"tome_share": (0.3,)}, r"merging.tome_share is read by method tome_blockwise, got \(0.3,\) for tome"),
+        ({"method": "tome_blockwise"}, r"merging.tome_r is read by method tome, got \(8, 0, 4\) for tome_blockwise"),
+        ({"tome_share": (0.6,), "tome_r": (), "method": "tome_blockwise"}, "from 0 to 0.5, one a block, got .* half"),
+        ({"clap": "budget", "clap_budget": 2}, "got a budget for them: set merging.tome_r instead"),
         ({"gbm_layers": (5,)}, "method tome has neither CLAP nor GBM, got layers .* set merging.clap_layers and"),
         ({"clap_layers": (1,)}, "method tome has neither CLAP nor GBM"),
         ({"method": "algm"}, r"merging.tome_r is read by method tome, got \(8, 0, 4\) for algm"),
@@ -61,6 +86,20 @@ def test_merges_have_names_and_no_thresholds() -> None:
     assert merge_names(replace(PLAN, tome_r=(8,))) == ("tome_1",)
 
 
+def test_merges_around_parts_have_their_names() -> None:
+    assert AROUND.layers == (1, 1, 3, 3)
+    names = signature_of(Recipe("tiny", NETWORK, AROUND, Protocol("camvid", 96, 96, 96))).merges
+    assert names == ("tome_1_attention", "tome_1_mlp", "tome_3_attention", "tome_3_mlp")
+    assert merge_titles(names) == {"tome_1_attention": "ToMe 1 attention", "tome_3_mlp": "ToMe 3 MLP"}
+
+
+def test_a_report_names_shares() -> None:
+    assert plan_name(AROUND, DENSE) == "ToMe, 30 %, 0 %, 50 %, each by itself"
+    assert plan_name(replace(AROUND, tome_share=(0.2,) * 3), DENSE) == "ToMe, 20 % in 3 blocks, each by itself"
+    assert plan_in_force(AROUND, {}) == AROUND
+    assert plan_in_force(replace(AROUND, tome_share=()), {}) == DENSE
+
+
 def test_a_report_names_r() -> None:
     assert plan_name(replace(PLAN, tome_r=(4,) * 3), DENSE) == "ToMe, r 4 in 3 blocks"
     assert plan_name(replace(PLAN, tome_r=(0, 9)), DENSE) == "ToMe, r 9 in block 2"
@@ -76,6 +115,54 @@ def test_multiply_adds_count_keys_and_a_full_decoder() -> None:
     assert merged.decoder == dense.decoder
     assert merged.merging == 513 * 512 * 64  # one key of 64 channels for all heads
     assert merged.encoder < dense.encoder
+
+
+def test_multiply_adds_around_parts() -> None:
+    """By hand: attention and MLP of what is left, norms of all rows, similarities of full width twice a block."""
+    facts = recipe("segmenter_vit_s16_ade20k").network
+    dense, plan = multiply_adds(facts, DENSE), MergePlan((), (), method="tome_blockwise", tome_share=(0, 0.5))
+    merged = multiply_adds(facts, plan, [512, 512])
+    assert merged.decoder == dense.decoder
+    assert merged.merging == 2 * 513 * 512 * 384
+    rows, left, width = 1025, 513, 384
+    block = 10 * rows * width + 12 * left * width**2 + 2 * left**2 * width
+    assert merged.encoder == dense.encoder // 12 * 11 + block
+
+
+def test_the_chain_holds_around_parts(around: Bundle, record_property: Callable[[str, object], None]) -> None:
+    images = parity_windows(around.recipe, [], 2)
+    report = verify(around, "onnxruntime-cpu", images, progress=False)
+    assert [(link.name, link.measured) for link in report.links if not link.passed] == []
+    with runner(around, "onnxruntime-cpu") as run:
+        found = run.infer({"image": images})
+    assert found["token_counts"].tolist() == [[45, 45, 32, 32]] * 2
+    assert not np.array_equal(found["token_map_tome_1_attention"], found["token_map_tome_1_mlp"])
+    record_property("support", "tome_blockwise segmenter/mask_transformer onnxruntime-cpu verified")
+
+
+@pytest.mark.parametrize("share", [(0.3, 0, 0.4), (0.3, 0.3, 0.5), (0.3,)])
+def test_a_graph_of_another_share_is_found_out(around: Bundle, share: tuple[float, ...]) -> None:
+    facts = graph_facts(around.file("model.onnx"))
+    other = replace(around.recipe, merging=replace(AROUND, tome_share=share))
+    assert not graph_problems(facts, around.recipe)
+    assert any("encoder: expected" in problem for problem in graph_problems(facts, other))
+
+
+def test_a_map_that_merges_one_token_less_is_found_out(around: Bundle) -> None:
+    """And one that a merge before it does not nest in is not, as all tokens come back in between."""
+    images = parity_windows(around.recipe, [], 1)
+    with runner(around, "onnxruntime-cpu") as run:
+        names = around.signature.merges
+        found = run.infer({"image": images})
+    maps = [found[f"token_map_{name}"][0] for name in names]
+    assert "splits tokens" in (map_problem(maps, 1) or "")
+    assert map_problem(maps, 1, lasting=False) is None
+    replayed, network = Replays(around, images)(0, maps), around.recipe.network
+    (facts,) = tome_facts([replayed], 1, AROUND, network)
+    before = replayed.truth[1].map[0].numpy()
+    assert tome_problems(facts, before, maps[1], 1) == []
+    wrong = tome_problems(facts, before, maps[0], 1)  # what attention merges is not what the MLP has to
+    assert any("less similar than the best" in problem for problem in wrong)
 
 
 def test_dense_by_thresholds_is_refused(bundle: Bundle) -> None:
@@ -100,6 +187,22 @@ def test_the_graph_for_cuda_has_tome_in_standard_operators(bundle: Bundle) -> No
     bodies = {operator_of(function.name) for function in model.functions}
     assert {"tome", "proportional_attention"} <= bodies
     assert "unmerge" not in bodies
+
+
+def test_truncated_around_parts_gives_every_row_back() -> None:
+    torch.manual_seed(0)
+    model: VitNetwork = network_class(NETWORK)(NETWORK)
+    facts = Recipe("tiny", NETWORK, AROUND, Protocol("camvid", 96, 96, 96))
+    truncated: Any = variant_network(model, facts, "truncated", [25, 25, 18, 18])[0].model
+    (last,), stages = truncated.encoder(torch.zeros(1, 3, 96, 96))
+    assert [stage.length.tolist() for stage in stages] == [[26], [26], [19], [19]]
+    assert last.values.shape[1] == 37
+
+
+def test_packed_rows_do_not_merge_around_parts() -> None:
+    model: VitNetwork = network_class(NETWORK)(NETWORK)
+    assert supports(Deployed(insert_merging(model, DENSE), NETWORK, "labels"))
+    assert not supports(Deployed(insert_merging(model, AROUND), NETWORK, "labels"))
 
 
 def test_truncated_pays_for_all_but_the_merge() -> None:

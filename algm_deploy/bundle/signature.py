@@ -46,7 +46,7 @@ def threshold_defaults(plan: MergePlan) -> dict[str, float]:
 
 
 def merge_names(plan: MergePlan) -> tuple[str, ...]:
-    """One name a merge, in the order they run: kind and 1-based layer, and the part of it where the merge ends with one.
+    """One name a merge, in the order they run: kind and 1-based layer, and the part of it that the merge ends with.
 
     So `clap_1`, `gbm_5`, `tome_1`, `tome_1_attention`.
     """

@@ -169,7 +169,7 @@ def _run_merged(
         return part(tokens.values, tokens.key_length), ()
     merged = slot(tokens._replace(keys=tokens.values), inputs)
     prefix = torch.arange(tokens.values.shape[1] - tokens.map.shape[1], device=tokens.map.device)
-    rows = torch.cat([prefix.expand(len(tokens.map), -1), merged.map], 1)
+    rows = torch.cat([prefix.expand(tokens.map.shape[0], -1), merged.map], 1)
     return torch.ops.algm.unmerge(part(merged.values, merged.key_length), rows, 0), (merged.merged,)
 
 

@@ -204,8 +204,8 @@ class MergePlan:
             raise PlanError(f"merging.tome_r counts the tokens that vanish in each block, got {self.tome_r}")
         if not all(0 <= share <= 0.5 for share in self.tome_share):
             raise PlanError(
-                f"expected merging.tome_share as shares from 0 to 0.5, one a block, got {self.tome_share}: at most half "
-                "of the tokens can merge with another"
+                f"expected merging.tome_share as shares from 0 to 0.5, one a block, got {self.tome_share}: at most "
+                "half of the tokens can merge with another"
             )
 
     @property

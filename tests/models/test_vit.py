@@ -54,7 +54,7 @@ def test_the_slot_lies_between_attention_and_mlp(encoder: VisionTransformer) -> 
     class Halve(nn.Module):
         def forward(self, tokens: Tokens, inputs: Any) -> Tokens:
             seen.append(tokens.values)
-            return tokens._replace(values=tokens.values[:, :3])
+            return tokens._replace(values=tokens.values[:, :3], size=tokens.size[:, :3])
 
     encoder.blocks[0].merge = Halve()
     (tokens,), stages = encoder(torch.rand(1, 3, 8, 12))

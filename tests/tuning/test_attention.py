@@ -14,7 +14,7 @@ from algm_deploy.bundle.records import AttentionTuning
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import DatasetError, PlanError
 from algm_deploy.evaluation.datasets import Dataset
-from algm_deploy.models.vit import Block, Tokens
+from algm_deploy.models.vit import Block, Merged
 from algm_deploy.recipe.schema import DENSE, MergePlan
 from algm_deploy.report.tuning import tuning_page
 from algm_deploy.tuning.attention import class_mass, measure_attention, token_classes
@@ -25,9 +25,8 @@ MAP = torch.tensor([[1, 1, 3, 2, 3]])
 CLASSES = torch.tensor([[1.0, 0], [0, 1], [0, 1], [1, 0], [0, 0]], dtype=torch.float64)  # the last one is unlabelled
 
 
-def merged_tokens() -> Tokens:
-    values = torch.zeros(1, 4, 8)
-    return Tokens(values, torch.tensor([[1.0, 2, 1, 2]]), MAP, torch.tensor([4]), padded=False)
+def merged_tokens() -> Merged:
+    return Merged(torch.tensor([[1.0, 2, 1, 2]]), MAP, torch.tensor([4]))
 
 
 def test_tokens_count_for_the_classes_of_their_patches() -> None:

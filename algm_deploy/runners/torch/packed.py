@@ -176,7 +176,9 @@ def supports(network: Deployed) -> bool:
     blocks = [*own, *(decoder.blocks if isinstance(decoder, MaskTransformer) else ())]
     plain = type(encoder) is VisionTransformer and isinstance(encoder.outlet, KeepTokens)
     plain = plain and all(type(block) is Block and not block.proportional for block in blocks)
-    plain = plain and all(isinstance(getattr(block, SLOTS[part]), KeepTokens) for block in own for part in SLOTS if part)
+    plain = plain and all(
+        isinstance(getattr(block, SLOTS[part]), KeepTokens) for block in own for part in SLOTS if part
+    )
     slots = [block.merge for block in own if not isinstance(block.merge, KeepTokens)]
     static = all(isinstance(s, Clap | Gbm | KeepFirst) and not _decides(s) for s in slots)
     return plain and (static or all(_decides(s) for s in slots))
