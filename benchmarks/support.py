@@ -35,7 +35,14 @@ RECORDS = ROOT / "benchmarks" / "records"
 TRAINED = "trained_h200.json"
 EVIDENCE, TABLE = RECORDS / "support.json", ROOT / "docs" / "support.md"
 # Tests with claims, and what narrows them down.
-TESTS = ("tests/test_families.py", "tests/models", "tests/parity", "tests/evaluation/test_datasets.py", "tests/runners")
+TESTS = (
+    "tests/test_families.py",
+    "tests/test_tome.py",
+    "tests/models",
+    "tests/parity",
+    "tests/evaluation/test_datasets.py",
+    "tests/runners",
+)
 SELECTION = " or ".join(
     (
         "chain_holds",
@@ -96,14 +103,20 @@ def page(claims: Claims) -> str:
     recipes = [recipe(name) for name in recipe_names()]
     rows = [(r.name, r.protocol.dataset, _pictures(r, claims), *_cells("algm", r, claims)) for r in recipes]
     networks = sorted({row.name for row in architectures()} | {claim.split()[1] for claim in claims if "/" in claim})
-    tome = [(n, *(_cell("tome", n, runtime, claims) for runtime in RUNTIMES)) for n in networks]
+
+    def others(method: str) -> str:
+        rows = [(n, *(_cell(method, n, runtime, claims) for runtime in RUNTIMES)) for n in networks]
+        return markdown_table(("network", *RUNTIMES), [row for row in rows if set(row[1:]) != {"none"}])
+
     return "\n".join(
         (
             HEAD.format(networks=_listed(gpu["networks"]), device=device),
             "## ALGM\n",
             markdown_table(("recipe", "data set", "pictures", *RUNTIMES), rows),
             "\n## ToMe, the baseline\n",
-            markdown_table(("network", *RUNTIMES), [row for row in tome if set(row[1:]) != {"none"}]),
+            others("tome"),
+            "\n## ToMe around attention and MLP\n",
+            others("tome_blockwise"),
             TAIL,
         )
     )

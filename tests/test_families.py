@@ -123,6 +123,17 @@ def test_tome_holds_in_every_family(
     record_property("support", f"tome {family}/{decoder} onnxruntime-cpu verified")
 
 
+def test_blockwise_tome_holds_without_cls(bundle_of: Callable[..., Bundle], record_property: Support) -> None:
+    """Every level that a decoder reads has all patches, whatever merged inside the blocks before it."""
+    plan = MergePlan((), (), method="tome_blockwise", tome_share=(0.3, 0.5))
+    bundle = bundle_of("setr", "mla", "scores", plan)
+    images = parity_windows(bundle.recipe, [], IMAGES)
+    report = verify(bundle, "onnxruntime-cpu", images, progress=False)
+    assert [(link.name, link.measured) for link in report.links if not link.passed] == []
+    assert _token_counts(bundle, images).tolist() == [[17, 17, 12, 12]] * IMAGES
+    record_property("support", "tome_blockwise setr/mla onnxruntime-cpu verified")
+
+
 def _token_counts(bundle: Bundle, images: np.ndarray) -> np.ndarray:
     with runner(bundle, "onnxruntime-cpu") as run:
         return run.infer({"image": images})["token_counts"]

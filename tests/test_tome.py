@@ -134,7 +134,7 @@ def test_the_chain_holds_around_parts(around: Bundle, record_property: Callable[
     report = verify(around, "onnxruntime-cpu", images, progress=False)
     assert [(link.name, link.measured) for link in report.links if not link.passed] == []
     with runner(around, "onnxruntime-cpu") as run:
-        found = run.infer({"image": images})
+        found = run.infer({"image": images}, [tensor.name for tensor in around.signature.outputs])
     assert found["token_counts"].tolist() == [[45, 45, 32, 32]] * 2
     assert not np.array_equal(found["token_map_tome_1_attention"], found["token_map_tome_1_mlp"])
     record_property("support", "tome_blockwise segmenter/mask_transformer onnxruntime-cpu verified")
@@ -153,7 +153,7 @@ def test_a_map_that_merges_one_token_less_is_found_out(around: Bundle) -> None:
     images = parity_windows(around.recipe, [], 1)
     with runner(around, "onnxruntime-cpu") as run:
         names = around.signature.merges
-        found = run.infer({"image": images})
+        found = run.infer({"image": images}, [tensor.name for tensor in around.signature.outputs])
     maps = [found[f"token_map_{name}"][0] for name in names]
     assert "splits tokens" in (map_problem(maps, 1) or "")
     assert map_problem(maps, 1, lasting=False) is None

@@ -6,10 +6,10 @@ and weights made by name: tokens behind the last norm, their sizes, and for ever
 source.
 
 `tests/data/tome_blockwise.npz` holds likewise what Expedit-LargeScale-Vision-Transformer/Expedit-Segmenter (commit
-63f4066: mmseg/ops/tome/tome, patch/mmseg.py, on its own mmseg/models/backbones/tome_vit.py) gave: tokens behind the last
-norm, and for every merge the row of every patch, which is what its unmerge makes of row numbers. Attention and MLP were
-those of mmcv-lite 2.1.0; of torch_scatter, sums by `scatter_add_` stood in. It protects row 0 even where there is no cls
-token, which is left out here.
+63f4066: mmseg/ops/tome/tome/patch/mmseg.py on its mmseg/models/backbones/tome_vit.py) gave: tokens behind the last
+norm, and for every merge the row of every patch, which is what its unmerge makes of row numbers. Attention and MLP
+were those of mmcv-lite 2.1.0; for torch_scatter, sums by `scatter_add_` stood in. It protects row 0 even where there
+is no cls token, which is not followed.
 """
 
 from __future__ import annotations
@@ -184,6 +184,21 @@ def test_blockwise_by_forced_maps(images: Tensor) -> None:
     swapped = case.maps.unflatten(0, (4, 2)).flip(1).flatten(0, 1)
     (other,), _ = replaying.encoder(images, merge_inputs(0.0, 0.0, tuple(swapped)))
     assert (other.values - case.tokens).abs().max() > 1000 * TOLERANCE
+
+
+@pytest.mark.parametrize("prefix", [0, 2])
+def test_blockwise_with_another_prefix(prefix: int, images: Tensor) -> None:
+    """One block by hand, with maps of all rows."""
+    model = Encoder(prefix).eval().requires_grad_(False)
+    block: Any = insert_merging(model, MergePlan((), (), method="tome_blockwise", tome_share=(0.4,))).blocks[0]
+    tokens = model.encoder.embed(images)
+    x = tokens.values
+    for norm, part in ((block.norm1, lambda rows: block.attn(rows, None)), (block.norm2, block.mlp)):
+        rows = torch.arange(x.shape[1]).expand(len(x), -1).contiguous()
+        entering, sizes, r = norm(x), torch.ones(x.shape[:2]), int(0.4 * x.shape[1])
+        left, _, where = torch.ops.algm.tome(entering, sizes, rows, entering, r, prefix)
+        x = x + part(left).gather(1, where[:, :, None].expand_as(x))
+    torch.testing.assert_close(block(tokens, merge_inputs(0.0, 0.0)).values, x, rtol=0, atol=TOLERANCE)
 
 
 def test_blockwise_in_some_blocks(images: Tensor) -> None:
