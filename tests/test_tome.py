@@ -148,7 +148,7 @@ def test_a_graph_of_another_share_is_found_out(around: Bundle, share: tuple[floa
     assert any("encoder: expected" in problem for problem in graph_problems(facts, other))
 
 
-def test_a_map_that_merges_one_token_less_is_found_out(around: Bundle) -> None:
+def test_the_map_of_another_part_is_found_out(around: Bundle) -> None:
     """And one that a merge before it does not nest in is not, as all tokens come back in between."""
     images = parity_windows(around.recipe, [], 1)
     with runner(around, "onnxruntime-cpu") as run:
