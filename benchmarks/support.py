@@ -32,7 +32,7 @@ from algm_deploy.runners.registry import RUNTIMES
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "benchmarks" / "records"
-TRAINED = "trained_h200.json"
+TRAINED, FULL_SIZE = "trained_h200.json", "full_size_h200.json"
 EVIDENCE, TABLE = RECORDS / "support.json", ROOT / "docs" / "support.md"
 # Tests with claims, and what narrows them down.
 TESTS = (
@@ -77,7 +77,8 @@ row's family and decoder.
 TAIL = """
 `verified`, `equals`, `builds` and `layout` are tests, which [support.json](../benchmarks/records/support.json) names;
 with onnxruntime-cuda `verified` is a trained checkpoint, [trained_h200.json](../benchmarks/records/trained_h200.json),
-and `compared` [runtimes_h200.json](../benchmarks/records/runtimes_h200.json). Photos are those of
+or a network of full size with random weights, [full_size_h200.json](../benchmarks/records/full_size_h200.json), and
+`compared` [runtimes_h200.json](../benchmarks/records/runtimes_h200.json). Photos are those of
 [camvid_miou.json](../benchmarks/records/camvid_miou.json).
 """
 
@@ -146,6 +147,8 @@ def _cells(method: str, facts: Recipe, claims: Claims) -> list[str]:
 def _cell(method: str, network: str, runtime: str, claims: Claims) -> str:
     states = ("verified", "equals", "builds")
     found = [state for state in states if f"{method} {network} {runtime} {state}" in claims]
+    if method == "algm" and network in _passed_at_full_size(runtime):
+        found = ["verified"]
     if not found and runtime == "onnxruntime-cuda" and (method, network) == ("algm", "segmenter/mask_transformer"):
         found = ["compared"] * _compared_on_a_gpu()
     return found[0] if found else "none"
@@ -156,6 +159,18 @@ def _verified_on_a_gpu(facts: Recipe) -> bool:
     record = _record(TRAINED)
     chains = [run["parity"]["passed"] for name, run in record["runs"].items() if name.startswith("onnxruntime-cuda ")]
     return record["checkpoint"].startswith(facts.name) and bool(chains) and all(chains)
+
+
+def _passed_at_full_size(runtime: str) -> set[str]:
+    """Families whose networks of full size all passed the parity chain in a runtime on a GPU, merging."""
+    passed: dict[str, bool] = {}
+    for name, row in _record(FULL_SIZE)["rows"].items():
+        of, _, where, *dense = name.split()
+        if where == runtime and not dense:
+            network = recipe(of).network.architecture.name
+            links = [link["passed"] for link in row["links"].values()]
+            passed[network] = passed.get(network, True) and bool(links) and all(links)
+    return {network for network, all_passed in passed.items() if all_passed}
 
 
 def _compared_on_a_gpu() -> bool:

@@ -6,6 +6,7 @@ import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -59,3 +60,22 @@ def test_a_claim_changes_the_cells_of_its_networks_alone(support: ModuleType, cl
     place = 3 + list(support.RUNTIMES).index("tensorrt")  # after recipe, data set and pictures
     assert new
     assert all("setr_pup" in row and row.strip("| ").split(" | ")[place] == "verified" for row in new)
+
+
+def test_a_failed_link_on_a_gpu_takes_the_family_back(
+    support: ModuleType, claims: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = support._record
+
+    def failing(name: str) -> Any:
+        record = read(name)
+        if name == support.FULL_SIZE:
+            record["rows"]["deit_vit_b16_ade20k fp16 onnxruntime-cuda"]["links"]["numbers"]["passed"] = False
+        return record
+
+    before = set(support.page(claims).splitlines())
+    monkeypatch.setattr(support, "_record", failing)
+    new = set(support.page(claims).splitlines()) - before
+    place = 3 + list(support.RUNTIMES).index("onnxruntime-cuda")
+    assert [row.strip("| ").split(" | ")[place] for row in new] == ["none"]
+    assert "deit_vit_b16_ade20k" in new.pop()
