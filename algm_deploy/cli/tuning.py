@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from algm_deploy.evaluation.datasets import Dataset
     from algm_deploy.recipe.schema import MergePlan
     from algm_deploy.report.gallery import Example
+    from algm_deploy.timing.protocols import Request
+    from algm_deploy.tuning.budgets import PacesOf
     from algm_deploy.tuning.trial import Evaluate, Trial
 
 PICTURED = 3  # photos of the held-out part on a page
@@ -107,9 +109,6 @@ def _threshold_flags(command: arguments.Parser) -> None:
         "multiply-adds, or at a throughput, which --target gives",
         "multiply-adds of a window in 10^9 at most, or img/s at least",
     )
-    command.add_argument(
-        "--time", action="store_true", help="time each value as well, in turns with the network without merging"
-    )
 
 
 def _budget_flags(command: arguments.Parser) -> None:
@@ -138,6 +137,9 @@ def _aim_flags(command: arguments.Parser, aims: Iterable[str], about: str, targe
     )
     command.add_argument(
         "--curve", action="store_true", help="measure every value, also held out; default: as many as it takes"
+    )
+    command.add_argument(
+        "--time", action="store_true", help="time each value as well, in turns with the network without merging"
     )
 
 
@@ -196,14 +198,22 @@ def tune_threshold(options: argparse.Namespace) -> int:
 
 def tune_budget(options: argparse.Namespace) -> int:
     """The budget that serves an aim, each as much as a threshold merges on average, beside it; runs in PyTorch."""
+    from algm_deploy.timing.protocols import check_verified
     from algm_deploy.tuning import budgets, thresholds
 
     bundle = _opened(options, ".toml")
     knob = budgets.knob_of(bundle.recipe.merging)
     options.knob = "tau" if knob == "clap_threshold" else "gbm"
+    if options.time and options.variant:
+        raise PlanError(
+            f"expected no --time with --variant {options.variant[0]}, which is there to be evaluated: leave one out"
+        )
+    if options.time:
+        check_verified(bundle, "torch")
     trial = _trial(bundle, options, in_process=True)
     values = _values(options) or thresholds.default_values(trial.plan, knob)
-    found = budgets.tune_budget(trial, bundle.recipe.network.grid, values, options.curve)
+    paces_of = _paces(bundle, trial.tuning) if options.time else None
+    found = budgets.tune_budget(trial, bundle.recipe.network.grid, values, options.curve, paces_of)
     return _kept(bundle, found, options, found.plan, found.reached)
 
 
@@ -363,13 +373,29 @@ def _told(evaluate: Evaluate, base: MergePlan) -> Evaluate:
 def _speed(bundle: Bundle, runtime: str, dataset: Dataset, plan: MergePlan) -> Speed:
     """The merging network in batches of different pictures of a data set, timed in turns with the dense one."""
     from algm_deploy.deployment import bench
+
+    paths, request = _mixed(bundle, dataset, _given(plan, bundle))
+    rows = bench(bundle, runtime, images=paths, protocol=replace(request, variants=("dense", "merged")))
+    return next(record for record in rows if record.variant == "merged")
+
+
+def _paces(bundle: Bundle, dataset: Dataset) -> PacesOf:
+    """Times merge plans in PyTorch, in batches of different pictures of a data set."""
+    from algm_deploy.deployment import parity_windows
+    from algm_deploy.timing.protocols import paces
+
+    paths, request = _mixed(bundle, dataset)
+    windows = parity_windows(bundle.recipe, paths, request.count)
+    return lambda plans: paces(bundle, plans, windows, request)
+
+
+def _mixed(bundle: Bundle, dataset: Dataset, thresholds: Mapping[str, float] = {}) -> tuple[list[Path], Request]:
+    """The pictures of a data set, and what to time: batches of different ones, as large as the bundle takes them."""
     from algm_deploy.timing.protocols import usual_request
 
     paths = [sample.image_path for sample in dataset.samples]
     batch = min(bundle.recipe.max_batch, len(paths))
-    request = usual_request(bundle.recipe, "mixed", None, batch, thresholds=_given(plan, bundle))
-    rows = bench(bundle, runtime, images=paths, protocol=replace(request, variants=("dense", "merged")))
-    return next(record for record in rows if record.variant == "merged")
+    return paths, usual_request(bundle.recipe, "mixed", None, batch, thresholds=thresholds)
 
 
 def _dataset(

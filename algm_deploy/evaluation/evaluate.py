@@ -112,26 +112,40 @@ def evaluate(
     if len(unlabelled) == len(done):
         raise DatasetError(_nothing_evaluated(dataset, failures, unlabelled))
     _tell_masks(dataset, done)
-    return Evaluation(
+    return evaluation_of(
+        done,
+        dataset,
+        recipe,
         runtime=runtime,
         device=device,
         thresholds=storable(thresholds),
-        dataset=dataset.name,
-        split=dataset.split,
         fingerprint_sha256=fingerprint,
-        preprocessing_sha256=preprocessing_fingerprint(recipe.protocol),
-        protocol=recipe.protocol,
         window_batch=window_batch,
         failures=failures,
         unlabelled=unlabelled,
-        **structs.asdict(_figures(done, dataset.class_names, recipe.merging)),
-        gmacs_per_window_mean=_mean_gmacs(done, recipe),
+    )
+
+
+def evaluation_of(results: Sequence[ImageResult], dataset: Dataset, recipe: Recipe, **facts: Any) -> Evaluation:
+    """The figures of a data set's images, as a whole and by slice; `facts` are the record's other fields.
+
+    Raises:
+        PlanError: token counts that the recipe's plan does not leave.
+    """
+    return Evaluation(
+        dataset=dataset.name,
+        split=dataset.split,
+        preprocessing_sha256=preprocessing_fingerprint(recipe.protocol),
+        protocol=recipe.protocol,
+        **structs.asdict(_figures(results, dataset.class_names, recipe.merging)),
+        gmacs_per_window_mean=_mean_gmacs(results, recipe),
         gmacs_per_window_dense=multiply_adds(recipe.network, DENSE).gmacs,
-        token_histograms=_histograms(_tokens(done, recipe.merging), recipe),
+        token_histograms=_histograms(_tokens(results, recipe.merging), recipe),
         slices={
-            name: _figures(results, dataset.class_names, recipe.merging)
-            for name, results in _by_slice(done, dataset).items()
+            name: _figures(part, dataset.class_names, recipe.merging)
+            for name, part in _by_slice(results, dataset).items()
         },
+        **facts,
     )
 
 
@@ -235,14 +249,20 @@ def _measured(
     photo, labels = dataset.read(sample)
     prediction = predict_labels(photo, scores_of, recipe.protocol, window_batch)
     _check_tokens(prediction, recipe.merging)
-    counts = confusion_matrix(labels, prediction.labels, len(dataset.class_names), IGNORE).ravel()
+    counts = confusion_matrix(labels, prediction.labels, len(dataset.class_names), IGNORE)
+    return image_result(sample.name, files, counts, prediction.token_counts)
+
+
+def image_result(name: str, files_sha256: str, confusion: Confusion, tokens: NDArray[np.int64]) -> ImageResult:
+    """An image's result from its confusion matrix (K, K) and the tokens (windows, M) that merges left."""
+    counts = confusion.ravel()
     cells = np.flatnonzero(counts)
     return ImageResult(
-        name=sample.name,
-        files_sha256=files,
+        name=name,
+        files_sha256=files_sha256,
         cells=cells.tolist(),
         pixels=counts[cells].tolist(),
-        tokens=prediction.token_counts.tolist(),
+        tokens=tokens.tolist(),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -259,19 +259,21 @@ def _rule_tables(found: BudgetTuning) -> Iterator[Table]:
         ("", found.tuned_on, found.tuned_on.candidates, found.thresholds),
         ("held out, ", held, held.candidates or (held.marked,), found.thresholds_held_out),
     ):
-        names = ("all", *_slices(part))
+        names, timed = ("all", *_slices(part)), any(one.throughput_img_per_s for one in thresholds)
         rows = [
             (
                 f"{by_threshold.value:g}",
                 *(with_difference(_miou(budget, name), _miou(by_threshold, name), False) for name in names),
                 *(shown(one.gmacs_per_window_mean, 2) for one in (budget, by_threshold)),
+                *((shown(_ms(one), 2) for one in (budget, by_threshold)) if timed else ()),
             )
             for budget, by_threshold in zip(budgets, thresholds, strict=True)
         ]
+        times = ("ms a picture", "ms by threshold") if timed else ()
         caption = (
             f"{_photos(part)}: {what}mIoU % of budgets and the difference to the threshold of equal cost in points"
         )
-        yield Table(caption, (_names(found).knob, *names, "GMACs", "GMACs by threshold"), rows)
+        yield Table(caption, (_names(found).knob, *names, "GMACs", "GMACs by threshold", *times), rows)
 
 
 def _exceptions(found: Search) -> str:
@@ -304,6 +306,11 @@ def worst_slice(dense: Point, merged: Point) -> tuple[str, float]:
 
 def _miou(point: Point, part: str = "all") -> float | None:
     return point.miou_percent if part == "all" else point.miou_percent_by_slice.get(part)
+
+
+def _ms(point: Point) -> float | None:
+    """Milliseconds of the network for a picture, where it was timed."""
+    return 1e3 / point.throughput_img_per_s if point.throughput_img_per_s else None
 
 
 def _change(point: Point, dense: Point, part: str = "all") -> float | None:
@@ -400,6 +407,8 @@ def _search_plots(found: Search) -> Iterator[Scatter | Histogram]:
                 "by threshold, held out": [mark for one in found.thresholds_held_out for mark in _at_cost(one)],
             }
         yield _scatter("accuracy against arithmetic", "GMACs per window", "mIoU %", series)
+    if isinstance(found, BudgetTuning) and marked.throughput_img_per_s:
+        yield _by_time(found, here, label)
     series = {
         here: [(one.value, one.miou_percent, "") for one in tuned.candidates],
         there: [(one.value, one.miou_percent, "") for one in held.candidates],
@@ -412,7 +421,7 @@ def _search_plots(found: Search) -> Iterator[Scatter | Histogram]:
         for p in tuned.candidates
         if p.throughput_img_per_s
     ]
-    if timed:
+    if timed and not isinstance(found, BudgetTuning):
         yield _scatter("accuracy against throughput", "img/s", "mIoU %", {here: timed})
     if held.candidates and _slices(held):
         series = {
@@ -431,6 +440,20 @@ def _search_plots(found: Search) -> Iterator[Scatter | Histogram]:
             {title: windows[name] for name, title in titles.items()},
             {titles[one.merge]: one.mean for one in marked.tokens if one.merge in titles},
         )
+
+
+def _by_time(found: BudgetTuning, here: str, label: str) -> Scatter:
+    """Both rules against measured time, on the photos that were timed."""
+    marked, dense = found.marked, found.tuned_on.dense
+    series: dict[str, Marks] = {here: _at_ms(found.tuned_on.candidates), _state(found): _at_ms([marked], label)}
+    if marked.speedup and (ms := _ms(marked)):
+        series[here] = [*series[here], (ms * marked.speedup, dense.miou_percent, "dense")]
+    series["by threshold, tuned on"] = _at_ms(found.thresholds)
+    return _scatter("accuracy against time in PyTorch", "ms a picture", "mIoU %", series)
+
+
+def _at_ms(points: Iterable[Point], label: str = "") -> list[tuple[float, float, str]]:
+    return [(ms, one.miou_percent, label) for one in points if (ms := _ms(one))]
 
 
 def _by_cost(candidates: Sequence[Candidate], marked: Candidate) -> Iterator[tuple[float, float, str]]:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ from algm_deploy.parity.chain import verify
 from algm_deploy.pictures.preprocessing import read_photo
 from algm_deploy.pictures.sliding import best_labels
 from algm_deploy.predictor import network_canvas
-from algm_deploy.recipe.schema import DENSE, Recipe
+from algm_deploy.recipe.schema import DENSE, MergePlan, Recipe
 from algm_deploy.runners.contract import Array, Runner, runner
 from algm_deploy.timing.timers import (
     MOST_DRIFT,
@@ -58,7 +58,7 @@ from algm_deploy.timing.timers import (
     take_turns,
     typical_ms,
 )
-from algm_deploy.timing.variants import VARIANTS, executables, variant_bundle, variant_runner
+from algm_deploy.timing.variants import VARIANTS, executables, planned, variant_bundle, variant_runner
 
 _STAGE_EFFORT = Effort(warmup=1, rounds=2, most_rounds=2)
 
@@ -140,8 +140,8 @@ def benchmark(
             for name, one in bundles.items()
         }
         _check_truncated(runners.get("truncated"), windows, mean)
-        contestants = {name: _Contestant(one, bundle.recipe, request.thresholds) for name, one in runners.items()}
-        times, stages = _times(contestants, [windows[list(batch)] for batch in batches], request, progress)
+        contestants = {name: Contestant(one, request.thresholds) for name, one in runners.items()}
+        times, stages = times_of(contestants, [windows[list(batch)] for batch in batches], request, progress)
         common = _conditions(contestants["merged" if "merged" in runners else "dense"]) | {
             "runtime": runtime,
             "pictures_timed": len(windows),
@@ -150,6 +150,46 @@ def benchmark(
         executed = {name: one.executed(windows[list(batches[0])]) for name, one in contestants.items()}
     figures = _figures(bundle.recipe, times, stages, request, tokens)
     return {name: Speed(**found, **executed[name], **common) for name, found in figures.items()}
+
+
+class Pace(NamedTuple):
+    """How fast a network is, and how many times as fast as the dense one; no numbers to rely on if not `stable`."""
+
+    throughput_img_per_s: float
+    speedup: float
+    stable: bool
+
+
+def paces(
+    bundle: Bundle, plans: Sequence[MergePlan], windows: Array, request: Request, progress: bool = True
+) -> list[Pace]:
+    """Times the weights of a bundle in PyTorch by several merge plans, in turns with each other and with no merging.
+
+    No plan needs a bundle of its own. The output is a label map, whatever the bundle's is.
+
+    Args:
+        bundle: verified on the torch runtime.
+        plans: what to time.
+        windows: pictures (n, 3, H, W) in the dtype of the bundle's image input.
+        request: protocol, batch, effort; its thresholds and variants are not read.
+        progress: show a bar.
+
+    Raises:
+        BundleError: never verified on this runtime, or pictures that do not make batches of this size.
+        GateError: parity failed.
+        PlanError: a plan that does not fit the network.
+    """
+    check_verified(bundle, "torch")
+    batches = [windows[list(batch)] for batch in batches_of(request.protocol, len(windows), request.batch)]
+    with ExitStack() as stack:
+        contestants = {
+            str(index): Contestant(stack.enter_context(runner(planned(bundle, plan), "torch")))
+            for index, plan in enumerate((DENSE, *plans))
+        }
+        times, _ = times_of(contestants, batches, request, progress)
+    stable = all(map(steady, times.values()))
+    dense, *others = map(typical_ms, times.values())
+    return [Pace(1e3 * request.batch / ms, dense / ms, stable) for ms in others]
 
 
 def check_verified(bundle: Bundle, runtime: str) -> None:
@@ -241,10 +281,14 @@ def _token_counts(
 # --------------------------------------------------------------------------------------------------------- contestants
 
 
-class _Contestant:
+Name = TypeVar("Name", bound=str)
+
+
+class Contestant:
     """One network on its runner, with calls that do what a protocol times."""
 
-    def __init__(self, run: Runner, recipe: Recipe, thresholds: Mapping[str, float]) -> None:
+    def __init__(self, run: Runner, thresholds: Mapping[str, float] = {}) -> None:
+        recipe = run.bundle.recipe
         self.run, self.output, self.size = run, recipe.output, recipe.network.image_size
         defaults = run.signature.defaults  # none where nothing merges
         self.thresholds = {name: thresholds.get(name, default) for name, default in defaults.items()}
@@ -294,8 +338,8 @@ Work = Mapping[str, Callable[[], float]]  # one piece of it, by contestant
 Stages = dict[str, dict[str, float]]
 
 
-def _times(
-    contestants: Mapping[VariantName, _Contestant], batches: Sequence[Array], request: Request, progress: bool
+def times_of(
+    contestants: Mapping[Name, Contestant], batches: Sequence[Array], request: Request, progress: bool
 ) -> tuple[dict[str, Times], Stages]:
     """Times of each contestant; for latency also what parts of it take, by contestant."""
     effort, latency = request.effort, request.protocol == "latency"
@@ -313,7 +357,7 @@ def _times(
     }
 
 
-def _stages(one: _Contestant, p50: float, warmup: int, alone: Times | None) -> dict[str, float]:
+def _stages(one: Contestant, p50: float, warmup: int, alone: Times | None) -> dict[str, float]:
     """The parts of a median latency, which add up to it: as all timed calls together divide.
 
     The network `alone` was timed on its device in calls of its own; what it leaves of its part are copies between host
@@ -402,7 +446,7 @@ def _against_dense(variant: VariantName, typical: Mapping[str, float]) -> dict[s
     return found
 
 
-def _conditions(contestant: _Contestant) -> dict[str, Any]:
+def _conditions(contestant: Contestant) -> dict[str, Any]:
     """What the times depend on beside network and pictures."""
     run = contestant.run
     return {

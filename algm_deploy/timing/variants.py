@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from msgspec import structs
+
 from algm_deploy.bundle.files import ONNX, WEIGHTS
 from algm_deploy.bundle.manifest import MANIFEST
 from algm_deploy.bundle.records import VariantName, VariantOrigin
@@ -21,7 +23,7 @@ from algm_deploy.merging import deployed
 from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.loading import load_network
 from algm_deploy.models.vit import VitNetwork
-from algm_deploy.recipe.schema import DENSE, Recipe
+from algm_deploy.recipe.schema import DENSE, MergePlan, Recipe
 from algm_deploy.runners.contract import Runner, runner, runner_type
 from algm_deploy.runners.registry import row_of
 
@@ -87,6 +89,15 @@ def _with_counts(signature: Signature, merges: int) -> Signature:
     """A truncated network names no merges, and still counts the tokens after each."""
     main, counts, *maps = signature.outputs
     return replace(signature, outputs=(main, replace(counts, shape=(-1, merges)), *maps))
+
+
+def planned(bundle: Bundle, plan: MergePlan) -> Bundle:
+    """The bundle as if it had been exported with another merge plan and a label map as output; nothing is written.
+
+    For PyTorch, which reads weights and recipe: the graphs of other runtimes stay those of the bundle's own plan.
+    """
+    recipe = replace(bundle.recipe, merging=plan, output="labels")
+    return Bundle(bundle.path, structs.replace(bundle.manifest, recipe=recipe, signature=signature_of(recipe)))
 
 
 def executables(bundle: Bundle, runtime: str) -> dict[str, str]:

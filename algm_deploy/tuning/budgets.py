@@ -8,19 +8,25 @@ network graph, so this runs in PyTorch, in process: nothing is exported.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from msgspec import structs
+
 from algm_deploy.bundle.records import BudgetTuning, Candidate, Knob, MergeTokens
 from algm_deploy.errors import PlanError
 from algm_deploy.recipe.schema import MergePlan, Size
-from algm_deploy.tuning.search import search
+from algm_deploy.timing.protocols import Pace
+from algm_deploy.tuning.search import Found, search
 from algm_deploy.tuning.trial import Trial
 
 LEAST = 0.0001
 """A share that rounds to nothing, where a plan has to name one."""
+
+PacesOf = Callable[[Sequence[MergePlan]], Sequence[Pace]]
+"""Times networks that merge by these plans, in turns."""
 
 
 def knob_of(plan: MergePlan) -> Knob:
@@ -59,10 +65,13 @@ def _share(exact: float) -> float:
     return min(max(round(exact, 4), LEAST), 1.0)
 
 
-def tune_budget(trial: Trial, grid: Size, values: Sequence[float], whole: bool = False) -> BudgetTuning:
+def tune_budget(
+    trial: Trial, grid: Size, values: Sequence[float], whole: bool = False, paces_of: PacesOf | None = None
+) -> BudgetTuning:
     """Searches the budgets of a network with that patch grid which go with ascending thresholds.
 
-    `whole` measures every candidate, on both parts of the photos, instead of as many as it takes to choose.
+    `whole` measures every candidate, on both parts of the photos, instead of as many as it takes to choose. `paces_of`
+    times each measured budget in turns with the threshold beside it, where times are asked for.
 
     Raises:
         PlanError: the plan does not merge by thresholds, or the aim is one in multiply-adds that nobody counts.
@@ -83,11 +92,27 @@ def tune_budget(trial: Trial, grid: Size, values: Sequence[float], whole: bool =
 
     found = search(trial.goal, values, lambda value: trial.candidate(value, at(value)), whole)
     measured = [one.value for one in found.candidates]
+    thresholds = tuple(map(beside, measured))
+    if paces_of is not None:
+        paces = [paces_of((at(value), by_threshold(value))) for value in measured]
+        found = _timed(found, [budget for budget, _ in paces])
+        thresholds = tuple(_at_pace(one, pace) for one, (_, pace) in zip(thresholds, paces, strict=True))
     return BudgetTuning(
         knob=knob,
         plan=at(found.marked.value),
         recipe_value=getattr(trial.plan, knob),
-        thresholds=tuple(map(beside, measured)),
+        thresholds=thresholds,
         thresholds_held_out=tuple(beside(value, True) for value in (measured if whole else [found.marked.value])),
         **trial.outcome(f"Budget, aim: {trial.goal.aim}", found, at, whole),
     )
+
+
+def _timed(found: Found, paces: Sequence[Pace]) -> Found:
+    """The same with the paces of its candidates."""
+    timed = tuple(map(_at_pace, found.candidates, paces))
+    chosen = next((one for one in timed if found.chosen and one.value == found.chosen.value), None)
+    return replace(found, candidates=timed, chosen=chosen)
+
+
+def _at_pace(one: Candidate, pace: Pace) -> Candidate:
+    return structs.replace(one, **pace._asdict())

@@ -73,7 +73,7 @@ def timed_as(monkeypatch: pytest.MonkeyPatch, **ms: float) -> None:
         stages = {"network_ms_p50": 4.0, "copies_and_calls_ms_p50": 0.7, "label_map_ms_p50": 0.3}
         return {name: np.full(shape, ms[name]) for name in contestants}, dict.fromkeys(contestants, stages)
 
-    monkeypatch.setattr(protocols, "_times", told)
+    monkeypatch.setattr(protocols, "times_of", told)
 
 
 # --- requests and batches --------------------------------------------------------------------------------------------
@@ -327,8 +327,8 @@ def test_stages_are_told_where_times_are(verified: Bundle, monkeypatch: pytest.M
 
 def test_a_network_that_ends_in_labels_has_no_label_map_of_its_own(labels_bundle: Bundle, windows: np.ndarray) -> None:
     with runner(labels_bundle, "torch") as run:
-        contestants: Any = {"merged": protocols._Contestant(run, labels_bundle.recipe, {})}
-        times, stages = protocols._times(contestants, [windows[:1]], Request("latency", effort=QUICK), progress=False)
+        contestants: Any = {"merged": protocols.Contestant(run)}
+        times, stages = protocols.times_of(contestants, [windows[:1]], Request("latency", effort=QUICK), progress=False)
     assert stages["merged"] == {"network_ms_p50": np.median(times["merged"])}
 
 
@@ -336,7 +336,7 @@ def test_a_network_that_ends_in_labels_has_no_label_map_of_its_own(labels_bundle
 def test_stages_add_up_to_the_median_whatever_the_device_says(verified: Bundle, alone: float) -> None:
     """The network's calls of its own may have met a busier machine than those that hold it."""
     with runner(verified, CPU) as run:
-        one = protocols._Contestant(run, verified.recipe, {})
+        one = protocols.Contestant(run)
     one.halves = [(90.0, 1.0), (6.0, 2.0), (10.0, 2.0)]  # the first call warms up
     stages = protocols._stages(one, 9.0, 1, np.full((2, 2), alone))
     assert sum(stages.values()) == pytest.approx(9.0)
@@ -368,7 +368,7 @@ def test_the_spread_of_an_efficiency_stands_beside_it(verified: Bundle, monkeypa
         times = {name: np.array(rounds[name])[:, None].repeat(len(batches), 1) for name in contestants}
         return times, {name: {"network_ms_p50": 1.0} for name in contestants}
 
-    monkeypatch.setattr(protocols, "_times", told)
+    monkeypatch.setattr(protocols, "times_of", told)
     monkeypatch.setattr(protocols, "steady", lambda _: True)
     rows = timed(verified, CPU, Request("latency", count=1, effort=QUICK))
     found = rows[1].record.merge_efficiency_by_round
@@ -411,7 +411,7 @@ def test_an_unsteady_run_prints_no_time(verified: Bundle, monkeypatch: pytest.Mo
         times = {name: np.full_like(slower, 10.0) for name in contestants} | {"dense": slower}
         return times, {name: {"network_ms_p50": 1.0} for name in contestants}
 
-    monkeypatch.setattr(protocols, "_times", told)
+    monkeypatch.setattr(protocols, "times_of", told)
     rows = timed(verified, CPU, Request("latency", count=2, effort=QUICK))
     assert [row.record.stable for row in rows] == [False] * 3  # a ratio of a steady and an unsteady time is neither
     table = speed_table(rows)
@@ -457,7 +457,7 @@ def test_reading_is_timed_in_parts(tiny_bundle: Bundle, tmp_path: Path) -> None:
 
 def test_times_on_the_device_are_labelled_so(verified: Bundle) -> None:
     run: Runner = TorchRunner(verified)
-    contestant = protocols._Contestant(run, verified.recipe, {})
+    contestant = protocols.Contestant(run)
     assert protocols._conditions(contestant)["clock"] == ("CUDA events" if contestant.on_cuda else "host")
 
 
