@@ -46,7 +46,7 @@ def add_tune(commands: Any) -> None:
         command.set_defaults(run=run)
         arguments.bundle(command)
         add_flags(command)
-        what = "recipe to write; a page .html and pictures .png come beside it" if output.endswith("toml") else "page"
+        what = "recipe to write; a page .html and pictures come beside it" if output.endswith("toml") else "page"
         command.add_argument(
             "-o", "--output", type=arguments.path, default=Path(output), help=f"{what} (default {output})"
         )
@@ -198,6 +198,7 @@ def tune_threshold(options: argparse.Namespace) -> int:
 
 def tune_budget(options: argparse.Namespace) -> int:
     """The budget that serves an aim, each as much as a threshold merges on average, beside it; runs in PyTorch."""
+    from algm_deploy.report.tuning import trade_offs, write_sheet
     from algm_deploy.timing.protocols import check_verified
     from algm_deploy.tuning import budgets, thresholds
 
@@ -214,6 +215,8 @@ def tune_budget(options: argparse.Namespace) -> int:
     values = _values(options) or thresholds.default_values(trial.plan, knob)
     paces_of = _paces(bundle, trial.tuning) if options.time else None
     found = budgets.tune_budget(trial, bundle.recipe.network.grid, values, options.curve, paces_of)
+    if plots := trade_offs(found):
+        say(str(write_sheet(plots, len(plots), options.output.with_suffix(".svg"))))
     return _kept(bundle, found, options, found.plan, found.reached)
 
 

@@ -30,6 +30,7 @@ from algm_deploy.report.tables import shown, text_table, with_difference
 from algm_deploy.tuning.search import Goal
 from algm_deploy.wording import counted, dataset_title, merge_titles
 
+_AGAINST = "accuracy against"
 Search = ThresholdTuning | BudgetTuning | PositionTuning
 Marks = Sequence[tuple[float, float, str]]  # x, y, label
 
@@ -73,6 +74,21 @@ def write_tuning(record: Tuning, name: str, target: Path, examples: Sequence[Exa
     with write_atomically(target) as path:
         path.write_text(html, encoding="utf-8")
     return target
+
+
+def write_sheet(plots: Sequence[Scatter], columns: int, target: Path) -> Path:
+    """Writes plots as one picture, an SVG file."""
+    lines = max((len(plot.series) + 1) // 2 for plot in plots)
+    svg = render("sheet.jinja", plots=plots, columns=columns, lines=lines)
+    with write_atomically(target) as path:
+        path.write_text(svg, encoding="utf-8")
+    return target
+
+
+def trade_offs(found: BudgetTuning) -> list[Scatter]:
+    """Accuracy of both rules over what they cost: multiply-adds where they are counted, time where it was taken."""
+    found_plots = (plot for plot in _search_plots(found) if isinstance(plot, Scatter))
+    return [plot for plot in found_plots if plot.caption.startswith(_AGAINST)]
 
 
 def _page_as_written(found: TuningPage) -> Page:
@@ -406,7 +422,7 @@ def _search_plots(found: Search) -> Iterator[Scatter | Histogram]:
                 "by threshold, tuned on": [mark for one in found.thresholds for mark in _at_cost(one)],
                 "by threshold, held out": [mark for one in found.thresholds_held_out for mark in _at_cost(one)],
             }
-        yield _scatter("accuracy against arithmetic", "GMACs per window", "mIoU %", series)
+        yield _scatter(f"{_AGAINST} arithmetic", "GMACs per window", "mIoU %", series)
     if isinstance(found, BudgetTuning) and marked.throughput_img_per_s:
         yield _by_time(found, here, label)
     series = {
@@ -422,7 +438,7 @@ def _search_plots(found: Search) -> Iterator[Scatter | Histogram]:
         if p.throughput_img_per_s
     ]
     if timed and not isinstance(found, BudgetTuning):
-        yield _scatter("accuracy against throughput", "img/s", "mIoU %", {here: timed})
+        yield _scatter(f"{_AGAINST} throughput", "img/s", "mIoU %", {here: timed})
     if held.candidates and _slices(held):
         series = {
             part: [
@@ -449,7 +465,7 @@ def _by_time(found: BudgetTuning, here: str, label: str) -> Scatter:
     if marked.speedup and (ms := _ms(marked)):
         series[here] = [*series[here], (ms * marked.speedup, dense.miou_percent, "dense")]
     series["by threshold, tuned on"] = _at_ms(found.thresholds)
-    return _scatter("accuracy against time in PyTorch", "ms a picture", "mIoU %", series)
+    return _scatter(f"{_AGAINST} time in PyTorch", "ms a picture", "mIoU %", series)
 
 
 def _at_ms(points: Iterable[Point], label: str = "") -> list[tuple[float, float, str]]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from xml.etree import ElementTree
 
 import msgspec
 import pytest
@@ -12,13 +14,16 @@ from test_tune import tune
 
 from algm_deploy.bundle.records import BudgetTuning, Evaluation, MergeTokens
 from algm_deploy.bundle.store import Bundle
+from algm_deploy.deployment import verify
 from algm_deploy.errors import PlanError
 from algm_deploy.evaluation.datasets import Dataset
 from algm_deploy.merging import merge_budgets
 from algm_deploy.recipe.reading import read_recipe
 from algm_deploy.recipe.schema import DENSE, MergePlan
+from algm_deploy.report.plots import Scatter
 from algm_deploy.report.tuning import tuning_page
-from algm_deploy.tuning.budgets import budgets_like, knob_of, tune_budget
+from algm_deploy.timing.protocols import Pace
+from algm_deploy.tuning.budgets import PacesOf, budgets_like, knob_of, tune_budget
 from algm_deploy.tuning.photos import halves
 from algm_deploy.tuning.search import Goal
 from algm_deploy.tuning.trial import Trial
@@ -44,10 +49,10 @@ def measured(plan: MergePlan, dataset: Dataset) -> Evaluation:
     )
 
 
-def tuned(goal: Goal, whole: bool = False) -> BudgetTuning:
+def tuned(goal: Goal, whole: bool = False, paces_of: PacesOf | None = None) -> BudgetTuning:
     trial = Trial(measured, DEMO.merging, goal, *halves(dataset_of("a1", "a2")))
     trial = replace(trial, plan=replace(trial.plan, clap_threshold=0.8))
-    return tune_budget(trial, GRID, sorted(BY_TAU), whole)
+    return tune_budget(trial, GRID, sorted(BY_TAU), whole, paces_of)
 
 
 def test_budgets_merge_what_the_threshold_merges_on_average() -> None:
@@ -99,6 +104,32 @@ def test_both_rules_are_told_at_equal_cost() -> None:
     assert names[-2:] == ["by threshold, tuned on", "by threshold, held out"]
 
 
+def test_times_of_both_rules_stand_beside_their_arithmetic() -> None:
+    def paces_of(plans: Sequence[MergePlan]) -> list[Pace]:
+        """A budget takes 4 ms where all merge and 10 ms where nothing does, its threshold a tenth more."""
+        budget, threshold = plans
+        assert budget.budgeted
+        assert not threshold.budgeted
+        ms = 10 - 6 * budget.clap_budget
+        return [Pace(1e3 / one, 10 / one, stable=True) for one in (ms, 1.1 * ms)]
+
+    found = tuned(Goal("reference", 71.3), whole=True, paces_of=paces_of)
+    ms = 10 - 6 * 0.3906
+    assert found.marked.speedup == pytest.approx(10 / ms)
+    assert found.marked in found.tuned_on.candidates
+    assert [one.throughput_img_per_s for one in found.thresholds][1] == pytest.approx(1e3 / ms / 1.1)
+    page = tuning_page(found)
+    here, there = page.tables[-2:]
+    assert here.header[-2:] == ("ms a picture", "ms by threshold")
+    assert here.rows[1][-2:] == ("7.66", "8.42")
+    assert "ms by threshold" not in there.header  # times are taken where it was tuned
+    _, time, *others = page.plots
+    assert isinstance(time, Scatter)
+    assert [one.name for one in time.series][1:] == ["chosen", "by threshold, tuned on"]
+    assert time.series[0].points[-1] == (pytest.approx(10.0), found.tuned_on.dense.miou_percent, "dense")
+    assert "throughput" not in " ".join(one.caption for one in others)
+
+
 def test_without_a_whole_curve_one_threshold_is_held_out() -> None:
     found = tuned(Goal("reference", 99))
     assert not found.reached
@@ -112,13 +143,21 @@ def test_the_command_writes_a_recipe_with_budgets(
     bundle: Bundle, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "budget.toml"
-    flags = ("--drop", "100", "--values", "0.8,0.95", "--curve")
-    assert tune("budget", bundle, output, *flags, data=photos) == 0
+    flags = ("--drop", "100", "--values", "0.8,0.95", "--curve", "--time")
+    assert tune("budget", bundle, output, *flags, data=photos) == 2
+    assert "expected a bundle that was verified on torch" in capsys.readouterr().err
+    assert tune("budget", bundle, output, *flags, "--variant", "reduction=random", data=photos) == 2
+    assert "expected no --time with --variant" in capsys.readouterr().err
+    assert verify(bundle, "torch", count=1, progress=False).passed
+    assert tune("budget", Bundle.open(bundle.path), output, *flags, data=photos) == 0
     merging = read_recipe(output).merging
     assert (merging.clap, merging.gbm) == ("budget", "budget")
     record = next(one for one in Bundle.open(bundle.path).manifest.tunings if isinstance(one, BudgetTuning))
     assert record.plan == merging
     for budget, threshold in zip(record.tuned_on.candidates, record.thresholds, strict=True):
+        assert budget.speedup
+        assert threshold.speedup
+        assert budget.throughput_img_per_s != threshold.throughput_img_per_s
         for ours, theirs in zip(budget.tokens, threshold.tokens, strict=True):
             assert ours.min == ours.max
             assert ours.mean == pytest.approx(theirs.mean, abs=2)
@@ -126,5 +165,8 @@ def test_the_command_writes_a_recipe_with_budgets(
     assert "which is the paper's rule" in told.out
     assert "budget " in told.err
     assert "by threshold, held out" in output.with_suffix(".html").read_text()
+    picture = ElementTree.parse(output.with_suffix(".svg"))
+    texts = {one.text for one in picture.iter("{http://www.w3.org/2000/svg}text")}
+    assert {"accuracy against arithmetic", "accuracy against time in PyTorch", "by threshold, tuned on"} <= texts
     assert tune("budget", bundle, output, "--tau", "0.9", "--aim", "best", data=photos) == 2
     assert "is searched for its clap_threshold" in capsys.readouterr().err
