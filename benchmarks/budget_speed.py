@@ -2,83 +2,76 @@
 
     python benchmarks/budget_speed.py CHECKPOINT PHOTOS --recipe segmenter_vit_s16_camvid -o budget_speed.json
 
-CHECKPOINT is a folder in the authors' format. Labels out. The budgets merge as much as the thresholds do on average on
-the very photos that are timed, and truncated drops as much; each of the two merging networks and the dense one has
-passed the parity chain in the same run. `duplicate`: one photo repeated, all photos in turn; `mixed`: different photos;
-both by the device's clock. `latency`: one photo, from host memory to its label map there, by the host's clock.
+CHECKPOINT is a folder in the authors' format, or one of the sizes of `runtimes.py`, such as L: random weights, whose
+thresholds leave 640 and 510 of 1024 tokens on average. Labels out. The budgets merge as much as the thresholds do on
+average on the very photos that are timed, and truncated drops as much; each of the two merging networks and the dense
+one has passed the parity chain in the same run. `duplicate`: one photo repeated, all photos in turn; `mixed`: different
+photos; both by the device's clock. `latency`: one photo, from host memory to its label map there, by the host's clock.
 Percentiles are over all photos and rounds.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
+from full_size import random_checkpoint
+from trained import new_record, parser_of, write
 
-from algm_deploy.bundle.files import write_atomically
 from algm_deploy.bundle.records import MergeTokens
+from algm_deploy.bundle.signature import CLAP_THRESHOLD, GBM_THRESHOLD
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.deployment import build, export, parity_windows, verify
-from algm_deploy.environment import environment
 from algm_deploy.errors import GateError
 from algm_deploy.pictures.sources import find_images
+from algm_deploy.recipe.reading import budget_settings
+from algm_deploy.recipe.writing import recipe_toml
 from algm_deploy.report.tables import text_table
 from algm_deploy.runners.contract import Array, Runner, runner
-from algm_deploy.timing.protocols import batches_of
-from algm_deploy.timing.timers import (
-    Effort,
-    cuda_ms,
-    drift,
-    host_ms,
-    merge_efficiency,
-    percentiles,
-    take_turns,
-    typical_ms,
-)
+from algm_deploy.timing.protocols import Contestant, Request, batches_of, times_of
+from algm_deploy.timing.timers import Effort, drift, merge_efficiency, percentiles, typical_ms
 from algm_deploy.timing.variants import variant_bundle, variant_runner
 from algm_deploy.tuning.budgets import budgets_like
+from runtimes import SIZES, TOKENS, bisected, recipe_of
 
+STEPS = 20  # of a bisection
 NAMES = ("dense", "thresholds", "budgets", "truncated")
 
 
 def main() -> None:
     """Times every runtime, protocol and batch, and prints one table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("photos", type=Path)
-    parser.add_argument("--recipe")
-    parser.add_argument("--tau", type=float, help="CLAP threshold instead of the recipe's")
-    parser.add_argument("--runtimes", nargs="+", default=["torch", "onnxruntime-cuda"])
+    parser = parser_of(__doc__, "budget_speed.json", batches=(1, 32))
     parser.add_argument("--precision", choices=("fp16", "fp32"), default="fp16")
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, 32])
     parser.add_argument("--count", type=int, default=32, help="photos that are timed")
     parser.add_argument("--rounds", type=int, default=10, help="over all photos, at least")
-    parser.add_argument("-o", "--output", type=Path, default=Path("budget_speed.json"))
+    parser.add_argument(
+        "--tokens", type=int, nargs=2, help="thresholds that leave so many on average after CLAP and GBM"
+    )
     options = parser.parse_args()
-    record: dict[str, Any] = {
-        "schema_version": 1,
-        "environment": asdict(environment(devices=True)),
-        "checkpoint": options.checkpoint.resolve().name,
-        "precision": options.precision,
-        "output": "labels",
-        "photos": options.count,
-        "runs": {},
-    }
     with tempfile.TemporaryDirectory() as scratch:
+        if str(options.checkpoint) in SIZES:
+            name, options.tokens = f"random weights, {options.checkpoint}", options.tokens or TOKENS
+            options.checkpoint, options.recipe = random_weights(str(options.checkpoint), options, Path(scratch))
+        else:
+            name = options.checkpoint.resolve().name
+        record = new_record(name, precision=options.precision, output="labels", photos=options.count)
         for runtime in options.runtimes:
             record["runs"][runtime] = run(runtime, options, Path(scratch) / runtime)
-            with write_atomically(options.output) as path:
-                path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+            write(record, options.output)
     print(table(record))
+
+
+def random_weights(size: str, options: argparse.Namespace, folder: Path) -> tuple[Path, Path]:
+    """A checkpoint of random weights of one of the sizes of `runtimes.py`, and its recipe."""
+    recipe, file = recipe_of(size, options, "per_image"), folder / f"segmenter_{size}.toml"
+    file.write_text(recipe_toml(recipe), encoding="utf-8")
+    checkpoint, _ = random_checkpoint(recipe.network, folder / "checkpoint")
+    return checkpoint, file
 
 
 def run(runtime: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -89,26 +82,28 @@ def run(runtime: str, options: argparse.Namespace, folder: Path) -> dict[str, An
         "precision": options.precision,
         "max_batch": max(options.batches),
     }
-    if options.tau is not None:
-        settings["merging.clap_threshold"] = options.tau
-    thresholds = proven(
-        export(options.checkpoint, folder / "thresholds", options.recipe, settings).bundle, runtime, photos
-    )
+    chosen: dict[str, float] = {} if options.tau is None else {"merging.clap_threshold": options.tau}
+    if options.tokens:
+        tried = export(options.checkpoint, folder / "tried", options.recipe, settings).bundle
+        chosen = fitting(tried, parity_windows(tried.recipe, photos, options.count), options.tokens)
+        print(runtime, chosen, flush=True)
+    thresholds = proven(exported(options, folder / "thresholds", settings | chosen), runtime, photos, options)
     windows = parity_windows(thresholds.recipe, photos, options.count)
-    tokens = tokens_of(thresholds, runtime, windows)
+    with runner(thresholds, runtime) as opened:
+        tokens = tokens_of(opened, windows, 1)
     plan = thresholds.recipe.merging
     means = [MergeTokens(merge=str(layer), mean=float(m)) for layer, m in zip(plan.layers, tokens.mean(0), strict=True)]
     like = budgets_like(plan, means, thresholds.recipe.network.grid)
-    settings = {k: v for k, v in settings.items() if not k.startswith("merging.")}
     shares = (like.clap_budget, like.gbm_budget)
     budgets = proven(
-        export(options.checkpoint, folder / "budgets", options.recipe, settings, budget=shares).bundle, runtime, photos
+        exported(options, folder / "budgets", settings | budget_settings(*shares)), runtime, photos, options
     )
-    kept = tokens_of(budgets, runtime, windows)
+    with runner(budgets, runtime) as opened:
+        kept = tokens_of(opened, windows, 1)
     if (kept != kept[0]).any():
         raise GateError(f"expected budgets that leave every photo the same tokens, got {kept.tolist()}")
     bundles = {
-        "dense": proven(variant_bundle(thresholds, "dense", []), runtime, photos),
+        "dense": proven(variant_bundle(thresholds, "dense", []), runtime, photos, options),
         "thresholds": thresholds,
         "budgets": budgets,
         "truncated": variant_bundle(budgets, "truncated", kept[0].tolist()),
@@ -141,10 +136,14 @@ def run(runtime: str, options: argparse.Namespace, folder: Path) -> dict[str, An
     return result
 
 
-def proven(bundle: Bundle, runtime: str, photos: list[Path]) -> Bundle:
-    """The same, built, and verified on two photos."""
+def exported(options: argparse.Namespace, folder: Path, settings: Mapping[str, Any]) -> Bundle:
+    return export(options.checkpoint, folder, options.recipe, settings).bundle
+
+
+def proven(bundle: Bundle, runtime: str, photos: list[Path], options: argparse.Namespace) -> Bundle:
+    """The same, built, and verified on a few photos."""
     build(bundle, runtime)
-    report = verify(bundle, runtime, images=photos, count=2, progress=False)
+    report = verify(bundle, runtime, images=photos, count=options.chain_photos, progress=False)
     if not report.passed:
         raise GateError(
             f"{bundle.path.name}: parity failed: {[one.measured for one in report.links if not one.passed]}"
@@ -152,12 +151,23 @@ def proven(bundle: Bundle, runtime: str, photos: list[Path]) -> Bundle:
     return bundle
 
 
-def tokens_of(bundle: Bundle, runtime: str, windows: Array) -> Array:
-    """Patch tokens (photos, merges) after each merge, photo by photo."""
-    with runner(bundle, runtime) as opened:
-        return np.concatenate(
-            [opened.infer({"image": windows[i : i + 1]}, ["token_counts"])["token_counts"] for i in range(len(windows))]
-        )
+def fitting(bundle: Bundle, windows: Array, tokens: Sequence[int]) -> dict[str, float]:
+    """The settings of thresholds that leave so many patch tokens of these pictures on average, in PyTorch."""
+    with runner(bundle, "torch") as run:
+
+        def mean(merge: int, clap: float, gbm: float) -> float:
+            given = {CLAP_THRESHOLD: np.float32(clap), GBM_THRESHOLD: np.float32(gbm)}
+            return float(tokens_of(run, windows, run.signature.max_batch, given)[:, merge].mean())
+
+        clap = bisected(lambda x: mean(0, x, np.inf), tokens[0], -1.0, 1.0, STEPS)
+        gbm = bisected(lambda x: mean(1, clap, x), tokens[1], -30.0, 30.0, STEPS)
+    return {"merging.clap_threshold": clap, "merging.gbm_threshold": gbm}
+
+
+def tokens_of(run: Runner, windows: Array, batch: int, thresholds: Mapping[str, Any] = {}) -> Array:
+    """Patch tokens (photos, merges) after each merge."""
+    pieces = (windows[i : i + batch] for i in range(0, len(windows), batch))
+    return np.concatenate([run.infer({"image": one, **thresholds}, ["token_counts"])["token_counts"] for one in pieces])
 
 
 def times(
@@ -165,8 +175,9 @@ def times(
 ) -> dict[str, dict[str, Any]]:
     """Milliseconds of each network, in turns: mean over the batches of each one's median, and percentiles."""
     batches = [windows[list(one)] for one in batches_of(protocol, len(windows), batch)]
-    work = [{name: call(one, pictures, protocol) for name, one in runners.items()} for pictures in batches]
-    found = take_turns(work, Effort(warmup=2 * len(work), rounds=rounds, most_rounds=2 * rounds))
+    effort = Effort(warmup=2 * len(batches), rounds=rounds, most_rounds=2 * rounds)
+    contestants = {name: Contestant(one) for name, one in runners.items()}
+    found, _ = times_of(contestants, batches, Request(protocol, len(windows), batch, effort), progress=False)
     typical = {name: typical_ms(one) for name, one in found.items()}
     return {
         name: {
@@ -181,17 +192,6 @@ def times(
         }
         for name, one in found.items()
     }
-
-
-def call(run: Runner, pictures: Array, protocol: str) -> Any:
-    """One timed call: of the network on its device, or for latency from host memory to host memory."""
-    feeds = dict(run.signature.defaults)
-    if protocol == "latency":
-        arrays = {name: np.asarray(value, np.float32) for name, value in feeds.items()}
-        return partial(host_ms, partial(run.infer, {"image": pictures, **arrays}, ["labels"]))
-    image = torch.from_numpy(pictures).to(run.device)
-    clock = cuda_ms if run.device.type == "cuda" else host_ms
-    return partial(clock, partial(run.infer_device, {"image": image, **feeds}, ["labels"]))
 
 
 def table(record: dict[str, Any]) -> str:

@@ -334,6 +334,14 @@ def calibrated(model: VitNetwork, recipe: Recipe, image: torch.Tensor) -> dict[s
     return {CLAP_THRESHOLD: clap, GBM_THRESHOLD: ((limit - best.mean()) * layer / best.std()).item()}
 
 
+def bisected(value: Callable[[float], float], target: float, low: float, high: float, steps: int = 30) -> float:
+    """Where a rising function reaches the target."""
+    for _ in range(steps):
+        middle = (low + high) / 2
+        low, high = (middle, high) if value(middle) < target else (low, middle)
+    return high
+
+
 def between(values: torch.Tensor, count: int) -> float:
     ordered = values.double().sort(descending=True).values
     return ((ordered[count - 1] + ordered[count]) / 2).item()

@@ -47,6 +47,7 @@ from algm_deploy.runners.torch.packed import PackedSegmenter
 from algm_deploy.timing.variants import VARIANTS, variant_network
 from runtimes import (
     TOKENS,
+    bisected,
     calibrated,
     gained,
     host,
@@ -318,14 +319,6 @@ def derived(ms: dict[str, float], batch: int) -> dict[str, Any]:
     dense, merged, truncated = (ms[v] for v in VARIANTS)
     found = gained(dense, merged, truncated, batch) | {"merged_over_truncated": merged / truncated}
     return found | ({"mixed_over_duplicate_throughput": merged / ms["mixed"]} if "mixed" in ms else {})
-
-
-def bisected(value: Callable[[float], float], target: float, low: float, high: float, steps: int = 30) -> float:
-    """Where a rising function reaches the target."""
-    for _ in range(steps):
-        middle = (low + high) / 2
-        low, high = (middle, high) if value(middle) < target else (low, middle)
-    return high
 
 
 if __name__ == "__main__":

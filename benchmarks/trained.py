@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
@@ -36,32 +36,43 @@ KEPT = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("photos", type=Path)
-    parser.add_argument("--recipe")
-    parser.add_argument("--tau", type=float, help="CLAP threshold instead of the recipe's")
-    parser.add_argument("--runtimes", nargs="+", default=["torch", "onnxruntime-cuda"])
+    parser = parser_of(__doc__, "trained.json")
     parser.add_argument("--precisions", nargs="+", choices=("fp16", "fp32"), default=["fp16", "fp32"])
     parser.add_argument("--outputs", nargs="+", choices=("labels", "scores"), default=["labels"])
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32])
-    parser.add_argument("--chain-photos", type=int, default=2, help="photos of the parity chain")
-    parser.add_argument("-o", "--output", type=Path, default=Path("trained.json"))
     options = parser.parse_args()
     folder = options.checkpoint if options.checkpoint.is_dir() else options.checkpoint.parent
-    record: dict[str, Any] = {
-        "schema_version": 1,
-        "environment": asdict(environment(devices=True)),
-        "checkpoint": folder.resolve().name,
-        "runs": {},
-    }
+    record = new_record(folder.resolve().name)
     for output, precision in product(options.outputs, options.precisions):
         with tempfile.TemporaryDirectory() as scratch:
             bundle = exported(options, output, precision, Path(scratch))
             for runtime in options.runtimes:
                 record["runs"][f"{runtime} {precision} {output}"] = run(bundle, runtime, options)
-                with write_atomically(options.output) as path:
-                    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+                write(record, options.output)
+
+
+def parser_of(description: str | None, output: str, batches: Sequence[int] = (1, 8, 32)) -> argparse.ArgumentParser:
+    """What benchmarks of a checkpoint on photos are all asked for."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("photos", type=Path)
+    parser.add_argument("--recipe")
+    parser.add_argument("--tau", type=float, help="CLAP threshold instead of the recipe's")
+    parser.add_argument("--runtimes", nargs="+", default=["torch", "onnxruntime-cuda"])
+    parser.add_argument("--batches", nargs="+", type=int, default=batches)
+    parser.add_argument("--chain-photos", type=int, default=2, help="photos of the parity chain")
+    parser.add_argument("-o", "--output", type=Path, default=Path(output))
+    return parser
+
+
+def new_record(checkpoint: str, **facts: object) -> dict[str, Any]:
+    """A record without runs, of a machine with its devices."""
+    kept = asdict(environment(devices=True))
+    return {"schema_version": 1, "environment": kept, "checkpoint": checkpoint, **facts, "runs": {}}
+
+
+def write(record: dict[str, Any], target: Path) -> None:
+    with write_atomically(target) as path:
+        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def exported(options: argparse.Namespace, output: str, precision: str, folder: Path) -> Bundle:

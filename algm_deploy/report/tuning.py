@@ -30,7 +30,6 @@ from algm_deploy.report.tables import shown, text_table, with_difference
 from algm_deploy.tuning.search import Goal
 from algm_deploy.wording import counted, dataset_title, merge_titles
 
-_AGAINST = "accuracy against"
 Search = ThresholdTuning | BudgetTuning | PositionTuning
 Marks = Sequence[tuple[float, float, str]]  # x, y, label
 
@@ -83,12 +82,6 @@ def write_sheet(plots: Sequence[Scatter], columns: int, target: Path) -> Path:
     with write_atomically(target) as path:
         path.write_text(svg, encoding="utf-8")
     return target
-
-
-def trade_offs(found: BudgetTuning) -> list[Scatter]:
-    """Accuracy of both rules over what they cost: multiply-adds where they are counted, time where it was taken."""
-    found_plots = (plot for plot in _search_plots(found) if isinstance(plot, Scatter))
-    return [plot for plot in found_plots if plot.caption.startswith(_AGAINST)]
 
 
 def _page_as_written(found: TuningPage) -> Page:
@@ -406,15 +399,16 @@ def _held_out_table(found: Search) -> Table:
     return Table(caption, ("slice", "images", *points), rows)
 
 
-def _search_plots(found: Search) -> Iterator[Scatter | Histogram]:
-    """Accuracy against what it costs and against the knob, on the tuning photos and, where measured, on the others."""
-    knob, tuned, held, marked = _names(found).knob, found.tuned_on, found.held_out, found.marked
-    here, there, label = f"tuned on {_photos(tuned)}", f"held out {_photos(held)}", f"{marked.value:g}"
+def trade_offs(found: Search) -> list[Scatter]:
+    """Accuracy over multiply-adds where they are counted and, of budgets, over time where it was taken."""
+    tuned, held, marked = found.tuned_on, found.held_out, found.marked
+    here, label = f"tuned on {_photos(tuned)}", f"{marked.value:g}"
+    plots = []
     if marked.gmacs_per_window_mean is not None:
         others = [*held.candidates, held.dense] if held.candidates else []
         series: dict[str, Marks] = {
             here: [*_by_cost(tuned.candidates, marked), *_at_cost(tuned.dense, "dense")],
-            there: [mark for one in others for mark in _at_cost(one)],
+            f"held out {_photos(held)}": [mark for one in others for mark in _at_cost(one)],
             _state(found): _at_cost(marked, label),
         }
         if isinstance(found, BudgetTuning):
@@ -422,10 +416,18 @@ def _search_plots(found: Search) -> Iterator[Scatter | Histogram]:
                 "by threshold, tuned on": [mark for one in found.thresholds for mark in _at_cost(one)],
                 "by threshold, held out": [mark for one in found.thresholds_held_out for mark in _at_cost(one)],
             }
-        yield _scatter(f"{_AGAINST} arithmetic", "GMACs per window", "mIoU %", series)
+        plots.append(_scatter("accuracy against arithmetic", "GMACs per window", "mIoU %", series))
     if isinstance(found, BudgetTuning) and marked.throughput_img_per_s:
-        yield _by_time(found, here, label)
-    series = {
+        plots.append(_by_time(found, here, label))
+    return plots
+
+
+def _search_plots(found: Search) -> Iterator[Scatter | Histogram]:
+    """Accuracy against what it costs and against the knob, on the tuning photos and, where measured, on the others."""
+    knob, tuned, held, marked = _names(found).knob, found.tuned_on, found.held_out, found.marked
+    here, there, label = f"tuned on {_photos(tuned)}", f"held out {_photos(held)}", f"{marked.value:g}"
+    yield from trade_offs(found)
+    series: dict[str, Marks] = {
         here: [(one.value, one.miou_percent, "") for one in tuned.candidates],
         there: [(one.value, one.miou_percent, "") for one in held.candidates],
         _state(found): [(marked.value, marked.miou_percent, label)],
@@ -438,7 +440,7 @@ def _search_plots(found: Search) -> Iterator[Scatter | Histogram]:
         if p.throughput_img_per_s
     ]
     if timed and not isinstance(found, BudgetTuning):
-        yield _scatter(f"{_AGAINST} throughput", "img/s", "mIoU %", {here: timed})
+        yield _scatter("accuracy against throughput", "img/s", "mIoU %", {here: timed})
     if held.candidates and _slices(held):
         series = {
             part: [
@@ -465,7 +467,7 @@ def _by_time(found: BudgetTuning, here: str, label: str) -> Scatter:
     if marked.speedup and (ms := _ms(marked)):
         series[here] = [*series[here], (ms * marked.speedup, dense.miou_percent, "dense")]
     series["by threshold, tuned on"] = _at_ms(found.thresholds)
-    return _scatter(f"{_AGAINST} time in PyTorch", "ms a picture", "mIoU %", series)
+    return _scatter("accuracy against time in PyTorch", "ms a picture", "mIoU %", series)
 
 
 def _at_ms(points: Iterable[Point], label: str = "") -> list[tuple[float, float, str]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from xml.etree import ElementTree
 
 import msgspec
 import pytest
@@ -165,8 +164,8 @@ def test_the_command_writes_a_recipe_with_budgets(
     assert "which is the paper's rule" in told.out
     assert "budget " in told.err
     assert "by threshold, held out" in output.with_suffix(".html").read_text()
-    picture = ElementTree.parse(output.with_suffix(".svg"))
-    texts = {one.text for one in picture.iter("{http://www.w3.org/2000/svg}text")}
-    assert {"accuracy against arithmetic", "accuracy against time in PyTorch", "by threshold, tuned on"} <= texts
+    picture = output.with_suffix(".svg").read_text()
+    for text in ("accuracy against arithmetic", "accuracy against time in PyTorch", "by threshold, tuned on"):
+        assert f">{text}</text>" in picture
     assert tune("budget", bundle, output, "--tau", "0.9", "--aim", "best", data=photos) == 2
     assert "is searched for its clap_threshold" in capsys.readouterr().err
