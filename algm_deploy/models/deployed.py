@@ -37,13 +37,15 @@ class PixelEmbedding(nn.Module):
     def __init__(self, embedding: PatchEmbedding, normalization: str, image_size: Size) -> None:
         super().__init__()
         proj, self.patch_size = embedding.proj, embedding.patch_size
-        mean, deviation = (torch.tensor(v, dtype=torch.float64) for v in NORMALIZATIONS[normalization])
+        device = proj.weight.device
+        mean, deviation = (torch.tensor(v, dtype=torch.float64, device=device) for v in NORMALIZATIONS[normalization])
         weight = proj.weight.detach().double() / deviation[:, None, None]
         self.stride = proj.stride
         self.weight = nn.Parameter((weight * (PIXEL_SCALE / 255)).to(proj.weight.dtype), requires_grad=False)
         # What a centred pixel of 0 stands for, summed over the picture's part of a patch.
         whole = not any(side % self.patch_size for side in image_size)
-        inside = padded(torch.ones(1, 3, *(proj.kernel_size if whole else image_size)).double(), self.patch_size)
+        size = proj.kernel_size if whole else image_size
+        inside = padded(torch.ones(1, 3, *size, dtype=torch.float64, device=device), self.patch_size)
         grey = weight * (PIXEL_CENTRE / 255 - mean)[:, None, None]
         bias = F.conv2d(inside, grey, None if proj.bias is None else proj.bias.detach().double(), proj.stride)
         bias = bias.flatten(2).mT.to(proj.weight.dtype)

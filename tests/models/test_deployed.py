@@ -59,6 +59,13 @@ def test_the_two_normalisations_differ() -> None:
     assert (found[0] - found[1]).abs().max() > 0.1
 
 
+def test_an_embedding_is_folded_where_its_weights_are() -> None:
+    """On any other device than the CPU, for which one without memory stands."""
+    embedding = PatchEmbedding(16, 8).to("meta")
+    folded = PixelEmbedding(embedding, "vit", (64, 56))
+    assert folded.weight.device == folded.bias.device == torch.device("meta")
+
+
 def test_pixels_keep_their_fractions() -> None:
     """Float images are not rounded to whole numbers."""
     embedding, image = embedding_and_image(torch.float32)
