@@ -13,6 +13,7 @@ Percentiles are over all photos and rounds.
 from __future__ import annotations
 
 import argparse
+import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -34,7 +35,7 @@ from algm_deploy.recipe.writing import recipe_toml
 from algm_deploy.report.tables import text_table
 from algm_deploy.runners.contract import Array, Runner, runner
 from algm_deploy.timing.protocols import Contestant, Request, batches_of, times_of
-from algm_deploy.timing.timers import Effort, drift, merge_efficiency, percentiles, typical_ms
+from algm_deploy.timing.timers import SAMPLES_FOR_P99, Effort, drift, merge_efficiency, percentiles, typical_ms
 from algm_deploy.timing.variants import variant_bundle, variant_runner
 from algm_deploy.tuning.budgets import budgets_like
 from runtimes import SIZES, TOKENS, bisected, recipe_of
@@ -48,7 +49,7 @@ def main() -> None:
     parser = parser_of(__doc__, "budget_speed.json", batches=(1, 32))
     parser.add_argument("--precision", choices=("fp16", "fp32"), default="fp16")
     parser.add_argument("--count", type=int, default=32, help="photos that are timed")
-    parser.add_argument("--rounds", type=int, default=10, help="over all photos, at least")
+    parser.add_argument("--rounds", type=int, default=10, help="over all photos, at least; enough for a p99")
     parser.add_argument(
         "--tokens", type=int, nargs=2, help="thresholds that leave so many on average after CLAP and GBM"
     )
@@ -175,6 +176,7 @@ def times(
 ) -> dict[str, dict[str, Any]]:
     """Milliseconds of each network, in turns: mean over the batches of each one's median, and percentiles."""
     batches = [windows[list(one)] for one in batches_of(protocol, len(windows), batch)]
+    rounds = max(rounds, math.ceil(SAMPLES_FOR_P99 / len(batches)))
     effort = Effort(warmup=2 * len(batches), rounds=rounds, most_rounds=2 * rounds)
     contestants = {name: Contestant(one) for name, one in runners.items()}
     found, _ = times_of(contestants, batches, Request(protocol, len(windows), batch, effort), progress=False)

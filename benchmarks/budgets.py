@@ -282,7 +282,7 @@ def draw(options: argparse.Namespace) -> None:
 def table(found: BudgetTuning) -> str:
     """mIoU of both rules by slice on the photos held out, which the budgets were not taken from."""
     held, slices = found.held_out, sorted(found.held_out.images_by_slice)
-    header = ("threshold", "budget", "rule", "chosen on: mIoU %", "held out: mIoU %", *slices, "tokens", "GMACs")
+    header = ("threshold", "", "rule", "chosen on: mIoU %", "held out: mIoU %", *slices, "tokens", "GMACs")
     rows = [("", "", "dense", *_cells(found.tuned_on.dense, held.dense, slices))]
     pairs = zip(found.thresholds, found.thresholds_held_out, found.tuned_on.candidates, held.candidates, strict=True)
     for threshold, threshold_held, budget, budget_held in pairs:
