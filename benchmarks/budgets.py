@@ -294,7 +294,8 @@ def table(found: BudgetTuning) -> str:
 
 def _cells(here: Point, there: Point, slices: Sequence[str]) -> tuple[str, ...]:
     parts = (there.miou_percent_by_slice[name] for name in slices)
-    tokens = ", ".join(f"{one.mean:.0f} ({one.min} to {one.max})" for one in there.tokens)
+    ranges = (f" ({one.min} to {one.max})" if one.min != one.max else "" for one in there.tokens)
+    tokens = ", ".join(f"{one.mean:.0f}{span}" for one, span in zip(there.tokens, ranges, strict=True))
     mious = (here.miou_percent, there.miou_percent, *parts)
     shown = ("-" if x is None else f"{x:.2f}" for x in (*mious, there.gmacs_per_window_mean))
     *cells, gmacs = shown
