@@ -243,7 +243,7 @@ def test_a_search_takes_the_flags_it_reads(search: str, capsys: pytest.CaptureFi
     foreign = {
         "rule": ["--runtime", "--held-out", "--tau", "--variant", "--slice", "--count"],
         "threshold": ["--images", "--layers", "--count"],
-        "budget": ["--runtime", "--images", "--layers", "--count", "--knob", "--gbm", "--time"],
+        "budget": ["--runtime", "--images", "--layers", "--count", "--knob", "--gbm"],
         "positions": ["--runtime", "--aim", "--target", "--images", "--knob", "--curve", "--gbm"],
         "attention": ["--runtime", "--held-out", "--reference", "--images", "--variant", "--slice", "--count"],
     }
