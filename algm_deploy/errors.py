@@ -107,6 +107,18 @@ class OutputError(AlgmDeployError):
     """The standard output does not take what is printed."""
 
 
+class RequestError(AlgmDeployError):
+    """A request to a server cannot be answered; `status` is its HTTP status."""
+
+    def __init__(self, message: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class ListenError(AlgmDeployError):
+    """A server cannot listen on an address."""
+
+
 class GateError(AlgmDeployError):
     """A measured value missed its gate."""
 

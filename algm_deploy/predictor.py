@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, NoReturn, Self, get_args, overload
@@ -23,7 +23,7 @@ from algm_deploy.pictures.preprocessing import (
     preprocessing_fingerprint,
     window_anchors,
 )
-from algm_deploy.pictures.sliding import MAP_PREFIX, Labels, Pending, Prediction, predict_all
+from algm_deploy.pictures.sliding import MAP_PREFIX, Labels, Pending, Prediction, predict_all, run_all
 from algm_deploy.pictures.sources import AnyPath, Failure, Picture, Source, Sources, is_single, named, pictures_of
 from algm_deploy.recipe.schema import Recipe, Size
 from algm_deploy.runners.contract import host_array, runner
@@ -91,6 +91,11 @@ class Predictor:
     def device_name(self) -> str:
         """Name of the device that executes, for records and people."""
         return self._runner.device_name
+
+    @property
+    def executable(self) -> str:
+        """Name of the bundle's file that runs."""
+        return self._runner.executable
 
     @property
     def thresholds_in_force(self) -> dict[str, float]:
@@ -213,15 +218,55 @@ class Predictor:
         outputs = self.infer(windows, ("scores", "token_counts"))
         return outputs["scores"], outputs["token_counts"]
 
-    def infer(self, windows: NDArray[Any], outputs: tuple[str, ...] | None = None) -> dict[str, NDArray[Any]]:
-        """The network's outputs for windows, with this predictor's thresholds.
+    def prepared(self, photo: NDArray[np.uint8]) -> Pending:
+        """A picture, RGB (H, W, 3), resized and on its way: `run_prepared` runs its windows.
+
+        Raises:
+            ImageError: the picture does not fit the protocol, or needs several windows of a bundle that gives labels.
+        """
+        pending = self._pending(Picture(photo), scores=False)
+        if isinstance(pending, Failure):
+            raise pending.error
+        return pending
+
+    def run_prepared(
+        self,
+        pictures: Iterable[Pending],
+        thresholds: Mapping[str, float] | None = None,
+        *,
+        token_maps: bool = False,
+    ) -> None:
+        """Runs pictures until they are done: their `prediction` can then be taken, in any thread.
+
+        Args:
+            pictures: of `prepared`; their windows share batches. Where running fails they are unfinished, and
+                `Pending.restart` makes them as new.
+            thresholds: by input name, as `given_thresholds` makes them; by default this predictor's.
+            token_maps: whether predictions hold token maps.
+
+        Raises:
+            BundleError, RuntimeUnavailableError, ExecutionError: as `Runner.infer`.
+            GateError: the network returned scores that are not finite.
+        """
+        network = partial(self.infer, outputs=self._outputs(False, token_maps), thresholds=thresholds)
+        for _ in run_all(pictures, network, self.batch):
+            pass
+
+    def infer(
+        self,
+        windows: NDArray[Any],
+        outputs: tuple[str, ...] | None = None,
+        thresholds: Mapping[str, float] | None = None,
+    ) -> dict[str, NDArray[Any]]:
+        """The network's outputs for windows, with this predictor's thresholds or those given, by input name.
 
         Raises:
             BundleError: no array, or one that does not fit; see `Runner.infer`.
             ImageError: pixels that are no numbers from 0 to 255.
             RuntimeUnavailableError: in a process that was forked after the predictor had been opened.
         """
-        return self._runner.infer({"image": self._fitting(windows), **self.thresholds}, outputs)
+        given = self.thresholds if thresholds is None else {n: np.asarray(v, np.float32) for n, v in thresholds.items()}
+        return self._runner.infer({"image": self._fitting(windows), **given}, outputs)
 
     def _pending(self, picture: Picture | Failure, scores: bool) -> Pending | Failure:
         """A picture with its windows, or why it does not fit the bundle."""

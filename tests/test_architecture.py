@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "algm_deploy"
 TIERS = (
     {"cli", "__main__"},
     {"proof"},
-    {"demo"},
+    {"demo", "serving"},
     {"deployment"},
     {"report", "doctor"},
     {"tuning", "timing"},

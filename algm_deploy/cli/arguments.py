@@ -131,6 +131,11 @@ def up_to(limit: int) -> Callable[[str], int]:
     return number
 
 
+def port(text: str) -> int:
+    """A port to listen on, 0 for a free one."""
+    return 0 if text == "0" else up_to(65535)(text)
+
+
 def budget(text: str) -> tuple[int | float, int | float]:
     """CLAP,GBM: each a count, or a share written with a point."""
     parts = text.split(",")

@@ -37,6 +37,7 @@ COMMANDS = (
     Command("prove", proving.prove, proving.prove_flags),
     Command("compare", proving.compare, proving.compare_flags),
     Command("predict", using.predict, using.predict_flags),
+    Command("serve", using.serve, using.serve_flags),
     Command("report", using.report, using.report_flags),
     Command("list", upkeep.list_recipes, lambda _: None),
     Command("doctor", upkeep.doctor, upkeep.doctor_flags),

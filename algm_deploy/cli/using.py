@@ -1,14 +1,15 @@
-"""Commands that use a bundle: predict, report."""
+"""Commands that use a bundle: predict, serve, report."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from algm_deploy.cli import arguments, proving
-from algm_deploy.cli.saying import output, say
-from algm_deploy.errors import ImageError
+from algm_deploy.cli.saying import note, output, say
+from algm_deploy.errors import ImageError, RuntimeUnavailableError
 
 
 def predict_flags(command: arguments.Parser) -> None:
@@ -66,6 +67,84 @@ def _check_all_done(failures: Sequence[str], files: int, done: str) -> None:
     if failures:
         listed = "\n  ".join((f"{len(failures)} of {files} files could not be {done}:", *failures))
         raise ImageError(failures[0] if files == 1 else listed)
+
+
+def serve_flags(command: arguments.Parser) -> None:
+    """Flags of serve."""
+    arguments.bundle(command)
+    command.add_argument(
+        "--host", type=arguments.word, default="127.0.0.1", help="address to listen on; default: this machine alone"
+    )
+    command.add_argument("--port", type=arguments.port, default=8080, help="0 takes a free one (default 8080)")
+    command.add_argument("--name", type=arguments.word, help="of the model in addresses; default: the folder's name")
+    arguments.runtime(command)
+    arguments.device(command)
+    arguments.thresholds(command)
+    group = command.add_argument_group("batches and limits")
+    group.add_argument(
+        "--batch", type=arguments.positive, help="windows that go through the network at once; default: the bundle's"
+    )
+    group.add_argument(
+        "--wait",
+        type=arguments.count,
+        default=2,
+        metavar="MS",
+        help="milliseconds that a picture waits for others to share its batch (default 2)",
+    )
+    group.add_argument(
+        "--queue",
+        type=arguments.up_to(100_000),
+        default=64,
+        metavar="PICTURES",
+        help="how many wait or run at a time; further ones are told to come again (default 64)",
+    )
+    group.add_argument(
+        "--max-request", type=arguments.up_to(4096), default=32, metavar="MIB", help="of a request's body (default 32)"
+    )
+    group.add_argument(
+        "--max-megapixels", type=arguments.up_to(170), default=50, metavar="MP", help="of a picture (default 50)"
+    )
+    group.add_argument(
+        "--grace",
+        type=arguments.count,
+        default=30,
+        metavar="S",
+        help="seconds that requests may take once the server is told to stop (default 30)",
+    )
+
+
+def serve(options: argparse.Namespace) -> int:
+    """A server for one bundle: Open Inference Protocol, metrics, and a page to drop a photo on."""
+    from algm_deploy.bundle.store import Bundle
+    from algm_deploy.predictor import Predictor
+
+    try:
+        from algm_deploy.serving.app import Limits
+        from algm_deploy.serving.server import Settings, server
+    except ModuleNotFoundError as error:
+        if str(error.name).startswith("algm_deploy"):
+            raise
+        raise RuntimeUnavailableError(
+            f"expected the module {error.name} to serve with, found none: `pip install 'algm-deploy[serve]'`"
+        ) from error
+    limits = Limits(options.max_request << 20, options.max_megapixels * 1_000_000, options.queue)
+    settings = Settings(options.host, options.port, options.name, options.wait / 1000, options.grace, limits=limits)
+    bundle = Bundle.open(options.bundle)
+    runtime = arguments.runtime_of(options, bundle)
+    given = arguments.given_thresholds(options)
+
+    def listening(address: str) -> None:
+        note(options, f"{runtime} on {predictor.device_name}, batches of {predictor.batch}; Ctrl-C stops it")
+        say(address)
+        with output():
+            sys.stdout.flush()
+
+    with (
+        Predictor(bundle, runtime, device=options.device, batch=options.batch, **given) as predictor,
+        server(predictor, settings, listening) as running,
+    ):
+        running.run()
+    return 0
 
 
 def report_flags(command: arguments.Parser) -> None:

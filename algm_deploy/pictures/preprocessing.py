@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ from algm_deploy.errors import ImageError
 from algm_deploy.recipe.schema import Protocol
 
 Pixels = NDArray[np.uint8] | NDArray[np.float32]
+
+# What strangers may send: formats whose decoders start no program. A phone's JPEG may be MPO.
+_WEB_FORMATS = ("JPEG", "MPO", "PNG", "WEBP")
 
 MAX_ASPECT = 8
 """Longer pictures are refused: enlarging their short side to the window would take memory without a bound."""
@@ -66,6 +70,21 @@ def photo_of(picture: Image.Image) -> NDArray[np.uint8]:
     name = str(getattr(picture, "filename", "") or "a PIL image")
     with _reading(name):
         return _pixels(picture, name)
+
+
+def decoded_photo(content: bytes, name: str, most_pixels: int) -> NDArray[np.uint8]:
+    """The pixels of an encoded picture in memory, as `read_photo` reads them; `name` is what errors call it.
+
+    Raises:
+        ImageError: as `read_photo`; neither JPEG, PNG nor WebP; or more pixels than `most_pixels`, which the
+            header tells before anything is decoded.
+    """
+    with _reading(name), Image.open(BytesIO(content), formats=_WEB_FORMATS) as opened:
+        if opened.width * opened.height > most_pixels:
+            raise ImageError(
+                f"{name}: expected at most {most_pixels} pixels, got {opened.width}x{opened.height}: shrink it first"
+            )
+        return _pixels(opened, name)
 
 
 def read_indices(path: Path) -> NDArray[np.integer[Any]]:

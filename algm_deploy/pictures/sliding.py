@@ -81,6 +81,11 @@ class Pending:
         self._sums = np.zeros((0, 0, 0), np.float32)
         self._cover = np.zeros(canvas.shape[:2] if len(anchors) > 1 else (0, 0), np.float32)
 
+    def restart(self) -> None:
+        """Forgets the results of windows that are there."""
+        self._rows = []
+        self._cover[...] = 0
+
     @property
     def done(self) -> bool:
         """Whether the results of all windows are there."""
@@ -137,6 +142,16 @@ def predict_all(
 ) -> Iterator[Prediction | Failure]:
     """Predicts pictures, in their order; windows of several pictures share batches of `window_batch`.
 
+    Raises:
+        GateError: as `run_all`.
+    """
+    for picture in run_all(pictures, network, window_batch):
+        yield picture if isinstance(picture, Failure) else picture.prediction()
+
+
+def run_all(pictures: Iterable[Pending | Failure], network: Network, window_batch: int) -> Iterator[Pending | Failure]:
+    """Pictures whose windows are done, in their order; windows of several pictures share batches of `window_batch`.
+
     Pictures are taken as batches need them, so there may be infinitely many. A failure passes through in its place; the
     batch before it goes out smaller, like the last one.
 
@@ -155,7 +170,7 @@ def predict_all(
         for row, owner in enumerate(owners):
             owner.take({name: values[row] for name, values in outputs.items()})
             if owner.done:
-                yield owner.prediction()
+                yield owner
 
 
 def predict_labels(photo: NDArray[np.uint8], scores_of: ScoresOf, protocol: Protocol, window_batch: int) -> Prediction:

@@ -278,6 +278,18 @@ def final_tokens(predictor: Predictor, photo: Rgb, title: str) -> Panel:
     return replace(_merge_panel(merge, tokens, mosaic), title=title, subtitle=subtitle)
 
 
+def tokens_picture(predictor: Predictor, canvas: Pixels, prediction: Prediction) -> Rgb:
+    """The tokens after the last merge over the whole picture, from the token maps that the prediction holds.
+
+    Args:
+        predictor: of a network that merges.
+        canvas: the picture as the network's windows were cut from it (`network_canvas`).
+        prediction: with token maps.
+    """
+    merge = predictor.signature.merges[-1]
+    return _merge_panel(merge, prediction.token_maps[merge], _mosaic(predictor, canvas, prediction, 1)).picture
+
+
 def _mosaic(predictor: Predictor, canvas: Pixels, prediction: Prediction, columns: int) -> Mosaic:
     height, width = predictor.signature.image.shape[2:]
     return Mosaic(canvas, prediction.anchors, (height, width), predictor.bundle.recipe.network.patch_size, columns)

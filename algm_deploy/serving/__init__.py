@@ -1,0 +1,1 @@
+"""A bundle behind HTTP: requests of the Open Inference Protocol become batches, label maps go back."""

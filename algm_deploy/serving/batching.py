@@ -1,0 +1,145 @@
+"""Pictures of many clients share batches, in one thread that runs the network."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Self
+
+from algm_deploy.errors import AlgmDeployError, ExecutionError, GateError
+from algm_deploy.pictures.sliding import Pending
+from algm_deploy.predictor import Predictor
+from algm_deploy.serving.metrics import Metrics
+
+_LOG = logging.getLogger("algm_deploy")
+
+# Runs in a row that failed although their picture was alone: then the runtime is broken, not a picture.
+_FAILURES_OF_A_BROKEN_RUNTIME = 3
+
+
+@dataclass(frozen=True)
+class _Job:
+    picture: Pending
+    thresholds: tuple[tuple[str, float], ...]
+    token_maps: bool
+    future: Future[Pending] = field(default_factory=Future)
+    arrived: float = field(default_factory=time.perf_counter)
+
+    def fits(self, other: _Job) -> bool:
+        """Whether both can share a batch."""
+        return (self.thresholds, self.token_maps) == (other.thresholds, other.token_maps)
+
+
+class Batcher:
+    """Takes pictures from any thread, runs them in batches, in the order in which they came.
+
+    A batch holds pictures of the same thresholds. It starts when its windows are as many as the predictor's batch, or
+    its first picture has waited for `wait_s` seconds since it came; under load none waits for company. Where a batch
+    fails, each of its pictures runs again alone, so that only the one that cannot be predicted fails.
+
+    Use it in a `with` block, which ends when all pictures that were taken are done.
+    """
+
+    def __init__(self, predictor: Predictor, wait_s: float, metrics: Metrics) -> None:
+        self.predictor, self._wait_s, self._metrics = predictor, wait_s, metrics
+        self._jobs: deque[_Job] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._failures = 0
+        self._thread = threading.Thread(target=self._work, name="batches", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the runtime executes: not after several failures in a row."""
+        return self._failures < _FAILURES_OF_A_BROKEN_RUNTIME and self._thread.is_alive()
+
+    def submit(self, picture: Pending, thresholds: Mapping[str, float], token_maps: bool) -> Future[Pending]:
+        """The picture when it is done, or what `Predictor.run_prepared` raises. A future may be cancelled in time."""
+        job = _Job(picture, tuple(sorted(thresholds.items())), token_maps)
+        with self._changed:
+            self._jobs.append(job)
+            self._metrics.waiting.set(len(self._jobs))
+            self._changed.notify_all()
+        return job.future
+
+    def _work(self) -> None:
+        while batch := self._next():
+            self._run(batch)
+
+    def _next(self) -> list[_Job]:
+        """The jobs of the next batch; none when all is done and nothing more will come."""
+        batch: list[_Job] = []
+        with self._changed:
+            while not batch:
+                self._changed.wait_for(lambda: self._jobs or self._closed)
+                if not self._jobs:
+                    return []
+                batch += self._taken(self._jobs[0], self.predictor.batch)
+            first = batch[0]
+            while (room := self.predictor.batch - _windows(batch)) > 0 and not self._closed:
+                left = first.arrived + self._wait_s - time.perf_counter()
+                if left <= 0 or not self._changed.wait(left):
+                    break
+                batch += self._taken(first, room)
+            self._metrics.waiting.set(len(self._jobs))
+        now = time.perf_counter()
+        for job in batch:
+            self._metrics.queue_seconds.observe(now - job.arrived)
+        return batch
+
+    def _taken(self, first: _Job, room: int) -> list[_Job]:
+        """Takes waiting jobs that fit one, until their windows fill the room; cancelled ones vanish."""
+        taken: list[_Job] = []
+        kept: deque[_Job] = deque()
+        for job in self._jobs:
+            if _windows(taken) >= room or not first.fits(job):
+                kept.append(job)
+            elif job.future.set_running_or_notify_cancel():
+                taken.append(job)
+        self._jobs = kept
+        return taken
+
+    def _run(self, batch: list[_Job]) -> None:
+        try:
+            started = time.perf_counter()
+            pictures = [job.picture for job in batch]
+            self.predictor.run_prepared(pictures, dict(batch[0].thresholds), token_maps=batch[0].token_maps)
+        except Exception as error:  # noqa: BLE001 - whatever it is belongs to the clients, and the thread goes on
+            self._failed(batch, error)
+            return
+        self._failures = 0
+        self._metrics.batch_seconds.observe(time.perf_counter() - started)
+        self._metrics.batch_windows.observe(_windows(batch))
+        for job in batch:
+            job.future.set_result(job.picture)
+
+    def _failed(self, batch: list[_Job], error: Exception) -> None:
+        if len(batch) > 1:
+            for job in batch:
+                job.picture.restart()
+                self._run([job])
+            return
+        if not isinstance(error, GateError):  # which a picture alone can cause
+            self._failures += 1
+        told = error if isinstance(error, AlgmDeployError) else ExecutionError(f"the network failed: {error!s:.200}")
+        _LOG.error("a picture could not be predicted: %s", error, exc_info=told is not error)
+        batch[0].future.set_exception(told)
+
+
+def _windows(batch: list[_Job]) -> int:
+    return sum(len(job.picture.anchors) for job in batch)

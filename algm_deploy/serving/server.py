@@ -1,0 +1,136 @@
+"""A server for one bundle, from its start to SIGTERM."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from threading import current_thread, main_thread
+
+import numpy as np
+import uvicorn
+
+from algm_deploy.errors import BundleError, ListenError
+from algm_deploy.predictor import Predictor
+from algm_deploy.serving.app import Limits, Service
+from algm_deploy.serving.batching import Batcher
+from algm_deploy.serving.metrics import Metrics
+
+_STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a server listens, batches and stops.
+
+    Args:
+        host: to listen on; by default this machine alone reaches it.
+        port: 0 takes a free one.
+        name: of the model in addresses; by default that of the bundle's folder.
+        wait_s: how long a picture waits for others to share its batch.
+        grace_s: how long requests may take that are being answered when the server is told to stop.
+        threads: that decode requests and encode answers.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8080
+    name: str | None = None
+    wait_s: float = 0.002
+    grace_s: int = 30
+    threads: int = min(8, os.cpu_count() or 1)
+    limits: Limits = field(default_factory=Limits)
+
+
+class Server(uvicorn.Server):
+    """Stops in order at SIGTERM, SIGINT and SIGHUP: takes no more requests, answers those it has, and returns.
+
+    Args:
+        listening: is called with the address when the server takes requests.
+    """
+
+    def __init__(self, config: uvicorn.Config, listening: Callable[[str], None]) -> None:
+        super().__init__(config)
+        self._listening = listening
+
+    async def startup(self, sockets: object = None) -> None:
+        """Begins to listen."""
+        await super().startup()
+        if self.started:
+            host, port = self.servers[0].sockets[0].getsockname()[:2]
+            self._listening(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+
+    def run(self, sockets: object = None) -> None:
+        """Serves until a signal comes.
+
+        Raises:
+            ListenError: the address is taken, or none of this machine.
+        """
+        try:
+            super().run()
+        except SystemExit as error:
+            raise ListenError(
+                f"expected to listen on {self.config.host}, port {self.config.port}, which is taken or none of this "
+                "machine: choose another with --port or --host"
+            ) from error
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handles the signals without raising them again: stopping in order is no failure."""
+        if current_thread() is not main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self.handle_exit) for number in _STOPPING}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+@contextmanager
+def server(predictor: Predictor, settings: Settings, listening: Callable[[str], None]) -> Iterator[Server]:
+    """A server for an opened predictor; `run` of it returns when it was told to stop. The network is warm before.
+
+    Raises:
+        BundleError: the bundle's folder has a name that does not fit into addresses.
+        RuntimeUnavailableError, ExecutionError: the network does not run.
+    """
+    name = settings.name or predictor.bundle.path.resolve().name
+    if not re.fullmatch(r"[\w.-]{1,100}", name, re.ASCII):
+        raise BundleError(
+            f"expected a name of letters, digits, dots, dashes and underscores for addresses, got {name!r:.120}: "
+            "choose one with --name"
+        )
+    _warm(predictor)
+    metrics = Metrics()
+    with (
+        Batcher(predictor, settings.wait_s, metrics) as batcher,
+        ThreadPoolExecutor(settings.threads, "pictures") as workers,
+    ):
+        service = Service(predictor, batcher, metrics, workers, name, settings.limits)
+        config = uvicorn.Config(
+            service.app(settings.host),
+            host=settings.host,
+            port=settings.port,
+            http="h11",
+            loop="asyncio",
+            ws="none",
+            lifespan="off",
+            log_level="critical",
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_graceful_shutdown=settings.grace_s,
+        )
+        yield Server(config, listening)
+
+
+def _warm(predictor: Predictor) -> None:
+    """Runs a window alone and a full batch, so that no client waits for what a runtime does at its first run."""
+    image = predictor.signature.image
+    for batch in sorted({1, predictor.batch}):
+        predictor.infer(np.zeros((batch, *image.shape[1:]), image.dtype))

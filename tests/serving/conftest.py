@@ -1,0 +1,103 @@
+"""A server in a thread of the tests' process, and a client that knows nothing of it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from algm_deploy.bundle.store import Bundle
+from algm_deploy.predictor import Predictor
+from algm_deploy.serving.app import Limits
+from algm_deploy.serving.server import Settings, server
+
+
+@dataclass
+class Client:
+    """Talks to a server; every request has a connection of its own."""
+
+    port: int
+    predictor: Predictor
+    headers: dict[str, str] = field(default_factory=dict)  # of the last answer
+
+    def ask(self, method: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        try:
+            named = {name.replace("_", "-"): value for name, value in headers.items()}
+            connection.request(method, path, body, named)
+            answer = connection.getresponse()
+            self.headers = dict(answer.getheaders())
+            return answer.status, answer.read()
+        finally:
+            connection.close()
+
+    def get(self, path: str) -> tuple[int, Any]:
+        status, content = self.ask("GET", path)
+        return status, json.loads(content)
+
+    def infer(self, one: dict[str, Any], **rest: Any) -> tuple[int, dict[str, Any]]:
+        """An inference request in JSON: the status, and the data of each output, or the error."""
+        status, content = self.ask("POST", "/v2/models/net/infer", json.dumps({"inputs": [one], **rest}).encode())
+        table = json.loads(content)
+        if status != 200:
+            return status, table
+        return status, {one["name"]: np.reshape(one["data"], one["shape"]) for one in table["outputs"]}
+
+
+@contextmanager
+def running(bundle: Bundle, limits: Limits | None = None, **options: Any) -> Iterator[Client]:
+    settings = Settings(port=0, name="net", limits=limits or Limits(), **options)
+    addresses: list[str] = []
+    listening = threading.Event()
+
+    def note(address: str) -> None:
+        addresses.append(address)
+        listening.set()
+
+    with (
+        Predictor(bundle, "onnxruntime-cpu") as predictor,
+        server(predictor, settings, note) as started,
+    ):
+        thread = threading.Thread(target=started.run)
+        thread.start()
+        try:
+            assert listening.wait(60)
+            yield Client(int(addresses[0].rpartition(":")[2]), predictor)
+        finally:
+            started.should_exit = True
+            thread.join()
+
+
+@pytest.fixture(scope="session")
+def serving() -> Callable[..., Any]:
+    return running
+
+
+@pytest.fixture(scope="module")
+def client(tiny_bundle: Bundle) -> Iterator[Client]:
+    # Pictures wait long enough for others that a test can fill a batch.
+    with running(tiny_bundle, Limits(body_bytes=2 << 20, pixels=400_000, pictures=12, body_s=0.5), wait_s=0.02) as one:
+        yield one
+
+
+@pytest.fixture(scope="session")
+def photos(root_dir: Path) -> list[np.ndarray]:
+    """Pictures (H, W, 3) uint8 of three sizes, one to three windows each."""
+    scene = np.asarray(Image.open(next((root_dir / "algm_deploy/demo/assets/images").rglob("*.jpg"))).convert("RGB"))
+    return [np.ascontiguousarray(scene[:128, :128]), np.ascontiguousarray(scene[:100, :240]), scene[::2, ::2].copy()]
+
+
+def png_of(photo: np.ndarray) -> bytes:
+    stream = BytesIO()
+    Image.fromarray(photo).save(stream, "PNG")
+    return stream.getvalue()

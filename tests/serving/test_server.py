@@ -1,0 +1,393 @@
+"""A server over HTTP: what it answers, what it refuses, and that one client harms no other."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from algm_deploy.bundle.store import Bundle, BundleWriter
+from algm_deploy.errors import BundleError, GateError, ListenError
+from algm_deploy.predictor import Predictor
+from algm_deploy.report.pictures import final_tokens
+from algm_deploy.serving.app import Limits
+from algm_deploy.serving.server import Settings, server
+
+INFER = "/v2/models/net/infer"
+
+
+def png_of(photo: np.ndarray) -> bytes:
+    stream = BytesIO()
+    Image.fromarray(photo).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def pixels(photo: np.ndarray) -> dict[str, Any]:
+    return {"name": "image", "datatype": "UINT8", "shape": list(photo.shape), "data": photo.ravel().tolist()}
+
+
+def encoded(*contents: bytes) -> dict[str, Any]:
+    data = [base64.b64encode(one).decode() for one in contents]
+    return {"name": "encoded_image", "datatype": "BYTES", "shape": [len(data)], "data": data}
+
+
+def metric(client: Any, name: str) -> float:
+    lines = client.ask("GET", "/metrics")[1].decode().splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
+
+def test_health_and_metadata(client: Any) -> None:
+    assert client.get("/v2/health/live") == (200, {"live": True})
+    assert client.get("/v2/health/ready") == (200, {"ready": True})
+    assert client.get("/v2/models/net/ready") == (200, {"name": "net", "ready": True})
+    assert client.get("/v2")[1]["extensions"] == ["binary_tensor_data"]
+    status, table = client.get("/v2/models/net")
+    assert status == 200
+    assert [(one["name"], one["datatype"], one["shape"]) for one in table["inputs"]] == [
+        ("image", "UINT8", [-1, -1, -1, 3]),
+        ("encoded_image", "BYTES", [-1]),
+    ]
+    assert {one["name"]: (one["datatype"], one["shape"]) for one in table["outputs"]} == {
+        "labels": ("UINT8", [-1, -1, -1]),
+        "labels_png": ("BYTES", [-1]),
+        "tokens_png": ("BYTES", [-1]),
+        "token_counts": ("INT64", [-1, 2]),
+        "patches": ("INT64", [-1]),
+    }
+    assert table["platform"] == "onnxruntime-cpu"
+    assert len(table["parameters"]["classes"]) == len(table["parameters"]["palette"]) == 11
+    (version,) = table["versions"]
+    assert client.get(f"/v2/models/net/versions/{version}")[1] == table
+    for path in ("/v2/models/other", "/v2/models/net/versions/2"):
+        assert client.get(path)[0] == 404
+
+
+def test_labels_and_tokens_are_those_of_predict(client: Any, photos: list[np.ndarray]) -> None:
+    for photo in photos:
+        wanted = client.predictor.prediction(photo)
+        for one in (pixels(photo), encoded(png_of(photo))):
+            status, found = client.infer(one)
+            assert status == 200
+            assert np.array_equal(found["labels"][0], wanted.labels)
+            assert found["token_counts"].tolist() == [wanted.token_counts.sum(0).tolist()]
+            assert found["patches"].tolist() == [64 * len(wanted.anchors)]
+
+
+def test_binary_answers_and_pictures_of_different_sizes(client: Any, photos: list[np.ndarray]) -> None:
+    contents = [png_of(photo) for photo in photos]
+    tail = b"".join(struct.pack("<I", len(one)) + one for one in contents)
+    given = {**encoded(*contents), "parameters": {"binary_data_size": len(tail)}}
+    del given["data"]
+    outputs = [{"name": name, "parameters": {"binary_data": True}} for name in ("labels_png", "tokens_png")]
+    head = json.dumps({"inputs": [given], "outputs": outputs}).encode()
+    status, body = client.ask("POST", INFER, head + tail, inference_header_content_length=str(len(head)))
+    assert status == 200, body
+    rest = body[int(client.headers["inference-header-content-length"]) :]
+    pictures = []
+    while rest:
+        (size,) = struct.unpack_from("<I", rest)
+        pictures.append(np.asarray(Image.open(BytesIO(rest[4 : 4 + size]))))
+        rest = rest[4 + size :]
+    assert len(pictures) == 6
+    for photo, labels in zip(photos, pictures, strict=False):
+        assert np.array_equal(labels, client.predictor.predict(photo))
+    drawn = final_tokens(client.predictor, photos[0], "").picture
+    assert pictures[3].shape[2] == drawn.shape[2] == 3
+    assert abs(pictures[3].mean() - drawn.mean()) < 2  # the same tokens on a sheet of another width
+
+
+def test_a_plain_post_of_a_photo_gives_a_label_map(client: Any, photos: list[np.ndarray]) -> None:
+    status, body = client.ask("POST", "/predict?dense=true", png_of(photos[0]))
+    assert (status, client.headers["content-type"]) == (200, "image/png")
+    assert client.headers["algm-token-counts"] == "64,64"
+    assert client.headers["algm-patches"] == "64"
+    picture = Image.open(BytesIO(body))
+    assert (picture.mode, picture.size) == ("P", (128, 128))
+    assert client.ask("POST", "/predict?tau=much", png_of(photos[0]))[0] == 400
+
+
+def test_requests_of_different_thresholds_do_not_mix(
+    client: Any, tiny_bundle: Bundle, photos: list[np.ndarray]
+) -> None:
+    wanted = []
+    for given in ({}, {"tau": 0.5}, {"gbm": 0.2}, {"dense": True}):
+        with Predictor(tiny_bundle, "onnxruntime-cpu", **given) as predictor:
+            wanted.append((given, predictor.prediction(photos[1])))
+    assert len({str(one.token_counts) for _, one in wanted}) == len(wanted)
+
+    def ask(case: tuple[dict[str, Any], Any]) -> None:
+        status, found = client.infer(pixels(photos[1]), parameters=case[0])
+        assert status == 200
+        assert found["token_counts"].tolist() == [case[1].token_counts.sum(0).tolist()]
+        assert np.array_equal(found["labels"][0], case[1].labels)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(ask, wanted * 2))
+
+
+def test_pictures_of_several_clients_share_a_batch(client: Any, photos: list[np.ndarray]) -> None:
+    before = metric(client, "algm_batch_windows_count")
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda _: client.infer(pixels(photos[0])), range(8)))
+    assert [status for status, _ in answers] == [200] * 8
+    assert metric(client, "algm_batch_windows_count") - before < 8
+
+
+def truncated(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+def bomb() -> bytes:
+    """A PNG of 90000 x 90000 pixels in a few bytes."""
+    header = struct.pack(">IIBBBBB", 90_000, 90_000, 8, 2, 0, 0, 0)
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(1000))) + chunk(b"IEND", b"")
+    )
+
+
+def test_bad_pictures_fail_alone(client: Any, photos: list[np.ndarray], tmp_path: Any) -> None:
+    good = png_of(photos[0])
+    jpeg, gif = BytesIO(), BytesIO()
+    Image.fromarray(photos[2]).save(jpeg, "JPEG")
+    Image.fromarray(photos[0]).save(gif, "GIF")
+    cases = [
+        (encoded(truncated(jpeg.getvalue())), "truncated"),
+        (encoded(b""), "no such format"),
+        (encoded(b"GARBAGE"), "no such format"),
+        (encoded(gif.getvalue()), "no such format"),
+        (encoded(bomb()), "shrink"),
+        (encoded(png_of(np.zeros((1000, 1000, 3), np.uint8))), "at most 400000 pixels"),
+        (encoded(png_of(np.zeros((4, 400, 3), np.uint8))), "8 times"),
+        (encoded(good, truncated(good)), "picture 2"),
+        (encoded(good, png_of(photos[1])), "of one size"),
+    ]
+    wanted = client.predictor.predict(photos[0])
+    mates = [(encoded(good), "")] * len(cases)
+    with ThreadPoolExecutor(4) as pool:
+        asked = [case for pair in zip(cases, mates, strict=True) for case in pair]
+        answers = list(pool.map(lambda case: client.infer(case[0]), asked))
+    for (status, found), (_, told) in zip(answers, asked, strict=True):
+        if told:
+            assert (status, told in found["error"]) == (400, True), found
+            assert "/" not in found["error"].replace("RGB/", "")  # no path of the server
+        else:
+            assert status == 200
+            assert np.array_equal(found["labels"][0], wanted)
+    assert client.get("/v2/health/live")[0] == 200
+
+
+def test_bad_requests_are_told_why(client: Any, photos: list[np.ndarray]) -> None:
+    picture = pixels(photos[0])
+    for given, told in (
+        ({"tau": "NaN"}, "number as tau"),
+        ({"tau": 0.9, "dense": True}, "leave one out"),
+        ({"budget": 0.5}, "tau, gbm and dense"),
+    ):
+        status, found = client.infer(picture, parameters=given)
+        assert (status, told in found["error"]) == (400, True), found
+    status, body = client.ask("POST", INFER, b'{"inputs": [], "parameters": {"tau": NaN}}')
+    assert (status, b"JSON" in body) == (400, True)
+    assert client.infer({**picture, "datatype": "FP32"})[0] == 400
+    status, body = client.ask("POST", INFER, bytes(3 << 20))
+    assert (status, b"2097152 bytes" in body) == (413, True)
+    assert client.ask("GET", INFER)[0] == 405
+    assert client.ask("GET", "/v2/health/live", host="evil.example")[0] == 400
+
+
+def test_a_slow_client_is_let_go(client: Any) -> None:
+    with socket.create_connection(("127.0.0.1", client.port), timeout=10) as connection:
+        connection.sendall(b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\nslow")
+        assert b" 408 " in connection.recv(1000)
+    assert client.get("/v2/health/ready")[0] == 200
+
+
+def test_a_failing_batch_runs_again_one_by_one(
+    client: Any, photos: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = client.predictor.predict(photos[2])  # several windows: half a batch may have been taken
+    infer = Predictor.infer
+    black = np.zeros((128, 128, 3), np.uint8)
+
+    def failing(self: Predictor, windows: np.ndarray, *rest: Any, **named: Any) -> Any:
+        if any(not window.any() for window in windows):
+            raise GateError("expected scores, got NaN")
+        return infer(self, windows, *rest, **named)
+
+    monkeypatch.setattr(Predictor, "infer", failing)
+    with ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(lambda photo: client.infer(pixels(photo)), [photos[2], black] * 3))
+    assert [status for status, _ in answers] == [200, 500] * 3
+    for _, found in answers[::2]:
+        assert np.array_equal(found["labels"][0], wanted)
+    assert client.get("/v2/health/live")[0] == 200  # a picture is to blame, not the runtime
+
+
+def test_a_broken_runtime_shows_in_health_until_it_works_again(
+    client: Any, photos: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Predictor, "infer", broken)
+        for _ in range(3):
+            status, found = client.infer(pixels(photos[0]))
+            assert (status, "illegal memory" in found["error"]) == (500, True)
+        assert client.get("/v2/health/live") == (503, {"live": False})
+        assert client.get("/v2/models/net/ready")[0] == 503
+    assert client.infer(pixels(photos[0]))[0] == 200
+    assert client.get("/v2/health/live")[0] == 200
+
+
+def test_a_full_queue_says_so_and_forgets_who_left(
+    client: Any, photos: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    infer = Predictor.infer
+    go, ran = threading.Event(), []
+
+    def held(self: Predictor, windows: np.ndarray, *rest: Any, **named: Any) -> Any:
+        assert go.wait(30)
+        ran.append(len(windows))
+        return infer(self, windows, *rest, **named)
+
+    def until(condition: Callable[[], bool]) -> None:
+        end = time.monotonic() + 20
+        while not condition():
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+    monkeypatch.setattr(Predictor, "infer", held)
+    small = png_of(photos[0])
+    with ThreadPoolExecutor(12) as pool:
+        first = [pool.submit(client.infer, encoded(small)) for _ in range(8)]  # a batch, which the network holds
+        until(lambda: metric(client, "algm_requests_running") == 8)
+        leaving = socket.create_connection(("127.0.0.1", client.port))
+        leaving.sendall(b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(small) + small)
+        until(lambda: metric(client, "algm_pictures_waiting") >= 1)
+        status, found = client.infer(encoded(*[small] * 4))
+        assert (status, "after a moment" in found["error"]) == (503, True)
+        assert client.headers["retry-after"] == "1"
+        assert client.get("/v2/health/ready")[0] == 200
+        leaving.close()
+        until(lambda: metric(client, "algm_requests_running") == 8)
+        go.set()
+        assert [one.result()[0] for one in first] == [200] * 8
+    assert client.infer(encoded(*[small] * 4))[0] == 200
+    assert sum(ran) == 12  # the picture of the client that left never ran
+    assert 'status="499"' in client.ask("GET", "/metrics")[1].decode()
+
+
+def test_metrics_tell_tokens(client: Any, photos: list[np.ndarray]) -> None:
+    before = {name: metric(client, name) for name in ("algm_patches_total", 'algm_tokens_total{merge="gbm_3"}')}
+    _, found = client.infer(pixels(photos[1]))
+    assert metric(client, "algm_patches_total") - before["algm_patches_total"] == found["patches"][0]
+    name = 'algm_tokens_total{merge="gbm_3"}'
+    assert metric(client, name) - before[name] == found["token_counts"][0, -1]
+    assert metric(client, 'algm_requests_total{status="200"}') >= 1
+
+
+def test_the_page_comes_whole_and_loads_nothing_from_elsewhere(client: Any) -> None:
+    status, page = client.ask("GET", "/")
+    assert status == 200
+    assert "default-src 'none'" in client.headers["content-security-policy"]
+    for name in ("page.js", "page.css"):
+        assert name.encode() in page
+        status, content = client.ask("GET", f"/{name}")
+        assert (status, b"http" in content) == (200, False)
+    assert b"http" not in page
+    assert client.get("/page/model.json")[1]["name"] == "net"
+
+
+def test_a_bundle_that_is_replaced_or_removed_is_served_on(
+    serving: Callable[..., Any], copied: Callable[..., Bundle], tiny_bundle: Bundle, photos: list[np.ndarray]
+) -> None:
+    bundle = copied(tiny_bundle)
+    with serving(bundle) as client:
+        version = client.get("/v2/models/net")[1]["versions"]
+        wanted = client.infer(pixels(photos[2]))[1]
+        with BundleWriter(bundle.path, bundle.recipe) as writer:  # another network, of one broken file
+            writer.path("model.onnx").write_bytes(b"not a graph")
+            writer.list_file("model.onnx")
+        again = client.infer(pixels(photos[2]))[1]
+        shutil.rmtree(bundle.path)
+        last = client.infer(pixels(photos[2]), parameters={"tau": 0.9})[1]
+        assert client.get("/v2/models/net")[1]["versions"] == version
+    for found in (again, last):
+        assert all(np.array_equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_networks_without_merges_or_with_labels(
+    serving: Callable[..., Any], labels_bundle: Bundle, photos: list[np.ndarray]
+) -> None:
+    with serving(labels_bundle) as client:
+        status, found = client.infer(pixels(photos[0]))
+        assert status == 200
+        assert np.array_equal(found["labels"][0], client.predictor.predict(photos[0]))
+        status, found = client.infer(pixels(photos[1]))
+        assert (status, "one window" in found["error"]) == (400, True)
+
+
+def test_a_name_must_fit_addresses_and_a_port_be_free(tiny_bundle: Bundle) -> None:
+    with Predictor(tiny_bundle, "onnxruntime-cpu") as predictor:
+        with pytest.raises(BundleError, match="--name"), server(predictor, Settings(name="my net"), print):
+            pass
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+            with server(predictor, Settings(port=port), print) as one, pytest.raises(ListenError, match=str(port)):
+                one.run()
+
+
+def test_sigterm_lets_running_requests_finish(tiny_bundle: Bundle, photos: list[np.ndarray]) -> None:
+    """A process of its own: what it has taken is answered, new connections are refused, and it ends with 0."""
+    command = [sys.executable, "-m", "algm_deploy", "serve", str(tiny_bundle.path), "--port=0", "--wait=1500"]
+    with subprocess.Popen(
+        [*command, "--runtime=onnxruntime-cpu", "--name=net"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "ORT_DISABLE_TELEMETRY": "1"},
+    ) as process:
+        try:
+            assert process.stdout
+            port = int(process.stdout.readline().rpartition(":")[2])
+            content = png_of(photos[0])
+            with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+                head = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(content)
+                connection.sendall(head + content)
+                time.sleep(0.5)  # it waits for company until 1.5 s are over
+                process.send_signal(signal.SIGTERM)
+                answer = connection.recv(100)
+            assert answer.startswith(b"HTTP/1.1 200"), answer
+            assert process.wait(30) == 0
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", port), timeout=5)
+            assert "Traceback" not in process.stderr.read()  # type: ignore[union-attr]
+        finally:
+            process.kill()
+
+
+def test_limits_have_defaults_that_fit_a_photo() -> None:
+    limits = Limits()
+    assert limits.body_bytes >= 12_000_000
+    assert 12_000_000 <= limits.pixels < 89_478_485  # from where on Pillow warns
