@@ -24,8 +24,8 @@ from algm_deploy.recipe.schema import Protocol
 
 Pixels = NDArray[np.uint8] | NDArray[np.float32]
 
-# What strangers may send: formats whose decoders start no program. A phone's JPEG may be MPO.
-_WEB_FORMATS = ("JPEG", "MPO", "PNG", "WEBP")
+# What strangers may send; Pillow's decoders of some other formats start programs. JPEG comprises the MPO of phones.
+_WEB_FORMATS = ("JPEG", "PNG", "WEBP")
 
 MAX_ASPECT = 8
 """Longer pictures are refused: enlarging their short side to the window would take memory without a bound."""

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -93,11 +92,6 @@ def client(tiny_bundle: Bundle) -> Iterator[Client]:
 @pytest.fixture(scope="session")
 def photos(root_dir: Path) -> list[np.ndarray]:
     """Pictures (H, W, 3) uint8 of three sizes, one to three windows each."""
-    scene = np.asarray(Image.open(next((root_dir / "algm_deploy/demo/assets/images").rglob("*.jpg"))).convert("RGB"))
+    file = next((root_dir / "algm_deploy/demo/assets/images").rglob("*.png"))
+    scene = np.asarray(Image.open(file).convert("RGB"))
     return [np.ascontiguousarray(scene[:128, :128]), np.ascontiguousarray(scene[:100, :240]), scene[::2, ::2].copy()]
-
-
-def png_of(photo: np.ndarray) -> bytes:
-    stream = BytesIO()
-    Image.fromarray(photo).save(stream, "PNG")
-    return stream.getvalue()
