@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -17,6 +18,7 @@ import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ import pytest
 from PIL import Image
 
 from algm_deploy.bundle.store import Bundle, BundleWriter
+from algm_deploy.cli.parser import parser
 from algm_deploy.errors import BundleError, GateError, ListenError
 from algm_deploy.predictor import Predictor
 from algm_deploy.report.pictures import final_tokens
@@ -166,7 +169,7 @@ def bomb() -> bytes:
     )
 
 
-def test_bad_pictures_fail_alone(client: Any, photos: list[np.ndarray], tmp_path: Any) -> None:
+def test_bad_pictures_fail_alone(client: Any, photos: list[np.ndarray], tmp_path: Path) -> None:
     good = png_of(photos[0])
     jpeg, gif = BytesIO(), BytesIO()
     Image.fromarray(photos[2]).save(jpeg, "JPEG")
@@ -385,6 +388,26 @@ def test_sigterm_lets_running_requests_finish(tiny_bundle: Bundle, photos: list[
             assert "Traceback" not in process.stderr.read()  # type: ignore[union-attr]
         finally:
             process.kill()
+
+
+def test_the_code_of_the_page_on_serving_runs(
+    client: Any, root_dir: Path, photos: list[np.ndarray], tmp_path: Path
+) -> None:
+    page = (root_dir / "docs" / "serving.md").read_text().replace("127.0.0.1:8080", f"127.0.0.1:{client.port}")
+    photo = tmp_path / "photo.jpg"
+    Image.fromarray(photos[0]).save(photo)
+    wanted = client.predictor.predict(photo)
+    first, *curls = [line for block in re.findall(r"```sh\n(.*?)```", page, re.DOTALL) for line in block.splitlines()][
+        1:
+    ]
+    assert parser().parse_args(first.split()[1:]).command == "serve"
+    subprocess.run(["bash", "-ec", curls[1]], cwd=tmp_path, check=True)
+    assert "algm-token-counts: " in (tmp_path / "headers.txt").read_text()
+    subprocess.run(["bash", "-ec", curls[0]], cwd=tmp_path, check=True)
+    assert np.array_equal(np.asarray(Image.open(tmp_path / "labels.png")), wanted)
+    (snippet,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    done = subprocess.run([sys.executable, "-Ic", snippet], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("tokens after each merge: [")
 
 
 def test_limits_have_defaults_that_fit_a_photo() -> None:
