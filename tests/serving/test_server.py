@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from http_client import Client
 from PIL import Image
 
 from algm_deploy.bundle.store import Bundle, BundleWriter
@@ -340,7 +341,7 @@ def test_a_bundle_that_is_replaced_or_removed_is_served_on(
         assert all(np.array_equal(found[name], wanted[name]) for name in wanted)
 
 
-def test_networks_without_merges_or_with_labels(
+def test_a_bundle_with_labels_takes_pictures_of_one_window(
     serving: Callable[..., Any], labels_bundle: Bundle, photos: list[np.ndarray]
 ) -> None:
     with serving(labels_bundle) as client:
@@ -349,6 +350,23 @@ def test_networks_without_merges_or_with_labels(
         assert np.array_equal(found["labels"][0], client.predictor.predict(photos[0]))
         status, found = client.infer(pixels(photos[1]))
         assert (status, "one window" in found["error"]) == (400, True)
+
+
+def test_a_network_without_merges_has_no_tokens_to_tell(
+    serving: Callable[..., Any], tiny_export: Callable[..., Bundle], photos: list[np.ndarray]
+) -> None:
+    bundle = tiny_export({"merging.clap_layers": (), "merging.gbm_layers": (), "max_batch": 1})
+    with serving(bundle) as client:
+        assert [one["name"] for one in client.get("/v2/models/net")[1]["outputs"]] == [
+            "labels",
+            "labels_png",
+            "patches",
+        ]
+        status, found = client.infer(pixels(photos[2]))
+        assert (status, sorted(found)) == (200, ["labels", "patches"])
+        assert np.array_equal(found["labels"][0], client.predictor.predict(photos[2]))
+        status, found = client.infer(pixels(photos[2]), parameters={"tau": 0.5})
+        assert (status, "reads no clap_threshold" in found["error"]) == (400, True)
 
 
 def test_a_name_must_fit_addresses_and_a_port_be_free(tiny_bundle: Bundle) -> None:
@@ -363,7 +381,7 @@ def test_a_name_must_fit_addresses_and_a_port_be_free(tiny_bundle: Bundle) -> No
 
 def test_sigterm_lets_running_requests_finish(tiny_bundle: Bundle, photos: list[np.ndarray]) -> None:
     """A process of its own: what it has taken is answered, new connections are refused, and it ends with 0."""
-    command = [sys.executable, "-m", "algm_deploy", "serve", str(tiny_bundle.path), "--port=0", "--wait=1500"]
+    command = [sys.executable, "-m", "algm_deploy", "serve", str(tiny_bundle.path), "--port=0", "--wait=2000"]
     with subprocess.Popen(
         [*command, "--runtime=onnxruntime-cpu", "--name=net"],
         stdout=subprocess.PIPE,
@@ -378,7 +396,10 @@ def test_sigterm_lets_running_requests_finish(tiny_bundle: Bundle, photos: list[
             with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
                 head = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(content)
                 connection.sendall(head + content)
-                time.sleep(0.5)  # it waits for company until 1.5 s are over
+                watcher = Client(port)
+                while not metric(watcher, "algm_pictures_waiting") and not metric(watcher, "algm_requests_running"):
+                    time.sleep(0.01)
+                # It waits for company until 2 s are over.
                 process.send_signal(signal.SIGTERM)
                 answer = connection.recv(100)
             assert answer.startswith(b"HTTP/1.1 200"), answer
