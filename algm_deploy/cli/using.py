@@ -131,6 +131,7 @@ def serve(options: argparse.Namespace) -> int:
     settings = Settings(options.host, options.port, options.name, options.wait / 1000, options.grace, limits=limits)
     bundle = Bundle.open(options.bundle)
     runtime = arguments.runtime_of(options, bundle)
+    options.chosen = None  # told as soon as the server listens
     given = arguments.given_thresholds(options)
 
     def listening(address: str) -> None:

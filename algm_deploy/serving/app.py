@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
@@ -34,6 +35,7 @@ from algm_deploy.serving.metrics import Metrics
 from algm_deploy.serving.protocol import Asked, Value
 from algm_deploy.wording import merge_titles
 
+_LOG = logging.getLogger("algm_deploy")
 Result = TypeVar("Result")
 _Answer = Callable[[Request], Awaitable[Response]]
 
@@ -361,6 +363,9 @@ class Service:
                     response = Response(status_code=_GONE)
                 except AlgmDeployError as error:
                     response = _refusal(error)
+                except Exception:  # noqa: BLE001 - one request ends, the server goes on, and the log has it whole
+                    _LOG.exception("a request could not be answered")
+                    response = JSONResponse({"error": "the server failed; its log tells more"}, 500)
             if counted:
                 self.metrics.requests.labels(str(response.status_code)).inc()
                 self.metrics.request_seconds.observe(time.perf_counter() - started)

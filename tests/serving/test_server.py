@@ -31,7 +31,7 @@ from algm_deploy.cli.parser import parser
 from algm_deploy.errors import BundleError, GateError, ListenError
 from algm_deploy.predictor import Predictor
 from algm_deploy.report.pictures import final_tokens
-from algm_deploy.serving.app import Limits
+from algm_deploy.serving.app import Limits, Service
 from algm_deploy.serving.server import Settings, server
 
 INFER = "/v2/models/net/infer"
@@ -245,6 +245,21 @@ def test_a_failing_batch_runs_again_one_by_one(
     for _, found in answers[::2]:
         assert np.array_equal(found["labels"][0], wanted)
     assert client.get("/v2/health/live")[0] == 200  # a picture is to blame, not the runtime
+
+
+def test_an_error_that_nobody_foresaw_is_logged_and_tells_no_detail(
+    client: Any, photos: list[np.ndarray], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise LookupError("of /secret")
+
+    monkeypatch.setattr(Service, "_values", broken)
+    status, found = client.infer(pixels(photos[0]))
+    assert (status, "secret" in found["error"]) == (500, False)
+    assert "/secret" in caplog.text
+    monkeypatch.undo()
+    assert client.infer(pixels(photos[0]))[0] == 200
+    assert metric(client, "algm_requests_running") == 0
 
 
 def test_a_broken_runtime_shows_in_health_until_it_works_again(
