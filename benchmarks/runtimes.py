@@ -85,7 +85,7 @@ def parser_of(description: str | None, output: str, repeats: int = 30) -> argpar
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--networks", nargs="+", choices=SIZES, default=["S", "L"])
     parser.add_argument("--repeats", type=int, default=repeats)
-    parser.add_argument("--precision", choices=("fp16", "fp32"), default="fp16")
+    parser.add_argument("--precision", choices=("fp16", "fp32", "fp8"), default="fp16")
     parser.add_argument("-o", "--output", type=Path, default=Path(output))
     return parser
 

@@ -1,13 +1,15 @@
 """PyTorch's best on a GPU: dense, merged and truncated networks, one image and batches, and batches of different ones.
 
     python benchmarks/torch_runtime.py -o benchmarks/records/torch_h200.json     needs a GPU and the kernel library
+    python benchmarks/torch_runtime.py --precision fp8 -o benchmarks/records/torch_fp8_h200.json
 
 The networks, pictures and thresholds of `runtimes.py`. What runs is what the torch runtime runs: packed rows, the
 segments between the merges as CUDA graphs, merges and label map by the kernels of this project. `duplicate`: one image
 repeated, images of a batch decide together. `mixed`: different images, each decides alone, thresholds such that they
 keep as many tokens on average. Beside them: the modules as they are (`eager`); a dense network with cuDNN's attention;
 PyTorch's compiler on the whole network, captured (`compiled`), where the number of tokens is known; and what the torch
-runtime takes to scores in fp32, (B, 150, 512, 512), instead of labels (`scores`).
+runtime takes to scores in fp32, (B, 150, 512, 512), instead of labels (`scores`). With fp8 the same networks in fp16
+take turns with it instead of the modules and of cuDNN.
 
 Every configuration is compared with the modules in fp32 before it is timed, on the very batch that is timed. The
 configurations take turns, repetition by repetition.
@@ -16,6 +18,7 @@ configurations take turns, repetition by repetition.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import json
 import statistics
@@ -35,13 +38,14 @@ from algm_deploy.bundle.signature import CLAP_THRESHOLD, GBM_THRESHOLD
 from algm_deploy.errors import BuildError, GateError
 from algm_deploy.merging import merge_inputs, replay_merging
 from algm_deploy.models.deployed import Deployed
+from algm_deploy.models.fp8 import use_fp8
 from algm_deploy.models.loading import network_module
 from algm_deploy.models.scores import TokenScores, labels_of, upsample_scores
 from algm_deploy.models.vit import MergeInputs, VitNetwork
 from algm_deploy.native_libraries import REBUILD
 from algm_deploy.ops.attention import _BACKENDS
 from algm_deploy.ops.native_kernels import LIBRARY, use_kernels
-from algm_deploy.recipe.schema import Recipe, Size
+from algm_deploy.recipe.schema import Precision, Recipe, Size
 from algm_deploy.runners.torch import packed as torch_packed
 from algm_deploy.runners.torch.packed import PackedSegmenter
 from algm_deploy.timing.variants import VARIANTS, variant_network
@@ -76,6 +80,7 @@ class Configuration:
     call: Call
     decisions: Callable[[], tuple[Tensor, ...]] = tuple
     kept: Any = None
+    precision: Precision = "fp16"
 
 
 def main() -> None:
@@ -127,10 +132,16 @@ class Bench:
             fitting = self.same_mean(different)
             row["mixed_thresholds"] = fitting
             found["mixed"] = self.packed(self.alone, "merged", different, fitting, memory, "mixed")
-        with cudnn_attention():
-            found["dense cudnn"] = self.packed(self.recipe, "dense", same, thresholds, memory, "dense cudnn")
-        for variant in ("dense", "merged"):
-            found[f"{variant} eager"] = self.eager(variant, same, thresholds)
+        if self.recipe.precision == "fp8":
+            fp16 = dataclasses.replace(self.recipe, precision="fp16")
+            for variant in VARIANTS:
+                label = f"{variant} fp16"
+                found[label] = self.packed(fp16, variant, same, thresholds, memory, label)
+        else:
+            with cudnn_attention():
+                found["dense cudnn"] = self.packed(self.recipe, "dense", same, thresholds, memory, "dense cudnn")
+            for variant in ("dense", "merged"):
+                found[f"{variant} eager"] = self.eager(variant, same, thresholds)
         if batch in self.options.compiled:
             start = time.perf_counter()
             for variant in ("dense", "truncated"):
@@ -175,6 +186,8 @@ class Bench:
     ) -> Configuration:
         """As the torch runtime runs it; peak memory beside the weights, as the allocator reserves it."""
         network = variant_network(self.model, recipe, variant, TOKENS)[0].cuda()
+        if recipe.precision == "fp8":
+            use_fp8(network)
         gc.collect()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()
@@ -191,7 +204,7 @@ class Bench:
         call()
         call()
         memory[label] = torch.cuda.max_memory_reserved() - before
-        return Configuration(variant, image, call, lambda: maps[0])
+        return Configuration(variant, image, call, lambda: maps[0], precision=recipe.precision)
 
     def eager(self, variant: VariantName, image: Tensor, thresholds: tuple[float, float]) -> Configuration:
         network = variant_network(self.model, self.recipe, variant, TOKENS)[0].cuda()
@@ -260,7 +273,8 @@ class Bench:
         wrong, allowed = [], []
         for i in chosen:
             forced = tuple(map[i : i + 1] for map in maps)
-            truth, plain = (self.replayed(kind, each.variant, each.image[i : i + 1], forced) for kind in (True, False))
+            image = each.image[i : i + 1]
+            truth, plain = (self.replayed(kind, each.variant, image, forced) for kind in ("fp32", each.precision))
             wrong.append((labels[i] != truth[0]).double().mean().item())
             allowed.append(2 * (plain != truth).double().mean().item() + 1e-3)
         found = {"images": chosen, "pixels_differ": wrong, "allowed": allowed}
@@ -268,13 +282,15 @@ class Bench:
             raise GateError(f"{self.name} {label}: {found}: nothing is timed")
         return found
 
-    def replayed(self, exact: bool, variant: VariantName, image: Tensor, maps: tuple[Tensor, ...]) -> Tensor:
-        model: VitNetwork = self.exact if exact else self.model
+    def replayed(self, precision: Precision, variant: VariantName, image: Tensor, maps: tuple[Tensor, ...]) -> Tensor:
+        model: VitNetwork = self.exact if precision == "fp32" else self.model
         if variant == "merged":
             network = Deployed(replay_merging(model, self.recipe.merging), self.recipe.network, "labels").eval()
         else:
             network = variant_network(model, self.recipe, variant, TOKENS)[0]
         inputs = MergeInputs(*merge_inputs(0.0, 0.0, device="cuda")[:2], maps)
+        if precision == "fp8":
+            use_fp8(network)
         labels: Tensor = network.cuda()(image, inputs)[0]
         return labels
 

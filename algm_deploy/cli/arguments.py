@@ -257,7 +257,9 @@ def settings(command: Parser) -> None:
     tail = command.add_mutually_exclusive_group()
     tail.add_argument("--scores", action="store_true", help="output class scores (default)")
     tail.add_argument("--labels", action="store_true", help="output label maps only: fastest")
-    command.add_argument("--precision", choices=("fp32", "fp16"), help="of weights and tokens; default: the recipe's")
+    command.add_argument(
+        "--precision", choices=("fp32", "fp16", "fp8"), help="of weights and tokens; default: the recipe's"
+    )
     command.add_argument("--max-batch", type=positive, help="largest batch the bundle takes; default: the recipe's")
     command.add_argument(
         "--set", type=word, action="append", default=[], metavar="KEY=VALUE", help="any setting of the recipe"

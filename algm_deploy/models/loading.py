@@ -18,7 +18,8 @@ from algm_deploy.errors import BundleError, ExportError
 from algm_deploy.models.vit import VitNetwork
 from algm_deploy.recipe.schema import Network
 
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.float16}
+"""What the files of a bundle hold, by its precision; whoever executes fp8 makes it of these weights."""
 
 
 def network_class(network: Network) -> type[VitNetwork]:

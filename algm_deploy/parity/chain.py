@@ -18,14 +18,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import torch
 from tqdm import tqdm
 
 from algm_deploy.bundle.records import Link, Parity
 from algm_deploy.bundle.signature import CLAP_THRESHOLD, GBM_THRESHOLD, signature_of, threshold_defaults
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BundleError, ExecutionError
-from algm_deploy.models.loading import DTYPES
 from algm_deploy.parity.comparison import Decided, Decisions, Labels, Numbers, output_problem
 from algm_deploy.parity.links import graph_link, network_link, operators_link
 from algm_deploy.parity.replay import Replayed, Replays
@@ -83,9 +81,9 @@ def verify(bundle: Bundle, runtime: str, images: Array, progress: bool = True) -
         run = stack.enter_context(runner(bundle, runtime))
         run.check_image(images[:1])
         network = network_link(bundle, images[:1])  # before other copies of the weights are held
-        torch_run = exact = stack.enter_context(TorchRunner(bundle, DTYPES[bundle.recipe.precision]))
-        if bundle.recipe.precision != "fp32":
-            exact = stack.enter_context(TorchRunner(bundle, torch.float32))
+        torch_run = exact = stack.enter_context(TorchRunner(bundle, run.precision))
+        if run.precision != "fp32":
+            exact = stack.enter_context(TorchRunner(bundle, "fp32"))
         chain = _Chain(bundle, run, (torch_run, exact), images)
         work = sum(len(trial.images) for trial in trials)
         with tqdm(total=work, desc=f"verify {runtime}", unit="image", disable=None if progress else True) as bar:
@@ -101,11 +99,11 @@ class _Chain:
     """One verification."""
 
     def __init__(self, bundle: Bundle, run: Runner, pytorch: tuple[Runner, Runner], images: Array) -> None:
-        self._bundle, self._recipe = bundle, bundle.recipe
+        self._bundle, self._recipe = bundle, replace(bundle.recipe, precision=run.precision)
         self._run, self._images = run, images
-        self._torch_run, self._exact = pytorch  # in the bundle's precision, and in fp32
+        self._torch_run, self._exact = pytorch  # in the runtime's precision, and in fp32
         self._signature = signature_of(self._recipe)
-        self._replays = Replays(bundle, images)
+        self._replays = Replays(bundle, images, run.precision)
         self._first: list[Replayed] = []
         self._numbers, self._decisions = Numbers(self._recipe), Decisions(self._recipe)
         self._labels = Labels(self._recipe)

@@ -32,7 +32,7 @@ class Numbers:
     """
 
     def __init__(self, recipe: Recipe) -> None:
-        self._labels = recipe.output == "labels"
+        self._labels, self._precision = recipe.output == "labels", recipe.precision
         self._problems: list[str] = []
         self._pytorch: list[Error] = []
         self._errors: list[Error] = []
@@ -65,7 +65,10 @@ class Numbers:
         if not len(self._pytorch) == expected > 0:
             self._problems.append(f"{len(self._pytorch)} of {expected} images could be compared")
         within, measured, gate, facts = (self._of_labels if self._labels else self._of_scores)()
-        facts |= {"images_compared": len(self._pytorch), "problems": self._problems}
+        distance = float(np.mean([own.rms for own in self._pytorch])) if self._pytorch else 0.0
+        if self._precision == "fp8":
+            measured += f"; PyTorch in fp8 is {_percent(distance, 2)} % from fp64"
+        facts |= {"pytorch_error_mean": distance, "images_compared": len(self._pytorch), "problems": self._problems}
         return Link(
             number=4,
             name="numbers",

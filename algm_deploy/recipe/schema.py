@@ -22,7 +22,7 @@ Merge = Literal["clap", "gbm", "tome"]
 Part = Literal["", "attention", "mlp"]
 Resize = Literal["double", "single"]
 Output = Literal["labels", "scores"]
-Precision = Literal["fp32", "fp16", "bf16"]
+Precision = Literal["fp32", "fp16", "bf16", "fp8"]
 Settings = Mapping[str, Any]
 
 

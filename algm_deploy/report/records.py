@@ -14,6 +14,7 @@ from algm_deploy.bundle.records import Engine, Evaluation, Parity, Speed
 from algm_deploy.bundle.signature import CLAP_THRESHOLD, GBM_THRESHOLD
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.recipe.schema import DENSE, MergePlan
+from algm_deploy.runners.registry import row_of
 
 Kind = TypeVar("Kind", Parity, Evaluation, Speed)
 
@@ -73,7 +74,7 @@ def artifact_of(bundle: Bundle, record: Parity | Evaluation | Speed) -> Artifact
     engine = bundle.found(Engine, record.runtime)
     thresholds = {} if isinstance(record, Parity) else record.thresholds
     plan = DENSE if variant == "dense" else plan_in_force(recipe.merging, thresholds)
-    precision = engine.precision if engine else recipe.precision
+    precision = engine.precision if engine else row_of(record.runtime).precision_of(recipe.precision)
     return Artifact(bundle.files[WEIGHTS].sha256, plan, precision, recipe.output, truncated=variant == "truncated")
 
 

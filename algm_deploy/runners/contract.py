@@ -33,6 +33,8 @@ from algm_deploy.errors import (
     RuntimeUnavailableError,
     out_of_memory,
 )
+from algm_deploy.native_libraries import say_once
+from algm_deploy.recipe.schema import Precision
 from algm_deploy.runners.registry import Runtime, row_of
 
 Array = NDArray[Any]
@@ -109,6 +111,12 @@ class Runner(ABC):
         _AFTER_FORK.opened(self)
         self._open()
         self._opened = True
+        wanted = self.bundle.recipe.precision
+        if self.precision != wanted:
+            say_once(
+                f"{self.runtime}: runs the weights of this {wanted} bundle in {self.precision}, as they are stored; "
+                f"{wanted} runs on a GPU with --runtime torch"
+            )
         return self
 
     def __exit__(
@@ -142,6 +150,11 @@ class Runner(ABC):
                 f"{self.bundle.path} holds nothing that {self.runtime} executes: build it with `{self.build_command}`"
             )
         return found
+
+    @property
+    def precision(self) -> Precision:
+        """In what it executes the bundle."""
+        return self.row().precision_of(self.bundle.recipe.precision)
 
     @property
     def build_command(self) -> str:

@@ -15,6 +15,7 @@
     row.devices, row.needs_gpu     kinds of device, the preferred first; whether a CUDA device must be among them
     row.builds_on_gpu              whether building asks for the GPU that will execute
     row.capabilities               compute capabilities of the GPUs it takes, empty where any will do
+    row.precision_of("fp8")        in what it executes a bundle of that precision
     row.libraries                  native libraries that it cannot do without
     row.device_here()              name of the device it executes on when it is opened now, for records
 
@@ -34,6 +35,7 @@ from algm_deploy.bundle.files import ONNX, WEIGHTS
 from algm_deploy.environment import cuda_devices, device_name, installed_version
 from algm_deploy.errors import BuildError, BundleError, RuntimeUnavailableError
 from algm_deploy.native_libraries import find_library
+from algm_deploy.recipe.schema import Precision
 
 DeviceKind = Literal["cuda", "cpu"]
 
@@ -62,6 +64,7 @@ class Runtime:
     builds_on_gpu: bool = False
     build_options: tuple[str, ...] = ()
     capabilities: tuple[str, ...] = ()
+    fp8: bool = False
     libraries: tuple[str, ...] = ()
 
     @property
@@ -83,6 +86,10 @@ class Runtime:
     def own(self) -> str:
         """Name of its own file in a bundle, the one that building adds."""
         return self.files[0]
+
+    def precision_of(self, precision: Precision) -> Precision:
+        """In what it executes a bundle of that precision: without fp8, the 16-bit weights as they are stored."""
+        return "fp16" if precision == "fp8" and not self.fp8 else precision
 
     def check_options(self, names: Iterable[str]) -> None:
         """Refuses options of `build` that this runtime does not have.
@@ -130,6 +137,7 @@ _ROWS = (
         rank=3,
         extra=False,
         builds=False,
+        fp8=True,
     ),
     Runtime(
         name="onnxruntime-cpu",

@@ -455,7 +455,7 @@ def _conditions(contestant: Contestant) -> dict[str, Any]:
         "provider": run.provider,
         "executable": run.executable,
         "custom_operators": run.custom_operators,
-        "precision": run.bundle.recipe.precision,
+        "precision": run.precision,
         "output": run.bundle.recipe.output,
         "torch_threads": torch.get_num_threads(),
         "cpus_usable": len(os.sched_getaffinity(0)),

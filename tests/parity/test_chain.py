@@ -210,7 +210,7 @@ def test_the_reference_shares_no_kernel_with_what_is_proven(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert TorchRunner(own_bundle).device.type == "cuda"
-    assert TorchRunner(own_bundle, torch.float32).device.type == "cpu"
+    assert TorchRunner(own_bundle, "fp32").device.type == "cpu"
 
 
 @pytest.mark.parametrize(("name", "value"), [("clap_threshold", 0.5), ("gbm_threshold", 0.0)])
@@ -506,7 +506,7 @@ def test_images_have_to_fit_the_bundle(tiny_bundle: Bundle, windows: Array) -> N
 
 
 def test_replays_hold_no_full_size_scores(tiny_bundle: Bundle, windows: Array) -> None:
-    replays = replay.Replays(tiny_bundle, windows)
+    replays = replay.Replays(tiny_bundle, windows, "fp32")
     maps = [np.arange(1, 65), np.arange(1, 65)]
     replayed = replays(0, maps)
     assert replays(0, [m.copy() for m in maps]) is replayed

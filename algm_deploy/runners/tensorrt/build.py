@@ -95,7 +95,7 @@ def build_engine(
     """
     largest = bundle.recipe.max_batch
     options = options or EngineOptions(batches=(1, largest, largest))
-    precision = precision or bundle.recipe.precision
+    precision = precision or row_of(runtime).precision_of(bundle.recipe.precision)
     check_options(options, runtime)
     require_tools(runtime)  # what is missing should show before the export, which takes longer
     digest = make_digest(bundle, options.batches)

@@ -15,7 +15,6 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
-import torch
 
 from algm_deploy.bundle.files import WEIGHTS
 from algm_deploy.bundle.records import Evaluation, storable
@@ -53,7 +52,7 @@ def make_digest(bundle: Bundle, batches: tuple[int, int, int]) -> Digest:
     low, _, high = batches
     count = min(max(PICTURES, low), high)
     image = np.stack([_picture(bundle, _SCENES[n % PICTURES]) for n in range(count)])
-    with TorchRunner(bundle, torch.float32) as runner:
+    with TorchRunner(bundle, "fp32") as runner:
         return Digest(image, with_labels(runner.infer({"image": image}, output_names(bundle))))
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from algm_deploy.models.fp8 import E4M3, LARGEST, SMALLEST_ROW, Fp8Linear, Quantised, quantised
 from algm_deploy.native_libraries import say_once
 from algm_deploy.ops._rows import wide
 
@@ -34,11 +35,64 @@ def residual_norm(x: Tensor, delta: Tensor | None, norm: nn.LayerNorm) -> tuple[
         total = x if delta is None else x + delta
         return total, norm(total)
     total, normed = x if delta is None else torch.empty_like(x), torch.empty_like(x)
+    _launch_residual_norm(x, delta, norm, total, normed, None)
+    return total, normed
+
+
+def residual_norm_fp8(x: Tensor, delta: Tensor | None, norm: nn.LayerNorm) -> tuple[Tensor, Quantised]:
+    """The same with normalised rows in e4m3, each with a scale of its own."""
+    if not _fusible(x):
+        total = x if delta is None else (x + delta).to(x.dtype)
+        return total, quantised(norm(total))
+    total, rows = x if delta is None else torch.empty_like(x), _empty_fp8(x)
+    _launch_residual_norm(x, delta, norm, total, *rows)
+    return total, rows
+
+
+def _launch_residual_norm(
+    x: Tensor, delta: Tensor | None, norm: nn.LayerNorm, total: Tensor, normed: Tensor, scale: Tensor | None
+) -> None:
     width, adds = x.shape[1], delta is not None
     block = triton.next_power_of_2(width)
-    tensors = x, delta if adds else x, norm.weight, norm.bias, total, normed
-    _residual_norm_kernel[(len(x),)](*tensors, norm.eps, width, block, adds, num_warps=_warps(block))
-    return total, normed
+    tensors = x, delta if adds else x, norm.weight, norm.bias, total, normed, normed if scale is None else scale
+    _residual_norm_kernel[(len(x),)](
+        *tensors, norm.eps, width, block, adds, scale is not None, LARGEST, SMALLEST_ROW, num_warps=_warps(block)
+    )
+
+
+def gelu_fp8(x: Tensor) -> Quantised:
+    """GELU of rows (T, K) in e4m3, each with a scale of its own."""
+    if not _fusible(x):
+        return quantised(F.gelu(x))
+    rows, width = _empty_fp8(x), x.shape[1]
+    block = triton.next_power_of_2(width)
+    _gelu_kernel[(len(x),)](x, *rows, width, block, LARGEST, SMALLEST_ROW, num_warps=2 if block < 4096 else 4)
+    return rows
+
+
+def product_fp8(rows: Quantised, layer: Fp8Linear) -> Tensor:
+    """What the layer makes of rows (T, K), on fp8 units: (T, N) in 16 bits."""
+    dtype = _product_dtype(rows.values.device)
+    bias = layer.bias.to(dtype)
+    return torch._scaled_mm(
+        rows.values, layer.weight.mT, rows.scale, layer.scale, bias, out_dtype=dtype, use_fast_accum=True
+    )
+
+
+@cache
+def _product_dtype(device: torch.device) -> torch.dtype:
+    """fp16, or bf16 where PyTorch's product with a scale a row gives nothing else."""
+    one = torch.zeros(16, 16, dtype=E4M3, device=device)
+    scale = torch.ones(16, device=device)
+    try:
+        torch._scaled_mm(one, one.mT, scale[:, None], scale[None], out_dtype=torch.float16)
+    except (RuntimeError, ValueError):
+        return torch.bfloat16
+    return torch.float16
+
+
+def _empty_fp8(x: Tensor) -> Quantised:
+    return Quantised(torch.empty_like(x, dtype=E4M3), x.new_empty(len(x), 1, dtype=torch.float32))
 
 
 def unit(x: Tensor) -> Tensor:
@@ -86,16 +140,31 @@ def attention(qkv: Tensor, starts: Tensor | None, images: int, longest: int, hea
         images, longest: how many, and the most rows one has.
         heads, scale: as of the operator.
     """
-    rows, width = qkv.shape
-    side = width // (3 * heads)
-    out = qkv.new_empty(rows, width // 3)
-    tiles = -(-longest // _TILE), images * heads
-    given = qkv if starts is None else starts
-    sizes = side, _TILE, _TILE, starts is not None
-    _attention_kernel[tiles](
-        qkv, given, out, longest, heads, scale * math.log2(math.e), *sizes, num_warps=4, num_stages=3
-    )
+    out = qkv.new_empty(len(qkv), qkv.shape[1] // 3)
+    _launch_attention(qkv, starts, (images, longest), heads, scale, (out, out))
     return out
+
+
+def attention_fp8(qkv: Tensor, starts: Tensor | None, images: int, longest: int, heads: int, scale: float) -> Quantised:
+    """The same in e4m3, for values that lie in its range: the scales of the rows are one."""
+    rows = Quantised(
+        qkv.new_empty(len(qkv), qkv.shape[1] // 3, dtype=E4M3), qkv.new_empty(len(qkv), 1, dtype=torch.float32)
+    )
+    _launch_attention(qkv, starts, (images, longest), heads, scale, rows)
+    return rows
+
+
+def _launch_attention(
+    qkv: Tensor, starts: Tensor | None, size: tuple[int, int], heads: int, scale: float, out: tuple[Tensor, Tensor]
+) -> None:
+    """`size`: images and rows of the longest. `out`: rows and, in fp8, their scales."""
+    images, longest = size
+    side = qkv.shape[1] // (3 * heads)
+    given = qkv if starts is None else starts
+    sizes = side, _TILE, _TILE, starts is not None, out[0].dtype == E4M3
+    _attention_kernel[(-(-longest // _TILE), images * heads)](
+        qkv, given, *out, longest, heads, scale * math.log2(math.e), *sizes, num_warps=4, num_stages=3
+    )
 
 
 def fits_moving(x: Tensor) -> bool:
@@ -174,8 +243,10 @@ if triton is not None:
     # Triton evaluates annotations and knows no others than its own.
     @triton.jit
     def _residual_norm_kernel(  # type: ignore[no-untyped-def]
-        x, delta, weight, bias, total, normed, eps, width: tl.constexpr, block: tl.constexpr, adds: tl.constexpr
-    ):
+        x, delta, weight, bias, total, normed, scales, eps,
+        width: tl.constexpr, block: tl.constexpr, adds: tl.constexpr,
+        quantises: tl.constexpr, largest: tl.constexpr, smallest_row: tl.constexpr,
+    ):  # fmt: skip
         column = tl.arange(0, block)
         inside = column < width
         at = tl.program_id(0).to(tl.int64) * width + column
@@ -190,7 +261,39 @@ if triton is not None:
         scale = tl.rsqrt(tl.sum(centred * centred, 0) / width + eps)
         gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
         shift = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
-        tl.store(normed + at, (centred * scale * gain + shift).to(normed.dtype.element_ty), mask=inside)
+        result = centred * scale * gain + shift
+        if quantises:
+            row = tl.maximum(tl.max(tl.abs(result), 0), smallest_row) / largest
+            tl.store(scales + tl.program_id(0), row)
+            result *= 1.0 / row
+        tl.store(normed + at, result.to(normed.dtype.element_ty), mask=inside)
+
+    @triton.jit
+    def _gelu_kernel(  # type: ignore[no-untyped-def]
+        x, rows, scales, width: tl.constexpr, block: tl.constexpr, largest: tl.constexpr, smallest_row: tl.constexpr,
+    ):  # fmt: skip
+        """One program: one row."""
+        column = tl.arange(0, block)
+        inside = column < width
+        at = tl.program_id(0).to(tl.int64) * width + column
+        value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        # The normal distribution as 1/2 plus a polynomial, fitted to 1e-5 where it is not 0 or 1.
+        near = tl.minimum(tl.maximum(value, -4.5), 4.5)
+        square = near * near
+        share = 7.23576213e-14 * square - 9.34637585e-12
+        share = share * square + 5.45768445e-10
+        share = share * square - 1.92227166e-08
+        share = share * square + 4.61385416e-07
+        share = share * square - 8.11112116e-06
+        share = share * square + 0.000109617572
+        share = share * square - 0.00117142041
+        share = share * square + 0.0099489961
+        share = share * square - 0.0664727111
+        share = share * square + 0.398938508
+        result = value * (0.5 + near * share)
+        row = tl.maximum(tl.max(tl.abs(result), 0), smallest_row) / largest
+        tl.store(scales + tl.program_id(0), row)
+        tl.store(rows + at, (result * (1.0 / row)).to(rows.dtype.element_ty), mask=inside)
 
     @triton.jit
     def _unit_kernel(x, out, eps, width: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -275,8 +378,9 @@ if triton is not None:
 
     @triton.jit
     def _attention_kernel(  # type: ignore[no-untyped-def]
-        qkv, starts, out, longest, heads, scale,
+        qkv, starts, out, scales, longest, heads, scale,
         side: tl.constexpr, queries: tl.constexpr, keys_each: tl.constexpr, packed: tl.constexpr,
+        quantises: tl.constexpr,
     ):  # fmt: skip
         """One program: `queries` rows of one head of one image. `scale` holds the base of the logarithm, two."""
         image, head = tl.program_id(1) // heads, tl.program_id(1) % heads
@@ -309,5 +413,8 @@ if triton is not None:
                     side, keys_each, True,
                 )  # fmt: skip
             to = out + start.to(tl.int64) * width + head * side
-            result = (mixed / total[:, None]).to(out.dtype.element_ty)
-            tl.store(to + row[:, None] * width + column[None, :], result, mask=inside)
+            result = mixed / total[:, None]
+            if quantises:  # noqa: SIM102 - the one is known to the compiler, the other is not
+                if head == 0:
+                    tl.store(scales + start + row, tl.full([queries], 1.0, tl.float32), mask=row < count)
+            tl.store(to + row[:, None] * width + column[None, :], result.to(out.dtype.element_ty), mask=inside)

@@ -22,7 +22,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import NamedTuple, cast
+from typing import NamedTuple, TypeGuard, cast
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from algm_deploy.merging import Clap, Gbm, KeepFirst
 from algm_deploy.models.deployed import PIXEL_SCALE, Deployed, PixelEmbedding
+from algm_deploy.models.fp8 import Fp8Linear, Quantised
 from algm_deploy.models.scores import TokenScores
 from algm_deploy.models.segmenter import LinearDecoder, MaskTransformer, Segmenter
 from algm_deploy.models.vit import SLOTS, Attention, Block, KeepTokens, MergeInputs, Mlp, Tokens, VisionTransformer
@@ -37,11 +38,15 @@ from algm_deploy.ops.native_kernels import Kernels, Merge, clap_merge, gbm_merge
 from algm_deploy.runners.torch.fused import (
     apart,
     attention,
+    attention_fp8,
     fits_attention,
     fits_moving,
+    gelu_fp8,
     packed,
     patches,
+    product_fp8,
     residual_norm,
+    residual_norm_fp8,
     unit,
 )
 from algm_deploy.runners.torch.graphs import Graphs
@@ -136,29 +141,53 @@ def _attend_image_by_image(qkv: Tensor, starts: Tensor, heads: int, scale: float
 
 
 class _Half(NamedTuple):
-    """Half a block: rows plus `branch` of their norm; then the merge slot, where it is not empty."""
+    """Half a block: rows plus `branch` of their norm; then the merge slot, where it is not empty.
+
+    `first`: the layer that the normed rows enter.
+    """
 
     norm: nn.LayerNorm
-    branch: Callable[[Tensor, Layout], Tensor]
+    first: nn.Module
+    branch: Callable[[Tensor | Quantised, Layout], Tensor]
     slot: nn.Module | None = None
+
+    def entering(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor | Quantised]:
+        """The sum of x and delta, and what the branch is given of it."""
+        step = residual_norm_fp8 if _on_fp8_units(self.first) else residual_norm
+        return step(x, delta, self.norm)
 
 
 def _halves(blocks: nn.ModuleList) -> Iterator[_Half]:
     for block in blocks:
         assert isinstance(block, Block)
         slot = None if isinstance(block.merge, KeepTokens) else block.merge
-        yield _Half(block.norm1, partial(_mixed, block.attn), slot)
-        yield _Half(block.norm2, partial(_transformed, block.mlp))
+        yield _Half(block.norm1, block.attn.qkv, partial(_mixed, block.attn), slot)
+        yield _Half(block.norm2, block.mlp.fc1, partial(_transformed, block.mlp))
 
 
-def _mixed(block: Attention, x: Tensor, layout: Layout) -> Tensor:
-    out: Tensor = block.proj(attend(block.qkv(x), layout, block.heads, block.scale))
+def _on_fp8_units(layer: nn.Module) -> TypeGuard[Fp8Linear]:
+    """On a CPU the layer computes in fp32 what they would."""
+    return isinstance(layer, Fp8Linear) and layer.weight.is_cuda
+
+
+def _product(layer: nn.Module, x: Tensor | Quantised) -> Tensor:
+    if _on_fp8_units(layer):
+        return product_fp8(x if isinstance(x, Quantised) else layer.quantise(x), layer)
+    out: Tensor = layer(x)
     return out
 
 
-def _transformed(mlp: Mlp, x: Tensor, layout: Layout) -> Tensor:
-    out: Tensor = mlp(x)
-    return out
+def _mixed(block: Attention, x: Tensor | Quantised, layout: Layout) -> Tensor:
+    qkv = _product(block.qkv, x)
+    if _on_fp8_units(block.proj) and fits_attention(qkv, qkv.shape[1] // (3 * block.heads)):
+        where = layout.starts, layout.images, layout.longest
+        return product_fp8(attention_fp8(qkv, *where, block.heads, block.scale), block.proj)
+    return _product(block.proj, attend(qkv, layout, block.heads, block.scale))
+
+
+def _transformed(mlp: Mlp, x: Tensor | Quantised, layout: Layout) -> Tensor:
+    hidden = _product(mlp.fc1, x)
+    return _product(mlp.fc2, gelu_fp8(hidden) if _on_fp8_units(mlp.fc2) else F.gelu(hidden))
 
 
 def _decides(slot: nn.Module | None) -> bool:
@@ -421,13 +450,13 @@ class PackedSegmenter:
             x = _packed(memory.cut(number - 1).merged, layout, rows)
         delta, tokens, outcomes = None, memory.first, iter(memory.outcomes)
         for half in self._segments[number]:
-            x, normed = residual_norm(x, delta, half.norm)
-            delta = half.branch(normed, layout)
+            x, entering = half.entering(x, delta)
+            delta = half.branch(entering, layout)
             if _decides(half.slot):
                 self._end(memory, number, x, delta, layout)
                 return None
             if half.slot is not None:
-                values = (x + delta).view(layout.images, layout.longest, -1)
+                values = (x + delta).to(x.dtype).view(layout.images, layout.longest, -1)
                 tokens = half.slot(tokens._replace(values=values), None)
                 next(outcomes).keep(tokens.map, tokens.length)
                 layout = Layout(layout.images, tokens.values.shape[1])
@@ -481,8 +510,8 @@ class PackedSegmenter:
         x, layout = _with_classes(decoder.cls_emb[0], decoder.proj_dec(x), layout, prefix)
         delta = None
         for half in _halves(decoder.blocks):
-            x, normed = residual_norm(x, delta, half.norm)
-            delta = half.branch(normed, layout)
+            x, entering = half.entering(x, delta)
+            delta = half.branch(entering, layout)
         _, normed = residual_norm(x, delta, decoder.decoder_norm)
         return _apart(normed, layout, classes, count), _apart(normed, layout, 0, classes)
 

@@ -16,36 +16,49 @@ from torch import Tensor
 
 from algm_deploy.bundle.signature import CLAP_THRESHOLD, GBM_THRESHOLD
 from algm_deploy.bundle.store import Bundle
+from algm_deploy.errors import NotExecutedError
 from algm_deploy.merging import deployed_network, merge_inputs
 from algm_deploy.models.deployed import Deployed
+from algm_deploy.models.fp8 import use_fp8
+from algm_deploy.models.loading import DTYPES
 from algm_deploy.models.scores import labels_of, upsample_scores
 from algm_deploy.native_libraries import REBUILD
 from algm_deploy.ops.native_kernels import LIBRARY, use_kernels
+from algm_deploy.recipe.schema import Precision
 from algm_deploy.runners.contract import Runner
 from algm_deploy.runners.torch.packed import Merged, PackedSegmenter, supports
 from algm_deploy.runners.turns import DEVICE
+
+FP8_SINCE = (8, 9)
+"""The oldest compute capability with fp8 units."""
 
 
 class TorchRunner(Runner):
     """Runs in the bundle's precision on a CUDA device, or on the CPU where there is none.
 
-    Given a `dtype` it is the reference that runs are held to: the modules as they are, in that precision, on the CPU,
-    where no kernel of this project is on both sides of a comparison.
+    fp8 needs a GPU with fp8 units; on the CPU PyTorch computes in fp32 what they would. Given a `precision` it is the
+    reference that runs are held to: the modules as they are, in that precision, on the CPU, where no kernel of this
+    project is on both sides of a comparison.
     """
 
     runtime = "torch"
 
-    def __init__(self, bundle: Bundle, dtype: torch.dtype | None = None, device: str | None = None) -> None:
-        super().__init__(bundle, device if dtype is None else "cpu")
-        self._dtype = dtype
+    def __init__(self, bundle: Bundle, precision: Precision | None = None, device: str | None = None) -> None:
+        super().__init__(bundle, device if precision is None else "cpu")
+        self._precision = precision or super().precision
         self._model: Deployed | None = None
         self._packed: PackedSegmenter | None = None
+
+    @property
+    def precision(self) -> Precision:
+        """In what it executes the bundle."""
+        return self._precision
 
     @property
     def execution(self) -> dict[str, str]:
         """Packed rows or plain modules, graphs that were replayed or not, and whose merges and label map."""
         if self.device.type == "cpu":
-            return {"rows": "plain modules"}
+            return {"rows": "plain modules"} | ({"fp8": "computed in fp32"} if self.precision == "fp8" else {})
         told = {"rows": "packed" if self._packed else "plain modules"}
         if self._packed is not None and self._packed.graphs is not None:
             told["cuda_graphs"] = str(len(self._packed.graphs))
@@ -54,11 +67,24 @@ class TorchRunner(Runner):
 
     def _open(self) -> None:
         with self._turn():
-            self._model = deployed_network(self.bundle, self._dtype).to(self.device)
+            if self.precision == "fp8" and self.device.type == "cuda":
+                self._require_fp8_units()
+            self._model = deployed_network(self.bundle, DTYPES[self.precision]).to(self.device)
+            if self.precision == "fp8":
+                use_fp8(self._model)
             if self.device.type == "cuda":
                 use_kernels()
                 if supports(self._model):
                     self._packed = PackedSegmenter(self._model, getattr(torch, self.signature.image.dtype))
+
+    def _require_fp8_units(self) -> None:
+        found = torch.cuda.get_device_capability(self.device)
+        if found < FP8_SINCE:
+            raise NotExecutedError(
+                f"expected a GPU of compute capability {'.'.join(map(str, FP8_SINCE))} or newer for a bundle in fp8, "
+                f"{self.device_name} has {'.'.join(map(str, found))}: use --runtime onnxruntime-cuda, which runs its "
+                "weights in fp16, or export with --precision fp16"
+            )
 
     def _turn(self) -> AbstractContextManager[None]:
         """Around whatever may take memory of a device."""

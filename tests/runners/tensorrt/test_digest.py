@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 import pytest
-import torch
 
 from algm_deploy.bundle.records import Evaluation, TokenHistograms, storable
 from algm_deploy.bundle.store import Bundle
+from algm_deploy.recipe.schema import Precision
 from algm_deploy.runners.contract import Array
 from algm_deploy.runners.tensorrt.digest import (
     Digest,
@@ -46,9 +46,9 @@ def test_two_pictures_that_differ(tiny_bundle: Bundle, digest: Digest) -> None:
     assert len(make_digest(tiny_bundle, (1, 1, 1)).image) == 1  # an engine for single pictures
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_rounding_is_no_difference(tiny_bundle: Bundle, digest: Digest, dtype: torch.dtype) -> None:
-    with TorchRunner(tiny_bundle, dtype) as run:
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_rounding_is_no_difference(tiny_bundle: Bundle, digest: Digest, precision: Precision) -> None:
+    with TorchRunner(tiny_bundle, precision) as run:
         found = run.infer({"image": digest.image}, output_names(tiny_bundle))
     assert first_difference(digest, found, tiny_bundle.signature.merges) is None
 
