@@ -185,9 +185,7 @@ class Bench:
         tail: Callable[[TokenScores, Size, Size], Tensor] = labels_of,
     ) -> Configuration:
         """As the torch runtime runs it; peak memory beside the weights, as the allocator reserves it."""
-        network = variant_network(self.model, recipe, variant, TOKENS)[0].cuda()
-        if recipe.precision == "fp8":
-            use_fp8(network)
+        network = self.network(recipe, variant)
         gc.collect()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()
@@ -205,6 +203,13 @@ class Bench:
         call()
         memory[label] = torch.cuda.max_memory_reserved() - before
         return Configuration(variant, image, call, lambda: maps[0], precision=recipe.precision)
+
+    def network(self, recipe: Recipe, variant: VariantName) -> Deployed:
+        """In the recipe's precision."""
+        network = variant_network(self.model, recipe, variant, TOKENS)[0].cuda()
+        if recipe.precision == "fp8":
+            use_fp8(network)
+        return network
 
     def eager(self, variant: VariantName, image: Tensor, thresholds: tuple[float, float]) -> Configuration:
         network = variant_network(self.model, self.recipe, variant, TOKENS)[0].cuda()
@@ -244,7 +249,7 @@ class Bench:
 
     def same_mean(self, images: Tensor) -> tuple[float, float]:
         """Thresholds with which these images keep `TOKENS` on average, each deciding alone."""
-        packed = PackedSegmenter(variant_network(self.model, self.alone, "merged", TOKENS)[0].cuda(), torch.uint8)
+        packed = PackedSegmenter(self.network(self.alone, "merged"), torch.uint8)
         packed.graphs = None  # of counts that are met once
 
         def mean(stage: int, clap: float, gbm: float) -> float:
@@ -299,8 +304,7 @@ class Bench:
     def photos(self, count: int = 16) -> dict[str, Any]:
         """Host milliseconds for photos of different token counts, one by one: as they come, and once more."""
         images = pictures(count).cuda()
-        network = variant_network(self.model, self.alone, "merged", TOKENS)[0].cuda()
-        packed = PackedSegmenter(network, torch.uint8)
+        packed = PackedSegmenter(self.network(self.alone, "merged"), torch.uint8)
         thresholds = self.thresholds[CLAP_THRESHOLD], self.thresholds[GBM_THRESHOLD]
         passes: list[list[float]] = []
         for _ in range(3):

@@ -112,9 +112,9 @@ class Runner(ABC):
         self._open()
         self._opened = True
         wanted = self.bundle.recipe.precision
-        if self.precision != wanted:
+        if (executed := self.row().precision_of(wanted)) != wanted:
             say_once(
-                f"{self.runtime}: runs the weights of this {wanted} bundle in {self.precision}, as they are stored; "
+                f"{self.runtime}: runs the weights of this {wanted} bundle in {executed}, as they are stored; "
                 f"{wanted} runs on a GPU with --runtime torch"
             )
         return self

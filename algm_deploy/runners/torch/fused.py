@@ -66,7 +66,7 @@ def gelu_fp8(x: Tensor) -> Quantised:
         return quantised(F.gelu(x))
     rows, width = _empty_fp8(x), x.shape[1]
     block = triton.next_power_of_2(width)
-    _gelu_kernel[(len(x),)](x, *rows, width, block, LARGEST, SMALLEST_ROW, num_warps=2 if block < 4096 else 4)
+    _gelu_kernel[(len(x),)](x, *rows, width, block, LARGEST, SMALLEST_ROW, num_warps=2 if width < 4096 else 4)
     return rows
 
 
