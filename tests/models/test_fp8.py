@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from algm_deploy.models import fp8
 from algm_deploy.models.fp8 import LARGEST, Fp8Linear, quantised, saturated, use_fp8, value_bounds
 from algm_deploy.models.vit import Block
 
@@ -68,12 +69,13 @@ def test_no_value_row_leaves_its_bounds() -> None:
     assert (values.amax(0) > 0.7 * bounds).all(), "bounds that far off would waste the range"
 
 
-@pytest.mark.parametrize("sequence", [40, 1])
-def test_a_block_errs_as_much_as_its_digits(sequence: int) -> None:
-    made, x = block(), rows(2, sequence, 64)
+@pytest.mark.parametrize("projected", [False, True])
+def test_a_block_errs_as_much_as_its_digits(projected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8, "PROJECTED_SINCE", 64 if projected else 65)
+    made, x = block(), rows(2, 40, 64)
     low = deepcopy(made)
     use_fp8(low)
-    assert isinstance(low.attn.proj, Fp8Linear) and low.attn.proj.within
+    assert isinstance(low.attn.proj, Fp8Linear) == projected
     pairs = [
         (made.attn(made.norm1(x), None), low.attn(low.norm1(x), None)),
         (made.mlp(made.norm2(x)), low.mlp(low.norm2(x))),
@@ -82,7 +84,8 @@ def test_a_block_errs_as_much_as_its_digits(sequence: int) -> None:
         assert 1e-3 < (found - truth).norm() / truth.norm() < 0.08
 
 
-def test_values_that_are_all_zero_stay_so() -> None:
+def test_values_that_are_all_zero_stay_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8, "PROJECTED_SINCE", 64)
     made = block()
     made.attn.qkv.weight[-64:] = 0
     made.attn.qkv.bias[-64:] = 0
