@@ -22,7 +22,7 @@ from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.fp8 import use_fp8
 from algm_deploy.models.loading import DTYPES
 from algm_deploy.models.scores import labels_of, upsample_scores
-from algm_deploy.native_libraries import REBUILD
+from algm_deploy.native_libraries import REBUILD, say_once
 from algm_deploy.ops.native_kernels import LIBRARY, use_kernels
 from algm_deploy.recipe.schema import Precision
 from algm_deploy.runners.contract import Runner
@@ -58,12 +58,18 @@ class TorchRunner(Runner):
     def execution(self) -> dict[str, str]:
         """Packed rows or plain modules, graphs that were replayed or not, and whose merges and label map."""
         if self.device.type == "cpu":
-            return {"rows": "plain modules"} | ({"fp8": "computed in fp32"} if self.precision == "fp8" else {})
-        told = {"rows": "packed" if self._packed else "plain modules"}
+            return {"rows": "plain modules"} | self._fp8_execution
+        told = {"rows": "packed" if self._packed else "plain modules"} | self._fp8_execution
         if self._packed is not None and self._packed.graphs is not None:
             told["cuda_graphs"] = str(len(self._packed.graphs))
         kernels = "the kernel library" if use_kernels() else f"PyTorch's operators (faster: {REBUILD} {LIBRARY})"
         return told | {"merges and label map": kernels}
+
+    @property
+    def _fp8_execution(self) -> dict[str, str]:
+        if self.precision != "fp8":
+            return {}
+        return {"fp8": "on fp8 units" if self._packed else "computed in fp32"}
 
     def _open(self) -> None:
         with self._turn():
@@ -76,6 +82,11 @@ class TorchRunner(Runner):
                 use_kernels()
                 if supports(self._model):
                     self._packed = PackedSegmenter(self._model, getattr(torch, self.signature.image.dtype))
+                elif self.precision == "fp8":
+                    say_once(
+                        "torch: fp8 units serve Segmenters alone, so this network's fp8 is computed in fp32, slowly; "
+                        "faster with: export --precision fp16"
+                    )
 
     def _require_fp8_units(self) -> None:
         found = torch.cuda.get_device_capability(self.device)

@@ -97,6 +97,12 @@ def test_another_runtime_says_what_it_does(fp8_bundle: Bundle, caplog: pytest.Lo
     assert "onnxruntime-cpu" in line and "in fp16" in line and "--runtime torch" in line
 
 
+def test_without_units_it_says_so(fp8_bundle: Bundle) -> None:
+    with TorchRunner(fp8_bundle, device="cpu") as run:
+        assert run.precision == "fp8"
+        assert run.execution == {"rows": "plain modules", "fp8": "computed in fp32"}
+
+
 def test_records_name_what_was_executed(fp8_bundle: Bundle) -> None:
     for runtime, precision in (("torch", "fp8"), ("onnxruntime-cpu", "fp16")):
         record = Parity(runtime=runtime, images=1, batches=(1,), links=())
