@@ -69,7 +69,7 @@ class Fp8Linear(nn.Module):
         super().__init__()
         self.within = within
         values, scale = quantised(layer.weight)
-        bias = layer.bias
+        bias: Tensor = layer.bias
         if gain is not None:
             scale, bias = scale * gain[:, None], (bias * gain).to(bias.dtype)
         self.register_buffer("weight", values)
@@ -96,7 +96,8 @@ def value_bounds(norm: nn.LayerNorm, qkv: nn.Linear) -> Tensor:
     width = qkv.in_features
     weight, bias = (t.float()[-width:] for t in (qkv.weight, qkv.bias))
     gain, shift = norm.weight.float(), norm.bias.float()
-    return (weight * gain).norm(dim=1) * math.sqrt(width) + (weight @ shift + bias).abs()
+    lengths: Tensor = torch.linalg.vector_norm(weight * gain, dim=1)
+    return lengths * math.sqrt(width) + (weight @ shift + bias).abs()
 
 
 @torch.no_grad()
