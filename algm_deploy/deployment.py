@@ -57,6 +57,7 @@ from algm_deploy.timing.timers import host_ms
 from algm_deploy.timing.variants import executables
 
 REBUILD_PICTURES = 4
+CALIBRATION_PICTURES = 32
 Images = AnyPath | Sequence[AnyPath]
 """Pictures and folders of pictures; an empty list stands for the drawn scenes that ship."""
 
@@ -80,6 +81,7 @@ def export(
     tau: float | None = None,
     gbm: float | None = None,
     budget: tuple[int | float, int | float] | None = None,
+    calibrate: Images | None = None,
     source: str = "the call",
 ) -> Exported:
     """Exports a checkpoint to a bundle.
@@ -94,6 +96,8 @@ def export(
         gbm: GBM's multiplier or threshold, as the setting `merging.gbm_threshold`.
         budget: merges, instead of what reaches a threshold, so many windows and tokens of every picture: counts, or
             shares of the windows and of the tokens that reach GBM. Not the paper's rule; shapes are static.
+        calibrate: for int8, photos like those that the bundle will see, on which ranges are measured; up to
+            `CALIBRATION_PICTURES` of them, spread evenly.
         source: what lines about conflicts call the origin of `settings`.
 
     Raises:
@@ -115,8 +119,37 @@ def export(
     asked = {**settings, **given}
     layers.append((source, {key: checked(key, value) for key, value in asked.items()}))
     decided, conflicts = resolve(layers)
-    written = write_bundle(content, _with_classes(decided), target, preprocessing_fingerprint(decided.protocol))
-    return Exported(written, conflicts, (*content.notes, *_threshold_note(decided, layers)))
+    windows = _calibration_windows(decided, calibrate)
+    fingerprint = preprocessing_fingerprint(decided.protocol)
+    written = write_bundle(content, _with_classes(decided), target, fingerprint, windows)
+    return Exported(written, conflicts, (*content.notes, *_threshold_note(decided, layers), *_high_note(written)))
+
+
+def _calibration_windows(recipe: Recipe, images: Images | None) -> NDArray[Any] | None:
+    """Windows to measure ranges on where the precision needs them.
+
+    Raises:
+        RecipeError: int8 without pictures, or pictures without int8.
+    """
+    if (recipe.precision == "int8") != (images is not None):
+        raise RecipeError(
+            "expected photos to calibrate int8 on, got none: name some like those it will see (--calibrate PHOTOS)"
+            if images is None
+            else f"expected photos to calibrate on with int8 alone, got some for {recipe.precision}: leave them out"
+        )
+    return None if images is None else parity_windows(recipe, _pictures(images), CALIBRATION_PICTURES)
+
+
+def _high_note(bundle: Bundle) -> tuple[str, ...]:
+    """What an export to int8 decided."""
+    found = bundle.manifest.quantization
+    if found is None:
+        return ()
+    kept = f", {len(found.high)} stay in fp32 ({', '.join(found.high[:3])}{', ...' if found.high[3:] else ''})"
+    return (
+        f"int8: {len(found.products)} matrix products, calibrated on {found.windows} windows"
+        f"{kept if found.high else ''}; {100 * found.label_agreement:.2f} % of labels there as in fp32",
+    )
 
 
 def _with_classes(recipe: Recipe) -> Recipe:

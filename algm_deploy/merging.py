@@ -180,13 +180,15 @@ def deployed(model: VitNetwork, recipe: Recipe, rows: Mapping[int, int] = {}) ->
     return Deployed(filled, recipe.network, recipe.output).eval()
 
 
-def deployed_network(bundle: Bundle, dtype: torch.dtype | None = None) -> Deployed:
-    """The network that a bundle deploys, in the bundle's precision or in `dtype`.
+def deployed_network(bundle: Bundle, dtype: torch.dtype | None = None, quantize: bool = True) -> Deployed:
+    """The network that a bundle deploys, in the bundle's precision or in `dtype`; `quantize` as for `load_network`.
 
     One that drops tokens has no merge plan for it: the manifest tells how many rows it keeps.
     """
     variant = bundle.manifest.variant
-    return deployed(load_network(bundle, dtype), bundle.recipe, dict(variant.rows_by_layer) if variant else {})
+    return deployed(
+        load_network(bundle, dtype, quantize), bundle.recipe, dict(variant.rows_by_layer) if variant else {}
+    )
 
 
 def tome_merges(plan: MergePlan, patches: int, prefix: int) -> dict[int, int]:

@@ -214,6 +214,18 @@ def labels_bundle(tiny_export: Callable[..., Bundle]) -> Bundle:
 
 
 @pytest.fixture(scope="session")
+def int8_bundle(tiny_checkpoint: Path, made_once: Callable[..., Path]) -> Bundle:
+    """The tiny network in int8, calibrated on drawn scenes, every product quantised; shared."""
+    from algm_deploy.bundle.store import Bundle
+    from algm_deploy.deployment import export
+
+    settings = {"precision": "int8", "gates.int8_label_agreement": 0.0}
+    return Bundle.open(
+        made_once("tiny-int8", lambda target: export(tiny_checkpoint, target, None, settings, calibrate=[]))
+    )
+
+
+@pytest.fixture(scope="session")
 def wide_bundle(tiny_export: Callable[..., Bundle]) -> Bundle:
     """The tiny network for whole frames of 96x160 pixels; shared."""
     return tiny_export({"network.image_size": (96, 160), "max_batch": 2})

@@ -24,6 +24,7 @@ TIERS = (
     {"predictor"},
     {"pictures", "runners"},
     {"lowering"},
+    {"quantization"},
     {"merging"},
     {"models"},
     {"ops"},

@@ -70,6 +70,44 @@ class NotRun(Record, frozen=True, kw_only=True):
     reason: str
 
 
+# -------------------------------------------------------------------------------------------------------- quantisation
+
+
+class QuantizedProduct(Record, frozen=True, kw_only=True):
+    """A matrix product in int8, by the name of its module: its input x is scale * (level - zero_point), fp32 `scale`.
+
+    The weight has a step for each output channel, which follows from the weights of the bundle.
+    """
+
+    name: str
+    scale: float
+    zero_point: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.scale < float("inf") or not -128 <= self.zero_point <= 127:
+            raise ValueError("expected a finite scale above 0 and a zero point from -128 to 127")
+
+
+class Quantization(Record, frozen=True, kw_only=True):
+    """How a bundle in int8 was calibrated: the products in int8, and those of blocks that stay in fp32 (`high`).
+
+    Everything that is no product of a block is in fp32 as well: similarities, statistics, sizes, attention's own
+    products and softmax, norms, the patch embedding, the rest of the decoder, and the label map. `windows_sha256` is of
+    the pixels of the windows that ranges were measured on. `label_agreement`, a share, is with the network in fp32, on
+    some of these windows. Weights have levels from -`weight_levels` to `weight_levels`.
+    """
+
+    products: tuple[QuantizedProduct, ...]
+    high: tuple[str, ...] = ()
+    windows: int
+    windows_sha256: str
+    ranges: str
+    balance_alpha: float
+    weight_levels: int
+    label_agreement: float
+    label_agreement_wanted: float
+
+
 # -------------------------------------------------------------------------------------------------------------- parity
 
 
@@ -585,6 +623,7 @@ class Manifest(Record, frozen=True, kw_only=True, tag_field="schema", tag=SCHEMA
     unused_checkpoint_keys: tuple[str, ...] = ()
     position_embedding_resized_from: tuple[int, int] | None = None
     variant: VariantOrigin | None = None
+    quantization: Quantization | None = None
     not_run: tuple[NotRun, ...] = ()
     parity: tuple[Parity, ...] = ()
     evaluations: tuple[Evaluation, ...] = ()

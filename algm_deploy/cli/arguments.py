@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from math import isfinite, isnan
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
 from algm_deploy.cli.saying import tell
 from algm_deploy.errors import DatasetError, RecipeError
 from algm_deploy.recipe.reading import budget_settings, checked
-from algm_deploy.recipe.schema import DENSE
+from algm_deploy.recipe.schema import DENSE, Precision
 from algm_deploy.runners.registry import RUNTIMES, default_runtime
 
 if TYPE_CHECKING:
@@ -258,7 +258,14 @@ def settings(command: Parser) -> None:
     tail.add_argument("--scores", action="store_true", help="output class scores (default)")
     tail.add_argument("--labels", action="store_true", help="output label maps only: fastest")
     command.add_argument(
-        "--precision", choices=("fp32", "fp16", "fp8"), help="of weights and tokens; default: the recipe's"
+        "--precision", choices=get_args(Precision), help="of weights and tokens; default: the recipe's"
+    )
+    command.add_argument(
+        "--calibrate",
+        type=path,
+        nargs="+",
+        metavar="PHOTO",
+        help="for int8: pictures or folders of pictures like those it will see, to measure ranges on",
     )
     command.add_argument("--max-batch", type=positive, help="largest batch the bundle takes; default: the recipe's")
     command.add_argument(

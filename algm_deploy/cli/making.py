@@ -64,7 +64,14 @@ def _exported(options: argparse.Namespace) -> Bundle:
     from algm_deploy.deployment import export
 
     settings = arguments.given_settings(options)
-    result = export(options.checkpoint, options.output, options.recipe, settings, source="command line")
+    result = export(
+        options.checkpoint,
+        options.output,
+        options.recipe,
+        settings,
+        calibrate=options.calibrate,
+        source="command line",
+    )
     for line in (*result.conflicts, *result.notes):
         note(options, line)
     if options.dense:

@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 import onnx_ir as ir
 import torch
-from onnxscript import values
+from onnxscript import opset18, values
 from torch import Tensor, nn
 
 from algm_deploy.bundle.signature import CLAP_THRESHOLD, GBM_THRESHOLD, merge_names, output_names, threshold_defaults
@@ -85,7 +85,17 @@ def base_onnx(deployed: Deployed, plan: MergePlan, image_dtype: str = "uint8") -
 
 
 def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
-    return {getattr(torch.ops.algm, name).default: _bare_node(name) for name in SCHEMAS}
+    written = {name: _bare_node(name) for name in SCHEMAS} | {"quantized": _quantized, "dequantized": _dequantized}
+    return {getattr(torch.ops.algm, name).default: translate for name, translate in written.items()}
+
+
+def _quantized(x: Any, scale: Any, zero_point: Any) -> Any:
+    """The standard pair of nodes, which runtimes look for in front of a product."""
+    return opset18.DequantizeLinear(opset18.QuantizeLinear(x, scale, zero_point), scale, zero_point)
+
+
+def _dequantized(levels: Any, steps: Any) -> Any:
+    return opset18.DequantizeLinear(levels, steps, axis=1)
 
 
 def _bare_node(name: str) -> Callable[..., Any]:

@@ -3,7 +3,8 @@
 | portable graph | here |
 |---|---|
 | `algm.attention` behind a linear layer | `com.microsoft.Attention`, that layer included; key lengths, no mask |
-| the same, padded, 16 bits, CUDA, library there | `com.microsoft.PackedMultiHeadAttention` of 2 B sequences |
+| the same after a product in int8, CPU | `com.microsoft.MultiHeadAttention`; the product stays as it is |
+| attention, padded, 16 bits, CUDA, library there | `com.microsoft.PackedMultiHeadAttention` of 2 B sequences |
 | residual + bias + LayerNormalization | CUDA: `com.microsoft.SkipLayerNormalization` |
 | bias + GELU | `com.microsoft.BiasGelu` |
 | patch embedding | CUDA: one matrix product instead of a strided convolution |
@@ -109,8 +110,8 @@ def rewrite(model: ir.Model, provider: Provider, custom_operators: bool, single:
         single: fix the batch to one image, whose rows are all valid.
 
     Returns:
-        How often each rewrite fired: `attention`, `packed_attention`, `skip_layer_norm`, `bias_gelu`,
-        `patch_embedding`, `unit_rows`, and the custom operators by name.
+        How often each rewrite fired: `attention`, `multi_head_attention`, `packed_attention`, `skip_layer_norm`,
+        `bias_gelu`, `patch_embedding`, `unit_rows`, and the custom operators by name.
 
     Raises:
         ExportError: an attention whose queries, keys and values do not come from one linear layer.
@@ -153,8 +154,10 @@ def _linear(value: ir.Value | None) -> _Linear | None:
         return None
     for product, bias in (_pair(add), _pair(add)[::-1]):
         matmul = product.producer()
-        if matmul is not None and matmul.op_type == "MatMul" and _is_constant(bias) and _is_constant(matmul.inputs[1]):
-            x, weight = _pair(matmul)
+        if matmul is None or matmul.op_type != "MatMul" or not _is_constant(bias):
+            continue
+        x, weight = _pair(matmul)
+        if _is_constant(weight) or _is_quantized(weight):
             return _Linear(x, weight, bias, product)
     return None
 
@@ -167,6 +170,12 @@ def _pair(node: ir.Node) -> tuple[ir.Value, ir.Value]:
 
 def _is_constant(value: ir.Value | None) -> bool:
     return value is not None and value.is_initializer()
+
+
+def _is_quantized(weight: ir.Value) -> bool:
+    """Whether a weight is what integers in the graph stand for."""
+    node = weight.producer()
+    return node is not None and node.op_type == "DequantizeLinear" and _is_constant(node.inputs[0])
 
 
 def _number(value: ir.Value | None) -> float | None:
@@ -222,6 +231,12 @@ def _attention(graph: ir.Graph, provider: Provider, custom_operators: bool, sing
         if linear is None:
             raise ExportError(f"node {node.name}: expected queries, keys and values from one linear layer")
         length = node.inputs[1] if len(node.inputs) > 1 and not single else None
+        if _is_quantized(linear.weight):
+            if provider == "cpu" and length is None:
+                _stand_in(node.outputs[0], _multi_head_attention(graph, node, linear))
+                graph.remove(node, safe=True)
+                counts["multi_head_attention"] += 1
+            continue
         if length is not None and provider == "cuda" and custom_operators and linear.x.dtype == ir.DataType.FLOAT16:
             if length not in sequences:
                 sequences[length] = _sequences(graph, node, length, linear.x)
@@ -240,6 +255,17 @@ def _attention(graph: ir.Graph, provider: Provider, custom_operators: bool, sing
             counts["attention"] += 1
         _stand_in(node.outputs[0], new)
         graph.remove(node, safe=True)
+
+
+def _multi_head_attention(graph: ir.Graph, node: ir.Node, linear: _Linear) -> ir.Value:
+    """Attention after a product in int8, which `com.microsoft.Attention` would have to compute itself, in fp32."""
+    add = _Chain(graph, node, str(node.name))
+    parts = ir.node("Split", [linear.product], {"axis": 2, "num_outputs": 3}, num_outputs=3, name=f"{node.name}/Split")
+    for value, part in zip(parts.outputs, ("queries", "keys", "values"), strict=True):
+        value.name = f"{node.name}/{part}"
+    graph.insert_before(node, parts)
+    attributes = {"num_heads": node.attributes["heads"].as_int(), "scale": node.attributes["scale"].as_float()}
+    return add("MultiHeadAttention", *parts.outputs, linear.bias, domain=CONTRIB, **attributes)
 
 
 def _packed_attention(graph: ir.Graph, node: ir.Node, linear: _Linear, starts: ir.Value, places: ir.Value) -> ir.Value:
@@ -408,8 +434,8 @@ class _Chain:
         self._graph, self._before, self._name = graph, before, name
         self._count = 0
 
-    def __call__(self, op_type: str, *inputs: ir.Value, **attributes: Any) -> ir.Value:
-        node = ir.node(op_type, inputs, attributes, name=f"{self._name}/{op_type}_{self._count}")
+    def __call__(self, op_type: str, *inputs: ir.Value, domain: str = "", **attributes: Any) -> ir.Value:
+        node = ir.node(op_type, inputs, attributes, domain=domain, name=f"{self._name}/{op_type}_{self._count}")
         node.outputs[0].name = f"{self._name}/value_{self._count}"
         self._count += 1
         self._graph.insert_before(self._before, node)

@@ -32,6 +32,7 @@ from algm_deploy.errors import ExportError
 from algm_deploy.lowering.export import base_onnx
 from algm_deploy.lowering.portable import add_function_bodies, has_budget, operator_of
 from algm_deploy.lowering.tensorrt_precision import ONNX_TYPE, retype
+from algm_deploy.lowering.tensorrt_zero_points import centre_levels
 from algm_deploy.merging import deployed_network
 from algm_deploy.ops.schema import DOMAIN, VERSION, WORDS
 from algm_deploy.recipe.schema import Precision
@@ -100,8 +101,8 @@ def tensorrt_from_base(
             tunes for as many. Without them it tunes for half of all rows.
 
     Returns:
-        The new model, and how often each rewrite fired: `clap`, `gbm`, `unmerge`, `label_map`, `attention`, and the
-        precision's `cast` and `weight`.
+        The new model, and how often each rewrite fired: `clap`, `gbm`, `unmerge`, `label_map`, `attention`, the
+        precision's `cast` and `weight`, and in int8 `zero_point`.
 
     Raises:
         ExportError: the graph holds an operator that cannot be translated, or another number of merges.
@@ -112,7 +113,10 @@ def tensorrt_from_base(
     if usual_rows and len(usual_rows) != len(merges):
         raise ExportError(f"expected usual rows for {len(merges)} merges, got {len(usual_rows)}: export again")
     labels = _label_types(model.graph)
+    centred = centre_levels(model.graph)
     new, counts = retype(model, precision)
+    if centred:
+        counts["zero_point"] = centred
     usual = dict(zip(merges, usual_rows or [0] * len(merges), strict=True))
     rewriter = _Rewriter(labels, ONNX_TYPE[precision], usual, counts)
     bodies = {function.name for function in new.functions}

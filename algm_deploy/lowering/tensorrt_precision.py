@@ -19,6 +19,7 @@ from algm_deploy.recipe.schema import Precision
 
 ONNX_TYPE: dict[Precision, int] = {
     "fp32": TensorProto.FLOAT,
+    "int8": TensorProto.FLOAT,  # of everything around the products that the graph quantises itself
     "fp16": TensorProto.FLOAT16,
     "bf16": TensorProto.BFLOAT16,
 }
@@ -102,7 +103,7 @@ def retype(model: onnx.ModelProto, precision: Precision) -> tuple[onnx.ModelProt
     if present - {low}:
         found = ", ".join(TensorProto.DataType.Name(kind).lower() for kind in sorted(present))
         raise ExportError(f"expected an fp32 graph to write in {precision}, it holds {found} tensors: export in fp32")
-    if present or precision == "fp32":
+    if present or low == TensorProto.FLOAT:
         return model, Counter()
     is_float = {name for name, kind in types.items() if kind == TensorProto.FLOAT}
     out = _Retyped(low, is_float, {t.name: t for t in graph.initializer})

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO
 
+import numpy as np
 import onnx_ir as ir
+from numpy.typing import NDArray
 
 from algm_deploy.bundle.files import ONNX, ONNX_DATA, WEIGHTS, sha256_of
 from algm_deploy.bundle.signature import signature_of
@@ -19,7 +21,9 @@ from algm_deploy.models.checkpoints.reading import Checkpoint
 from algm_deploy.models.checkpoints.weights import state_dict_for
 from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.loading import DTYPES, network_module, save_weights
+from algm_deploy.models.quantized import quantized
 from algm_deploy.models.vit import VitNetwork
+from algm_deploy.quantization.calibration import calibrate
 from algm_deploy.recipe.schema import Recipe
 
 ALIGNMENT = 64
@@ -27,10 +31,17 @@ ALIGNMENT = 64
 EXTERNAL_BYTES = 1024
 
 
-def write_bundle(checkpoint: Checkpoint, recipe: Recipe, target: Path, preprocessing_sha256: str) -> Bundle:
+def write_bundle(
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    target: Path,
+    preprocessing_sha256: str,
+    calibration: NDArray[np.generic] | None = None,
+) -> Bundle:
     """Exports a checkpoint to a new bundle at `target`, complete or not at all.
 
-    The peak is about the weights in fp32, once more in the graph's layout.
+    The peak is about the weights in fp32, once more in the graph's layout. `calibration`: windows (n, 3, H, W) in the
+    graph's pixel dtype, for a recipe in int8.
 
     Raises:
         CheckpointError: the weights do not fit the recipe's network.
@@ -43,7 +54,12 @@ def write_bundle(checkpoint: Checkpoint, recipe: Recipe, target: Path, preproces
         weights = state_dict_for(recipe.network, checkpoint)
         source = {file.name: sha256_of(file) for file in checkpoint.files}
         model = network_module(recipe.network, weights.state_dict, DTYPES[recipe.precision])
-        write_network(writer, model, deployed(model, recipe), source)
+        network = model
+        if calibration is not None:
+            model, quantization = calibrate(model, recipe, calibration)
+            network = quantized(model, quantization.products)
+            writer.describe(quantization=quantization)
+        write_network(writer, model, deployed(network, recipe), source)
         writer.describe(
             unused_checkpoint_keys=weights.unused,
             position_embedding_resized_from=weights.resized_from,

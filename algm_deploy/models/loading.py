@@ -15,11 +15,18 @@ from torch import Tensor
 from algm_deploy.bundle.files import WEIGHTS, reading_errors
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BundleError, ExportError
+from algm_deploy.models.quantized import quantized
 from algm_deploy.models.vit import VitNetwork
 from algm_deploy.recipe.schema import Network
 
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.float16}
-"""What the files of a bundle hold, by its precision; whoever executes fp8 makes it of these weights."""
+DTYPES = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "int8": torch.float32,
+    "fp8": torch.float16,
+}
+"""What the files of a bundle hold, by its precision; whoever executes int8 or fp8 makes it of these weights."""
 
 
 def network_class(network: Network) -> type[VitNetwork]:
@@ -59,8 +66,10 @@ def save_weights(model: VitNetwork, path: Path) -> None:
         raise OSError(errno.EIO, str(error), str(path)) from error
 
 
-def load_network(bundle: Bundle, dtype: torch.dtype | None = None) -> VitNetwork:
+def load_network(bundle: Bundle, dtype: torch.dtype | None = None, quantize: bool = True) -> VitNetwork:
     """The network of a bundle, merge slots empty, in the bundle's precision or in `dtype`.
+
+    Of a bundle in int8 its products are quantised, in whatever dtype the rest is, unless `quantize` is False.
 
     Raises:
         BundleError: the weights cannot be read or are those of another network.
@@ -79,7 +88,9 @@ def load_network(bundle: Bundle, dtype: torch.dtype | None = None) -> VitNetwork
             f"{path}: expected {name} of shape {expected.get(name)} for the recipe's network, got {found.get(name)}: "
             "export the bundle again"
         )
-    return network_module(bundle.recipe.network, weights, dtype or DTYPES[bundle.recipe.precision])
+    model = network_module(bundle.recipe.network, weights, dtype or DTYPES[bundle.recipe.precision])
+    calibrated = bundle.manifest.quantization
+    return quantized(model, calibrated.products) if calibrated is not None and quantize else model
 
 
 def _without_memory(network: Network) -> VitNetwork:

@@ -16,20 +16,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
+import torch
 from tqdm import tqdm
 
 from algm_deploy.bundle.records import Link, Parity
 from algm_deploy.bundle.signature import CLAP_THRESHOLD, GBM_THRESHOLD, signature_of, threshold_defaults
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BundleError, ExecutionError
+from algm_deploy.merging import deployed_network
 from algm_deploy.parity.comparison import Decided, Decisions, Labels, Numbers, output_problem
+from algm_deploy.parity.jitter import jittered_network
 from algm_deploy.parity.links import graph_link, network_link, operators_link
 from algm_deploy.parity.replay import Replayed, Replays
-from algm_deploy.recipe.schema import MergePlan
+from algm_deploy.recipe.schema import MergePlan, Precision
 from algm_deploy.runners.contract import Array, Runner, runner
-from algm_deploy.runners.torch.runner import TorchRunner
+from algm_deploy.runners.torch.runner import Made, TorchRunner
 
 OPERATOR_IMAGES = 2  # the NumPy definitions are loops
 NOTHING_MERGES = {CLAP_THRESHOLD: np.inf, GBM_THRESHOLD: np.inf}
@@ -81,10 +86,7 @@ def verify(bundle: Bundle, runtime: str, images: Array, progress: bool = True) -
         run = stack.enter_context(runner(bundle, runtime))
         run.check_image(images[:1])
         network = network_link(bundle, images[:1])  # before other copies of the weights are held
-        torch_run = exact = stack.enter_context(TorchRunner(bundle, run.precision))
-        if run.precision != "fp32":
-            exact = stack.enter_context(TorchRunner(bundle, "fp32"))
-        chain = _Chain(bundle, run, (torch_run, exact), images)
+        chain = _Chain(bundle, run, _pytorch(bundle, run.precision, stack), images)
         work = sum(len(trial.images) for trial in trials)
         with tqdm(total=work, desc=f"verify {runtime}", unit="image", disable=None if progress else True) as bar:
             for trial in trials:
@@ -95,13 +97,36 @@ def verify(bundle: Bundle, runtime: str, images: Array, progress: bool = True) -
     return Parity(runtime=runtime, images=len(images), batches=tuple(batches), links=tuple(links))
 
 
+class _PyTorch(NamedTuple):
+    """PyTorch deciding freely: in the runtime's precision, and what is held to be right; that of int8 is quantised as
+    well, so the network in fp32 is `unquantized`, for information."""
+
+    own: Runner
+    exact: Runner
+    unquantized: Runner | None = None
+
+
+def _pytorch(bundle: Bundle, precision: Precision, stack: ExitStack) -> _PyTorch:
+    """Opened runners, which `stack` closes."""
+
+    def opened(of: Precision, network: Made = deployed_network) -> Runner:
+        return stack.enter_context(TorchRunner(bundle, of, network=network))
+
+    if precision == "int8":
+        exact = opened("int8", lambda of, _: deployed_network(of, torch.float64))
+        return _PyTorch(
+            opened("int8", jittered_network), exact, opened("fp32", partial(deployed_network, quantize=False))
+        )
+    own = opened(precision)
+    return _PyTorch(own, own if precision == "fp32" else opened("fp32"))
+
+
 class _Chain:
     """One verification."""
 
-    def __init__(self, bundle: Bundle, run: Runner, pytorch: tuple[Runner, Runner], images: Array) -> None:
+    def __init__(self, bundle: Bundle, run: Runner, pytorch: _PyTorch, images: Array) -> None:
         self._bundle, self._recipe = bundle, replace(bundle.recipe, precision=run.precision)
-        self._run, self._images = run, images
-        self._torch_run, self._exact = pytorch  # in the runtime's precision, and in fp32
+        self._run, self._images, self._pytorch = run, images, pytorch
         self._signature = signature_of(self._recipe)
         self._replays = Replays(bundle, images, run.precision)
         self._first: list[Replayed] = []
@@ -127,13 +152,18 @@ class _Chain:
         self._decisions.compare(batch, trial.plan(self._recipe.merging), counted=not trial.thresholds)
         if len(batch) == 1 and not trial.thresholds:
             self._first += [batch[0].replayed] if len(self._first) < OPERATOR_IMAGES else []
-            free = self._torch_run.infer(feeds, [tensor.name for tensor in signature.outputs])
-            exact = free if self._exact is self._torch_run else self._exact.infer(feeds)
+            every = [tensor.name for tensor in signature.outputs]
+            free = self._pytorch.own.infer(feeds, every)
+            exact = free if self._pytorch.exact is self._pytorch.own else self._pytorch.exact.infer(feeds, every)
+            right = exact if self._pytorch.unquantized is not None else free
             alike = all(
-                np.array_equal(free[f"token_map_{n}"][0], m)
+                np.array_equal(right[f"token_map_{n}"][0], m)
                 for n, m in zip(signature.merges, batch[0].maps, strict=True)
             )
-            self._labels.compare(self._run.infer(feeds), free, exact, None if alike else batch[0].replayed)
+            ours = self._run.infer(feeds)
+            self._labels.compare(ours, free, exact, None if alike else batch[0].replayed)
+            if self._pytorch.unquantized is not None:
+                self._labels.note_distance(ours, self._pytorch.unquantized.infer(feeds))
 
     def _outputs(self, feeds: dict[str, Array]) -> tuple[dict[str, Array], str | None]:
         """All outputs of the runtime, or why there are none."""

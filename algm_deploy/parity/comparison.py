@@ -248,10 +248,11 @@ class Decisions:
 class Labels:
     """Link 6: label maps equal those of PyTorch deciding freely, as users call a runtime: without token maps.
 
-    PyTorch runs in fp32. In 16 bits a runtime may, beside the recipe's gate, differ from it twice as often as PyTorch
-    itself does in the same precision, which takes in what its decisions change. In fp32 nothing does, and a single tie
-    may change more pixels than the gate allows; so where a runtime decided otherwise, which link 5 has to excuse, its
-    labels are held to those of PyTorch under the same decisions.
+    PyTorch runs in fp32, for int8 with the same products quantised. In 16 bits and in int8 a runtime may, beside the
+    recipe's gate, differ from it twice as often as PyTorch itself does in the same precision, which takes in what its
+    decisions change. In fp32 nothing does, and a single tie may change more pixels than the gate allows; so where a
+    runtime decided otherwise, which link 5 has to excuse, its labels are held to those of PyTorch under the same
+    decisions, and likewise in int8.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -260,6 +261,7 @@ class Labels:
         self._baseline: list[float] = []
         self._free: list[float] = []
         self._otherwise = 0
+        self._distances: list[float] = []
         self._count_differences: list[int] = []
 
     @property
@@ -280,7 +282,7 @@ class Labels:
         """
         labels = [o["labels"] if "labels" in o else o["scores"].argmax(1) for o in (ours, free, exact)]
         self._free.append(float((labels[0] == labels[2]).mean()))
-        if replayed is not None and self._recipe.precision == "fp32":
+        if replayed is not None and self._recipe.precision in ("fp32", "int8"):
             self._otherwise += 1
             self._agreement.append(float((labels[0][0] == replayed.scores().argmax(0)).mean()))
         else:
@@ -288,6 +290,11 @@ class Labels:
         self._baseline.append(float((labels[1] == labels[2]).mean()))
         difference = np.abs(ours["token_counts"] - free["token_counts"])
         self._count_differences.append(int(difference.max(initial=0)))
+
+    def note_distance(self, ours: Mapping[str, Array], unquantized: Mapping[str, Array]) -> None:
+        """For information: how many labels of an int8 bundle are those of the same network in fp32."""
+        labels = [o["labels"] if "labels" in o else o["scores"].argmax(1) for o in (ours, unquantized)]
+        self._distances.append(float((labels[0] == labels[1]).mean()))
 
     def link(self, expected: int) -> Link:
         """The outcome; `expected` images had to be compared."""
@@ -300,6 +307,8 @@ class Labels:
         measured = f"{100 * mean:.3f} % of pixels equal, worst image {100 * worst:.2f} %"
         if self._otherwise:
             measured += f"; {100 * float(np.mean(self._free)):.3f} % deciding freely"
+        if self._distances:
+            measured += f"; {100 * float(np.mean(self._distances)):.2f} % as in fp32"
         beside = (
             ""
             if self._recipe.precision == "fp32"
@@ -319,6 +328,7 @@ class Labels:
                 "label_agreement_pytorch_mean": baseline,
                 "label_agreement_required": gate,
                 "images_compared": len(self._agreement),
+                **({"label_agreement_fp32_mean": float(np.mean(self._distances))} if self._distances else {}),
             },
         )
 

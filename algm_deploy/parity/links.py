@@ -22,7 +22,7 @@ from algm_deploy.ops import reference
 from algm_deploy.ops.clap import window_similarity
 from algm_deploy.ops.gbm import WORST, first_source, gbm_similarity, undefined
 from algm_deploy.ops.tome import SEMANTICS, tome_similarity
-from algm_deploy.parity.graph import graph_facts, graph_problems, signature_problems
+from algm_deploy.parity.graph import graph_facts, graph_problems, quantization_problems, signature_problems
 from algm_deploy.parity.replay import Replayed, merges_in, rms
 from algm_deploy.recipe.schema import DENSE, MergePlan, Network
 
@@ -37,7 +37,7 @@ def network_link(bundle: Bundle, image: NDArray[Any]) -> Link:
     """Without merging the network is the original: bit for bit in the bundle's precision, and with the normalisation
     folded into it to rounding of fp64, for images (1, 3, H, W)."""
     pixels, precision = torch.from_numpy(image), DTYPES[bundle.recipe.precision]
-    original = load_network(bundle, precision)
+    original = load_network(bundle, precision, quantize=False)
     normalised = _normalised(pixels, bundle.recipe.network).to(precision)
     plain, emptied = (m(normalised, merge_inputs(0.0, 0.0)).scores for m in (original, insert_merging(original, DENSE)))
     equal = bool(torch.equal(plain, emptied))
@@ -55,7 +55,7 @@ def network_link(bundle: Bundle, image: NDArray[Any]) -> Link:
 def _fold_error(bundle: Bundle, pixels: Tensor) -> float:
     """Relative RMS error in fp64 of the deployed network without merging, against the original on normalised pixels."""
     network = bundle.recipe.network
-    model = load_network(bundle, torch.float64)
+    model = load_network(bundle, torch.float64, quantize=False)
     scores = model(_normalised(pixels, network), merge_inputs(0.0, 0.0))
     original = upsample_scores(scores, network.grid, network.image_size).numpy()
     deployed = Deployed(insert_merging(model, DENSE), network, "scores").eval()
@@ -173,6 +173,7 @@ def graph_link(bundle: Bundle) -> Link:
     """The exported graph and the manifest's signature are what the recipe asks for."""
     facts = graph_facts(bundle.file(ONNX))
     problems = signature_problems(bundle.signature, bundle.recipe) + graph_problems(facts, bundle.recipe)
+    problems += quantization_problems(facts, bundle.manifest.quantization)
     return Link(
         number=3,
         name="graph",

@@ -1,7 +1,8 @@
 """PyTorch runs of a bundle's network with a runtime's own merge decisions forced: the truth it is compared with.
 
 Every run is one image at a time, whatever batch the runtime had, so a runtime that mixes up images is found out. The
-truth is fp64; the baseline is PyTorch in the runtime's precision. A runtime may err twice as much as the baseline.
+truth is fp64; the baseline is PyTorch in the runtime's precision. A runtime may err twice as much as the baseline. For
+int8 both are quantised, and the baseline jitters (`jitter.py`).
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.fp8 import use_fp8
 from algm_deploy.models.loading import DTYPES, load_network
 from algm_deploy.models.scores import Scores, upsample_scores
-from algm_deploy.models.vit import Tokens
+from algm_deploy.models.vit import Tokens, VitNetwork
 from algm_deploy.ops._rows import wide
 from algm_deploy.ops.clap import clap_decisions, clap_rows, window_similarity
 from algm_deploy.ops.gbm import gbm_decisions, gbm_rows, gbm_scores, gbm_similarity, gbm_threshold
 from algm_deploy.ops.tome import SEMANTICS, tome_rows, tome_similarity
 from algm_deploy.parity.decisions import ClapFacts, GbmFacts, Ints
+from algm_deploy.parity.jitter import jittered
 from algm_deploy.recipe.schema import MergePlan, Network, Precision
 
 # Two implementations may each err twice as much as the baseline errs.
@@ -72,7 +74,7 @@ class Replays:
     def __init__(self, bundle: Bundle, images: NDArray[Any], precision: Precision) -> None:
         self._images = images
         self._truth = _ReplayNetwork(bundle, torch.float64)
-        self._baseline = _ReplayNetwork(bundle, DTYPES[precision], fp8=precision == "fp8")
+        self._baseline = _ReplayNetwork(bundle, DTYPES[precision], use_fp8 if precision == "fp8" else jittered)
         self._known: dict[tuple[int, bytes], Replayed] = {}
 
     def __call__(self, index: int, maps: Sequence[Ints]) -> Replayed:
@@ -92,14 +94,15 @@ class Replays:
 
 
 class _ReplayNetwork:
-    """The network of a bundle in one dtype, merging as it is told; `fp8`: with the products of its blocks in fp8."""
+    """The network of a bundle in one dtype, merging as it is told. `change` gets it once, to alter it in place."""
 
-    def __init__(self, bundle: Bundle, dtype: torch.dtype, fp8: bool = False) -> None:
+    def __init__(
+        self, bundle: Bundle, dtype: torch.dtype, change: Callable[[VitNetwork], object] = lambda model: model
+    ) -> None:
         self.network = bundle.recipe.network
         replaying = replay_merging(load_network(bundle, dtype), bundle.recipe.merging)
         self._model = Deployed(replaying, self.network, "scores").eval().model
-        if fp8:
-            use_fp8(self._model)
+        change(self._model)
         self._entering: list[Tokens] = []
         for module in self._model.modules():
             if isinstance(module, Replay):

@@ -22,7 +22,7 @@ Merge = Literal["clap", "gbm", "tome"]
 Part = Literal["", "attention", "mlp"]
 Resize = Literal["double", "single"]
 Output = Literal["labels", "scores"]
-Precision = Literal["fp32", "fp16", "bf16", "fp8"]
+Precision = Literal["fp32", "fp16", "bf16", "int8", "fp8"]
 Settings = Mapping[str, Any]
 
 
@@ -291,14 +291,19 @@ def dataset_ratio(dataset: str) -> float:
 
 @dataclass(frozen=True)
 class Gates:
-    """Values that `verify` holds a bundle to. Shares lie in [0, 1]."""
+    """Values that `verify` holds a bundle to. Shares lie in [0, 1].
+
+    `int8_label_agreement`: an export to int8 keeps as many products in fp32 as this agreement with fp32 needs.
+    """
 
     label_agreement: float = 0.999
     excused_decisions: float = 0.01
     miou_drop_points: float = 0.1
+    int8_label_agreement: float = 0.99
 
     def __post_init__(self) -> None:
         _check_ranges("gates", self, label_agreement=(0, 1), excused_decisions=(0, 1), miou_drop_points=(0, 100))
+        _check_ranges("gates", self, int8_label_agreement=(0, 1))
 
 
 @dataclass(frozen=True)

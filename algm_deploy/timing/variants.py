@@ -81,7 +81,11 @@ def variant_bundle(bundle: Bundle, variant: VariantName, tokens: Sequence[int]) 
         write_network(writer, model, network, {WEIGHTS: made_from[WEIGHTS]})
         if variant == "truncated":
             writer.describe(signature=_with_counts(signature_of(named), len(tokens)))
-        writer.describe(variant=origin, preprocessing_sha256=bundle.manifest.preprocessing_sha256)
+        writer.describe(
+            variant=origin,
+            preprocessing_sha256=bundle.manifest.preprocessing_sha256,
+            quantization=bundle.manifest.quantization,
+        )
     return Bundle.open(target)
 
 

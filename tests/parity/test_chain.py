@@ -79,6 +79,14 @@ def test_every_kind_of_bundle_passes(name: str, tiny_checkpoint: Path, tmp_path:
         assert ("decisions" in {link.name for link in report.links}) == (name != "dense")
 
 
+@pytest.mark.parametrize("runtime", ["torch", ORT])
+def test_int8_passes(int8_bundle: Bundle, windows: Array, runtime: str) -> None:
+    report = verified(int8_bundle, runtime, windows)
+    assert report.passed, report.links
+    assert "as in fp32" in measured(report, "labels")
+    assert 0.5 < report.links[5].facts["label_agreement_fp32_mean"] < 1
+
+
 def test_trials_cover_batches_and_both_extremes() -> None:
     trials = trials_of(3, 8, MergePlan())
     assert [len(t.images) for t in trials] == [1, 1, 1, 2, 3, 8, 1, 1]
@@ -104,6 +112,41 @@ def test_weight_in_front_of_the_merges(own_bundle: Bundle, windows: Array) -> No
     report = verified(own_bundle, ORT, windows)
     assert {"numbers", "decisions"} <= broken(report) <= {"numbers", "decisions", "labels"}
     assert "CLAP: " in measured(report, "decisions")
+
+
+QUANTIZER = "encoder.blocks.3.mlp.fc2"  # after the merges
+
+
+@pytest.mark.parametrize(
+    ("part", "change"),
+    [
+        ("scale", lambda x: x * 1.05),
+        ("zero_point", lambda x: x + 4),
+        ("scale", lambda x: x / 8),
+    ],
+    ids=["scale", "zero point", "clipped outliers"],
+)
+def test_quantizers(int8_bundle: Bundle, copied: Callable[..., Bundle], windows: Array, part: str, change: Any) -> None:
+    def edit(model: onnx.ModelProto) -> None:
+        node = next(n for n in model.graph.node if n.name == f"{QUANTIZER}/QuantizeLinear")
+        name = {"scale": node.input[1], "zero_point": node.input[2]}[part]
+        tensor = next(t for t in model.graph.initializer if t.name == name)
+        array = onnx.numpy_helper.to_array(tensor)
+        tensor.CopyFrom(onnx.numpy_helper.from_array(np.asarray(change(array.copy()), array.dtype), name))
+
+    bundle = copied(int8_bundle)
+    edit_graph(bundle, edit)
+    report = verified(bundle, ORT, windows[:1])
+    assert {"graph"} <= broken(report) <= {"graph", "numbers", "labels"}
+    assert "expected scale and zero point" in measured(report, "graph")
+
+
+def test_a_graph_that_is_not_quantised(int8_bundle: Bundle, copied: Callable[..., Bundle], windows: Array) -> None:
+    bundle = copied(int8_bundle)
+    edit_manifest(bundle, lambda manifest: manifest["quantization"]["products"].pop())
+    report = verified(Bundle.open(bundle.path), ORT, windows[:1])
+    assert "graph" in broken(report)
+    assert "expected scale and zero point None, found" in measured(report, "graph")
 
 
 @pytest.mark.parametrize("part", ["weight", "bias"])

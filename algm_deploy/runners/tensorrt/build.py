@@ -44,7 +44,7 @@ from algm_deploy.runners.tensorrt.library import (
 )
 
 RTX_TARGETS = ("8.6", "8.9", "12.0")
-_DTYPES: dict[Precision, str] = {"fp32": "FLOAT", "fp16": "HALF", "bf16": "BF16"}
+_DTYPES: dict[Precision, str] = {"fp32": "FLOAT", "int8": "FLOAT", "fp16": "HALF", "bf16": "BF16"}
 # Layers that do the arithmetic; in a strongly typed network their type is the precision.
 _ARITHMETIC = ("CONVOLUTION", "MATRIX_MULTIPLY", "EINSUM", "ATTENTION_INPUT")
 # As many of a kind may be fp32 all the same: a network exported in 16 bits sums its class scores over queries in fp32.

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from algm_deploy.merging import Clap, Gbm, KeepFirst
 from algm_deploy.models.deployed import PIXEL_SCALE, Deployed, PixelEmbedding
 from algm_deploy.models.fp8 import Fp8Linear, Quantised
+from algm_deploy.models.quantized import is_quantized
 from algm_deploy.models.scores import TokenScores
 from algm_deploy.models.segmenter import LinearDecoder, MaskTransformer, Segmenter
 from algm_deploy.models.vit import SLOTS, Attention, Block, KeepTokens, MergeInputs, Mlp, Tokens, VisionTransformer
@@ -198,7 +199,11 @@ def _decides(slot: nn.Module | None) -> bool:
 def supports(network: Deployed) -> bool:
     """Whether `PackedSegmenter` runs this network."""
     model = network.model
-    if not isinstance(model, Segmenter) or not isinstance(model.decoder, LinearDecoder | MaskTransformer):
+    if (
+        is_quantized(model)
+        or not isinstance(model, Segmenter)
+        or not isinstance(model.decoder, LinearDecoder | MaskTransformer)
+    ):
         return False
     encoder, decoder = model.encoder, model.decoder
     own = cast("list[Block]", [*encoder.blocks])

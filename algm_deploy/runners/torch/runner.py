@@ -29,6 +29,7 @@ from algm_deploy.runners.contract import Runner
 from algm_deploy.runners.torch.packed import Merged, PackedSegmenter, supports
 from algm_deploy.runners.turns import DEVICE
 
+Made = Callable[[Bundle, torch.dtype], Deployed]
 FP8_SINCE = (8, 9)
 """The oldest compute capability with fp8 units."""
 
@@ -38,14 +39,20 @@ class TorchRunner(Runner):
 
     fp8 needs a GPU with fp8 units; on the CPU PyTorch computes in fp32 what they would. Given a `precision` it is the
     reference that runs are held to: the modules as they are, in that precision, on the CPU, where no kernel of this
-    project is on both sides of a comparison.
+    project is on both sides of a comparison. `network` makes what runs of the bundle, given the dtype of its weights.
     """
 
     runtime = "torch"
 
-    def __init__(self, bundle: Bundle, precision: Precision | None = None, device: str | None = None) -> None:
+    def __init__(
+        self,
+        bundle: Bundle,
+        precision: Precision | None = None,
+        device: str | None = None,
+        network: Made = deployed_network,
+    ) -> None:
         super().__init__(bundle, device if precision is None else "cpu")
-        self._precision = precision or super().precision
+        self._precision, self._network = precision or super().precision, network
         self._model: Deployed | None = None
         self._packed: PackedSegmenter | None = None
 
@@ -75,7 +82,7 @@ class TorchRunner(Runner):
         with self._turn():
             if self.precision == "fp8" and self.device.type == "cuda":
                 self._require_fp8_units()
-            self._model = deployed_network(self.bundle, DTYPES[self.precision]).to(self.device)
+            self._model = self._network(self.bundle, DTYPES[self.precision]).to(self.device)
             if self.precision == "fp8":
                 use_fp8(self._model)
             if self.device.type == "cuda":

@@ -1,0 +1,132 @@
+"""Calibrates a network for int8: balances it, measures ranges on photos, and keeps in fp32 what costs too many labels.
+
+Ranges are those of the deployed network: with merging on, so that merged tokens are among what was seen.
+
+Which products stay in fp32 is decided as in partial quantisation (Wu et al., 2020, arXiv:2004.09602, section 6): every
+product is quantised alone, and ranked by the labels it changes; the most sensitive ones are kept in fp32, one after the
+other, until the whole network keeps the label agreement that the recipe wants. Both networks decide freely, so a
+product counts with what it changes in the merges.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from algm_deploy.bundle.records import Quantization, QuantizedProduct
+from algm_deploy.errors import ExportError
+from algm_deploy.merging import deployed
+from algm_deploy.models.quantized import WEIGHT_LEVELS, products_of, quantized
+from algm_deploy.models.vit import VitNetwork, share_parameters
+from algm_deploy.quantization.balancing import ALPHA, balance
+from algm_deploy.quantization.observing import observe, scaled, thresholds_of
+from algm_deploy.quantization.ranges import product_of
+from algm_deploy.recipe.schema import Recipe
+
+SEARCHED_WINDOWS = 4  # of those that ranges are measured on; each product runs on each of them
+Labels = NDArray[np.generic]
+
+
+def calibrate(
+    model: VitNetwork, recipe: Recipe, windows: NDArray[np.generic], progress: bool = True
+) -> tuple[VitNetwork, Quantization]:
+    """A network that equals `model` bit for bit and has balanced channels, and how to quantise it.
+
+    Args:
+        model: fp32, merge slots empty. Not changed.
+        recipe: with the merge plan, and the label agreement to keep.
+        windows: (n, 3, H, W) pixels of photos like those that the bundle will see, n >= 1.
+        progress: show a bar.
+
+    Raises:
+        ExportError: the network gives NaN or infinity on a window, or has no product to quantise.
+    """
+    if not dict(products_of(model)):
+        raise ExportError(f"expected a network with blocks to quantise, {recipe.name} has none: export it in fp32")
+    observed = observe(model, recipe, windows)
+    broken = [name for name, one in observed.items() if not one.largest.isfinite().all()]
+    if broken:
+        raise ExportError(f"expected finite values to calibrate on, {broken[0]} is given others: look at the weights")
+    balanced = _own_copy(model)
+    inputs = scaled(observed, balance(balanced, observed))
+    _check_equal(model, balanced, recipe, windows[:1])
+    products = [product_of(name, inputs[name]) for name in observed]
+    chosen = windows[np.unique(np.linspace(0, len(windows) - 1, SEARCHED_WINDOWS).round().astype(int))]
+    kept, agreement = _Search(balanced, recipe, chosen, products).run(progress)
+    return balanced, Quantization(
+        products=tuple(product for product in products if product.name not in kept),
+        high=tuple(product.name for product in products if product.name in kept),
+        windows=len(windows),
+        windows_sha256=hashlib.sha256(windows.tobytes()).hexdigest(),
+        ranges="lowest to highest, zero in the middle unless one side is over four times the other",
+        balance_alpha=ALPHA,
+        weight_levels=WEIGHT_LEVELS,
+        label_agreement=agreement,
+        label_agreement_wanted=recipe.gates.int8_label_agreement,
+    )
+
+
+def _own_copy(model: VitNetwork) -> VitNetwork:
+    """A copy that may be changed in place."""
+    copy = share_parameters(model)
+    for name, parameter in model.named_parameters():
+        owner, _, leaf = name.rpartition(".")
+        setattr(copy.get_submodule(owner), leaf, torch.nn.Parameter(parameter.detach().clone(), requires_grad=False))
+    return copy
+
+
+@torch.inference_mode()
+def _check_equal(model: VitNetwork, balanced: VitNetwork, recipe: Recipe, window: NDArray[np.generic]) -> None:
+    before, after = (_outputs(one, recipe, window) for one in (model, balanced))
+    if not torch.equal(before, after):
+        raise ExportError(
+            f"expected the balanced network to equal the original bit for bit, they differ by "
+            f"{(before.double() - after.double()).abs().max().item():.1g}: export it in fp32"
+        )
+
+
+def _outputs(model: VitNetwork, recipe: Recipe, window: NDArray[np.generic]) -> torch.Tensor:
+    tail: torch.Tensor = deployed(model, recipe)(torch.from_numpy(window), thresholds_of(recipe))[0]
+    return tail
+
+
+class _Search:
+    """Which products stay in fp32."""
+
+    def __init__(
+        self, model: VitNetwork, recipe: Recipe, windows: NDArray[np.generic], products: Sequence[QuantizedProduct]
+    ) -> None:
+        self._model, self._recipe, self._windows, self._products = model, recipe, windows, list(products)
+        self._wanted = recipe.gates.int8_label_agreement
+        self._exact = self._labels(model)
+
+    def run(self, progress: bool) -> tuple[set[str], float]:
+        """Names of the products to keep, and the label agreement that the others leave."""
+        agreement = self._agreement(self._products)
+        if agreement >= self._wanted:
+            return set(), agreement
+        bar = tqdm(self._products, desc="sensitivity", unit="product", disable=None if progress else True)
+        alone = {product.name: self._agreement([product]) for product in bar}
+        ranked = sorted(self._products, key=lambda product: alone[product.name])
+        kept = 0
+        while agreement < self._wanted:  # 1 at the latest where all are kept
+            kept += 1
+            agreement = self._agreement(ranked[kept:])
+        return {product.name for product in ranked[:kept]}, agreement
+
+    def _agreement(self, products: Sequence[QuantizedProduct]) -> float:
+        """Share of the pixels whose label these products in int8 leave as it is."""
+        return float((self._labels(quantized(self._model, products)) == self._exact).mean())
+
+    @torch.inference_mode()
+    def _labels(self, model: VitNetwork) -> Labels:
+        network = deployed(model, self._recipe)
+        inputs = thresholds_of(self._recipe)
+        tails = [network(torch.from_numpy(window[None]), inputs)[0] for window in self._windows]
+        labels = [tail.argmax(1) if self._recipe.output == "scores" else tail for tail in tails]
+        return torch.cat(labels).numpy()

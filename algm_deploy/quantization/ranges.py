@@ -1,0 +1,23 @@
+"""From what enters a product to its scale and zero point."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from algm_deploy.bundle.records import QuantizedProduct
+from algm_deploy.ops.quantize import HIGHEST, LOWEST
+from algm_deploy.quantization.observing import Observed
+
+# Of values that lie nearly all on one side of zero, as GELU's, a range around zero would waste half of the levels.
+ONE_SIDED = 4
+
+
+def product_of(name: str, observed: Observed) -> QuantizedProduct:
+    """Levels for all that was observed: around zero, or from the lowest to the highest where one side is far larger."""
+    low, high = min(float(observed.low.min()), 0.0), max(float(observed.high.max()), 0.0)
+    if max(-low, high) > ONE_SIDED * min(-low, high):
+        scale = (high - low) / (HIGHEST - LOWEST)
+        zero_point = LOWEST - round(low / scale)
+    else:
+        scale, zero_point = max(-low, high) / HIGHEST, 0
+    return QuantizedProduct(name=name, scale=float(np.float32(scale or 1.0)), zero_point=zero_point)

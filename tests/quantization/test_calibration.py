@@ -1,0 +1,191 @@
+"""A calibrated network equals the original until it is quantised; ranges, search and refusals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from algm_deploy.bundle.records import Quantization, QuantizedProduct
+from algm_deploy.bundle.store import Bundle
+from algm_deploy.deployment import export, parity_windows
+from algm_deploy.errors import BundleError, ExportError, RecipeError
+from algm_deploy.merging import deployed
+from algm_deploy.models.loading import load_network
+from algm_deploy.models.quantized import WEIGHT_LEVELS, QuantizedLinear, is_quantized, products_of, quantized
+from algm_deploy.models.vit import VitNetwork
+from algm_deploy.ops.quantize import reference
+from algm_deploy.quantization import calibration
+from algm_deploy.quantization.calibration import calibrate
+from algm_deploy.quantization.observing import Observed, thresholds_of
+from algm_deploy.quantization.ranges import product_of
+from algm_deploy.recipe.schema import Recipe
+
+
+@pytest.fixture(scope="module")
+def network(tiny_bundle: Bundle) -> VitNetwork:
+    return load_network(tiny_bundle)
+
+
+@pytest.fixture(scope="module")
+def windows(tiny_bundle: Bundle) -> Any:
+    return parity_windows(tiny_bundle.recipe, [], 2)
+
+
+def wanting(bundle: Bundle, agreement: float) -> Recipe:
+    return replace(bundle.recipe, gates=replace(bundle.recipe.gates, int8_label_agreement=agreement))
+
+
+# --- a layer ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_layer_computes_with_levels() -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(16, 8)
+    x = torch.randn(2, 5, 16)
+    ours = QuantizedLinear(layer, 0.05, 3)
+    levels = np.clip(np.rint(x.numpy() / np.float32(0.05)) + 3, -128, 127).astype(np.int64) - 3
+    integers = levels @ ours.levels.numpy().astype(np.int64)
+    expected = integers * (np.float32(0.05) * ours.steps.numpy()) + layer.bias.detach().numpy()
+    assert int(ours.levels.abs().max()) == WEIGHT_LEVELS
+    np.testing.assert_allclose(ours(x).detach(), expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(
+        torch.ops.algm.quantized(x, ours.scale, ours.zero_point), reference(x.numpy(), 0.05, 3)
+    )
+
+
+def test_steps_do_not_depend_on_the_dtype() -> None:
+    layer = torch.nn.Linear(16, 8)
+    single, double = QuantizedLinear(layer, 0.1, 0), QuantizedLinear(layer.double(), 0.1, 0)
+    assert torch.equal(single.levels, double.levels)
+    assert torch.equal(single.steps, double.steps)
+
+
+def test_two_products_fit_in_16_bits() -> None:
+    """What processors without VNNI add up; beyond it they clip."""
+    assert 2 * 255 * WEIGHT_LEVELS < 2**15
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "zero_point"),
+    [(-1.0, 1.0, 0), (-1.0, 4.0, 0), (-0.17, 10.0, -124), (-10.0, 0.1, 124), (0.5, 2.0, -128), (0.0, 0.0, 0)],
+)
+def test_levels_reach_what_was_seen(low: float, high: float, zero_point: int) -> None:
+    seen = Observed(torch.tensor([low]), torch.tensor([high]), torch.zeros(1, 1))
+    product = product_of("p", seen)
+    assert product.zero_point == zero_point
+    for value in (low, high, 0.0):
+        assert abs(reference(np.array(value, np.float32), product.scale, zero_point) - value) <= product.scale / 1.99
+    assert reference(np.zeros(1, np.float32), product.scale, zero_point) == 0
+
+
+# --- a network -------------------------------------------------------------------------------------------------------
+
+
+def test_balancing_changes_no_bit_and_levels_do(tiny_bundle: Bundle, network: VitNetwork, windows: Any) -> None:
+    recipe = wanting(tiny_bundle, 0.0)
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    balanced, found = calibrate(network, recipe, windows, progress=False)
+    assert all(torch.equal(before[name], tensor) for name, tensor in network.state_dict().items())
+    assert any(not torch.equal(before[name], tensor) for name, tensor in balanced.state_dict().items())
+    assert {product.name for product in found.products} == dict(products_of(network)).keys()
+    assert (found.high, found.windows) == ((), 2)
+
+    inputs, images = thresholds_of(recipe), torch.from_numpy(windows)
+    first, second, low = (
+        deployed(model, recipe)(images, inputs)[0] for model in (network, balanced, quantized(balanced, found.products))
+    )
+    assert torch.equal(first, second)
+    error = (low - first).square().mean().sqrt() / first.square().mean().sqrt()
+    assert 1e-4 < error < 0.1
+
+
+def test_a_wrong_balance_is_refused(
+    tiny_bundle: Bundle, network: VitNetwork, windows: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = calibration.balance
+
+    def wrong(model: VitNetwork, observed: Any) -> Any:
+        factors = right(model, observed)
+        model.blocks[0].norm1.weight[0] *= 2
+        return factors
+
+    monkeypatch.setattr(calibration, "balance", wrong)
+    with pytest.raises(ExportError, match="equal the original bit for bit"):
+        calibrate(network, tiny_bundle.recipe, windows, progress=False)
+
+
+def test_what_costs_labels_stays_high(
+    tiny_bundle: Bundle, network: VitNetwork, windows: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One product with a range far too small: it alone is kept."""
+    culprit = "encoder.blocks.1.attn.qkv"
+
+    def narrow(name: str, observed: Observed) -> QuantizedProduct:
+        product = product_of(name, observed)
+        return QuantizedProduct(name=name, scale=product.scale / 30, zero_point=0) if name == culprit else product
+
+    windows = windows[:1]
+    sound = calibrate(network, wanting(tiny_bundle, 0.0), windows, progress=False)[1].label_agreement
+    monkeypatch.setattr(calibration, "product_of", narrow)
+    found = calibrate(network, wanting(tiny_bundle, sound - 0.02), windows, progress=False)[1]
+    assert found.high == (culprit,)
+    assert found.label_agreement >= sound - 0.02
+    assert len(found.products) == len(dict(products_of(network))) - 1
+
+
+def test_values_that_are_not_finite(tiny_bundle: Bundle, windows: Any) -> None:
+    network = load_network(tiny_bundle)
+    network.blocks[0].mlp.fc1.weight[0, 0] = torch.inf
+    with pytest.raises(ExportError, match="finite values to calibrate on"):
+        calibrate(network, tiny_bundle.recipe, windows, progress=False)
+
+
+# --- a bundle --------------------------------------------------------------------------------------------------------
+
+
+def test_a_bundle_in_int8(int8_bundle: Bundle) -> None:
+    found = int8_bundle.manifest.quantization
+    assert isinstance(found, Quantization)
+    assert is_quantized(load_network(int8_bundle))
+    assert not is_quantized(load_network(int8_bundle, quantize=False))
+    levels = load_network(int8_bundle, torch.float64).blocks[0].attn.qkv
+    assert (levels.levels.dtype, levels.weight.dtype) == (torch.int8, torch.float64)
+
+
+def test_a_product_that_is_not_there(int8_bundle: Bundle) -> None:
+    model = load_network(int8_bundle, quantize=False)
+    with pytest.raises(BundleError, match="quantised products of this network"):
+        quantized(model, [QuantizedProduct(name="encoder.blocks.9.attn.qkv", scale=1.0, zero_point=0)])
+
+
+@pytest.mark.parametrize(
+    ("settings", "pictures", "message"),
+    [({"precision": "int8"}, None, "--calibrate"), ({}, [], "int8 alone")],
+)
+def test_photos_and_precision_belong_together(
+    tiny_checkpoint: Path, tmp_path: Path, settings: dict[str, Any], pictures: Any, message: str
+) -> None:
+    with pytest.raises(RecipeError, match=message):
+        export(tiny_checkpoint, tmp_path / "bundle", None, settings, calibrate=pictures)
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_the_command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from algm_deploy import deployment
+    from algm_deploy.cli import main
+
+    given: dict[str, Any] = {}
+
+    def refuse(*_: Any, **keywords: Any) -> None:
+        given.update(keywords)
+        raise RecipeError("seen")
+
+    monkeypatch.setattr(deployment, "export", refuse)
+    flags = ["export", "x.pth", "-o", str(tmp_path / "b"), "--precision", "int8", "--calibrate", "day", "night"]
+    assert main(flags) == 2
+    assert given["calibrate"] == [Path("day"), Path("night")]
