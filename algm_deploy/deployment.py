@@ -203,7 +203,7 @@ def repeat_build(bundle: Bundle, runtime: str, builds: int, **options: Any) -> R
     files, labels, times = set(), [], []
     for _ in range(builds):
         build(bundle, runtime, **options)
-        files.add(bundle.files[row_of(runtime).own].sha256)
+        files.add(tuple(bundle.files[name].sha256 for name in row_of(runtime).executed(bundle.files)))
         try:
             with runner(bundle, runtime) as run:
                 labels.append([_labels(run, window[None]) for window in windows])

@@ -339,6 +339,11 @@ class TimingCache(Record, frozen=True, kw_only=True):
     sha256_before: str | None
     sha256_after: str | None
 
+    @property
+    def kept(self) -> bool:
+        """Whether nothing was measured anew."""
+        return self.sha256_before == self.sha256_after
+
 
 class Engine(Measurement, Record, frozen=True, kw_only=True):
     """What an engine was made of and for, and the evidence about it; a runner refuses an engine whose facts do not fit.
@@ -374,6 +379,34 @@ class Engine(Measurement, Record, frozen=True, kw_only=True):
     usual_rows: dict[str, int] = {}
     usual_rows_of: str = "nothing"
     attention_in_parts: int | None = None
+
+
+class EngineMerge(Record, frozen=True, kw_only=True):
+    """A merge between two engines: names of its tensors, as the engines have them, and its operator's attributes."""
+
+    kind: Literal["clap", "gbm"]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    attributes: tuple[int | float | str | tuple[int, ...], ...]
+
+
+class EngineStretches(Measurement, Record, frozen=True, kw_only=True):
+    """A network as one engine for each part between merges, in order, and the merges that are run between them.
+
+    `usual_rows` of an engine are those that it is tuned to take. `single_refused` says why one engine for the whole
+    network could not be built.
+    """
+
+    section: ClassVar[str] = "engine_stretches"
+
+    runtime: str
+    engines: tuple[Engine, ...]
+    merges: tuple[EngineMerge, ...]
+    single_refused: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.merges or len(self.engines) != len(self.merges) + 1:
+            raise ValueError("expected a merge between every two engines")
 
 
 class OptimizedGraph(Measurement, Record, frozen=True, kw_only=True):
@@ -608,7 +641,7 @@ Tuning = RuleTuning | ThresholdTuning | BudgetTuning | PositionTuning | Attentio
 
 # ------------------------------------------------------------------------------------------------------------ manifest
 
-Stored = Parity | Evaluation | Speed | Engine | OptimizedGraph | Rebuilds | Tuning
+Stored = Parity | Evaluation | Speed | Engine | EngineStretches | OptimizedGraph | Rebuilds | Tuning
 
 
 class Manifest(Record, frozen=True, kw_only=True, tag_field="schema", tag=SCHEMA):
@@ -629,6 +662,7 @@ class Manifest(Record, frozen=True, kw_only=True, tag_field="schema", tag=SCHEMA
     evaluations: tuple[Evaluation, ...] = ()
     speeds: tuple[Speed, ...] = ()
     engines: tuple[Engine, ...] = ()
+    engine_stretches: tuple[EngineStretches, ...] = ()
     optimized_graphs: tuple[OptimizedGraph, ...] = ()
     rebuilds: tuple[Rebuilds, ...] = ()
     tunings: tuple[Tuning, ...] = ()

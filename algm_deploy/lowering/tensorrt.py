@@ -123,7 +123,7 @@ def tensorrt_from_base(
     nodes = [
         written for node in new.graph.node for written in ([node] if node.op_type in bodies else rewriter.rewrite(node))
     ]
-    del new.graph.node[:], new.graph.value_info[:], new.opset_import[:]
+    del new.graph.node[:], new.opset_import[:]
     new.graph.node.extend(nodes)
     new.graph.initializer.extend(rewriter.constants.values())
     new.opset_import.extend([helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, VERSION)])

@@ -7,6 +7,7 @@ fp16 or bf16; what decides or accumulates stays fp32: sizes, thresholds, norms a
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -185,4 +186,16 @@ def _rebuilt(model: onnx.ModelProto, out: _Retyped) -> onnx.ModelProto:
     del graph.node[:], graph.initializer[:], graph.value_info[:]
     graph.node.extend(out.nodes)
     graph.initializer.extend(out.weights.values())
+    graph.value_info.extend(_described(model.graph, out))
     return new
+
+
+def _described(graph: onnx.GraphProto, out: _Retyped) -> Iterator[onnx.ValueInfoProto]:
+    """Types and shapes of all tensors between inputs and outputs, by the names and types that they have now."""
+    for value in graph.value_info:
+        versions = out.versions.get(value.name, {value.type.tensor_type.elem_type: value.name})
+        for data_type, name in versions.items():
+            described = onnx.ValueInfoProto()
+            described.CopyFrom(value)
+            described.name, described.type.tensor_type.elem_type = name, data_type
+            yield described

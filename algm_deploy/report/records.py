@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from algm_deploy.bundle.files import WEIGHTS
-from algm_deploy.bundle.records import Engine, Evaluation, Parity, Speed
+from algm_deploy.bundle.records import Engine, EngineStretches, Evaluation, Parity, Speed
 from algm_deploy.bundle.signature import CLAP_THRESHOLD, GBM_THRESHOLD
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.recipe.schema import DENSE, MergePlan
@@ -71,7 +71,8 @@ def artifact_of(bundle: Bundle, record: Parity | Evaluation | Speed) -> Artifact
     """
     recipe = bundle.recipe
     variant = record.variant if isinstance(record, Speed) else "merged"
-    engine = bundle.found(Engine, record.runtime)
+    whole, parts = (bundle.found(kind, record.runtime) for kind in (Engine, EngineStretches))
+    engine = whole or (parts.engines[0] if parts else None)
     thresholds = {} if isinstance(record, Parity) else record.thresholds
     plan = DENSE if variant == "dense" else plan_in_force(recipe.merging, thresholds)
     precision = engine.precision if engine else row_of(record.runtime).precision_of(recipe.precision)

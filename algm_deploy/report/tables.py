@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from algm_deploy.bundle.records import (
     Engine,
+    EngineStretches,
     Evaluation,
     Figures,
     FileEntry,
@@ -315,22 +316,49 @@ def environment_table(facts: Environment) -> Table:
     return Table(("", "version or device"), rows)
 
 
-def engine_table(engines: Sequence[Engine]) -> Table:
-    """Engines as a bundle's manifest describes them: what they were built with and for, and with which plugins."""
-    header = ("runtime", "version", "precision", "batches", "built for compute capability", "plugins", "build s")
+def engine_table(engines: Sequence[Engine], stretches: Sequence[EngineStretches] = ()) -> Table:
+    """Engines as a bundle's manifest describes them: what they were built with and for, and what came of it."""
+    header = ("runtime", "version", "network", "precision", "batches", "built for compute capability", "plugins")
+    header += ("rows it is tuned for", "attention", "MB", "build s")
+    found = [("whole", one) for one in engines]
+    for several in stretches:
+        count = len(several.engines)
+        found += [(f"part {place} of {count}", one) for place, one in enumerate(several.engines, 1)]
     rows = [
         (
             one.runtime,
             one.version,
+            network,
             one.precision,
             ", ".join(map(str, one.batches)),
             ", ".join(one.compute_capabilities),
             ", ".join(sorted({plugin.plugin for plugin in one.parsed_network.plugins})) or "none",
+            tuned_rows(one),
+            fused_attention(one),
+            f"{one.engine_bytes / 1e6:.1f}",
             shown(one.build_seconds, 0),
         )
-        for one in engines
+        for network, one in found
     ]
     return Table(header, rows)
+
+
+def tuned_rows(engine: Engine) -> str:
+    """How many rows the builder was told to expect after each merge, and what they were measured on."""
+    titles = merge_titles([*engine.usual_rows])
+    rows = ", ".join(f"{engine.usual_rows[name]} after {title}" for name, title in titles.items())
+    return f"{rows} (measured on {engine.usual_rows_of})" if rows else "every picture has as many"
+
+
+def fused_attention(engine: Engine) -> str:
+    """Whether attention became one kernel a layer."""
+    layers = sum(engine.parsed_network.layers.get("ATTENTION_INPUT", {}).values())
+    in_parts = engine.attention_in_parts
+    if in_parts is None:
+        return "the builder did not tell its layers"
+    if not in_parts:
+        return f"one kernel in each of {counted(layers, 'layers')}"
+    return f"several kernels in {in_parts} of {counted(layers, 'layers')}: slower, and a value for every pair of tokens"
 
 
 def file_table(files: Mapping[str, FileEntry]) -> Table:

@@ -7,7 +7,8 @@
     row.name, row.install          "tensorrt", and what pip installs for it: "'algm-deploy[tensorrt]'"
     row.package, row.module        what pip and Python call what it needs, and row.oldest, its smallest version
     row.files, row.own             what it executes of a bundle: the first of `files` that is there, best its own one
-    row.segments                   names of parts of a network that it executes beside its own file, `*` for a number
+    row.segments                   names of parts of a network that it executes beside its own file, or in place of it,
+                                   `*` for a number
     row.executable(bundle.files)   the file that is executed, None where the bundle holds none
     row.executed(bundle.files)     that file, and the parts beside it
     row.builds, row.build_options  whether `build` makes its own file, and what it can be told
@@ -113,7 +114,7 @@ class Runtime:
         if found is None:
             return ()
         parts = sorted(name for name in files if self.segments and fnmatch(name, self.segments))
-        return (found, *(parts if found == self.own else ()))
+        return (found, *(name for name in parts if name != found)) if found in (self.own, *parts) else (found,)
 
     def installed(self) -> bool:
         """Whether what it needs is there, as far as that can be told without importing it."""
@@ -167,7 +168,8 @@ _ROWS = (
         package="tensorrt",
         module="tensorrt",
         oldest=(10, 14),  # from here on the ONNX parser knows `Attention`
-        files=("engines/tensorrt.engine",),
+        files=("engines/tensorrt.engine", "engines/tensorrt.stretch-0.engine"),
+        segments="engines/tensorrt.stretch-*.engine",
         devices=("cuda",),
         rank=1,
         builds_on_gpu=True,  # it times kernels while it builds
@@ -179,6 +181,7 @@ _ROWS = (
             "timing_cache",
             "version_compatible",
             "hardware_compatible",
+            "stretches",
         ),
         libraries=("trt_plugin",),
     ),
@@ -188,10 +191,11 @@ _ROWS = (
         package="tensorrt-rtx",
         module="tensorrt_rtx",
         oldest=(1, 7),
-        files=("engines/tensorrt-rtx.engine",),
+        files=("engines/tensorrt-rtx.engine", "engines/tensorrt-rtx.stretch-0.engine"),
+        segments="engines/tensorrt-rtx.stretch-*.engine",
         devices=("cuda",),
         rank=2,
-        build_options=("precision", "batches", "level", "workspace_mib", "compute_capabilities"),
+        build_options=("precision", "batches", "level", "workspace_mib", "compute_capabilities", "stretches"),
         capabilities=("7.5", "8.6", "8.9", "12.0", "12.1"),  # it refuses others, data-centre generations among them
         libraries=("trt_plugin", "rtx_alias"),
     ),

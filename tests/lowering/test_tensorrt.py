@@ -16,18 +16,14 @@ import onnx_ir as ir
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
-from onnx.reference import ReferenceEvaluator
-from onnx.reference.op_run import OpRun
+from tensorrt_in_numpy import chained, evaluate
 from toys import TAU, deployed_toy, pictures, toy, with_budgets
 
 from algm_deploy.errors import ExportError
 from algm_deploy.lowering.tensorrt import tensorrt_from_base
 from algm_deploy.merging import merge_inputs
 from algm_deploy.models.deployed import Deployed
-from algm_deploy.ops import reference
 from algm_deploy.ops.attention import reference as attention_reference
-from algm_deploy.ops.label_map import reference as label_map_reference
-from algm_deploy.ops.schema import WORDS
 from algm_deploy.recipe.schema import Precision
 
 FLOAT, HALF, INT64 = TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.INT64
@@ -256,66 +252,6 @@ def test_a_tensor_without_type_is_refused() -> None:
 # --- the whole graph -------------------------------------------------------------------------------------------------
 
 
-def named(attribute: str, number: int) -> str:
-    return WORDS[attribute][number]
-
-
-class Clap(OpRun):
-    """The plugin `clap` in NumPy, for ONNX's interpreter; its fifth output is the row count."""
-
-    op_domain = "algm"
-
-    def _run(self, tokens: Any, size: Any, threshold: Any, **given: Any) -> Any:
-        words = {key: named(key, given[key]) for key in ("semantics", "batch", "order")}
-        grid, window = tuple(given["grid"]), tuple(given["window"])
-        out = reference.clap(tokens, size, threshold, grid=grid, window=window, prefix=given["prefix"], **words)
-        return (*out, np.int64(out[0].shape[1]))
-
-
-class Gbm(OpRun):
-    """The plugin `gbm` in NumPy."""
-
-    op_domain = "algm"
-
-    def _run(self, tokens: Any, size: Any, map: Any, length: Any, threshold: Any, **given: Any) -> Any:
-        words = {key: named(key, given[key]) for key in ("semantics", "batch", "rule")}
-        numbers = {"prefix": given["prefix"], "divisor": given["divisor"]}
-        out = reference.gbm(tokens, size, map, length, threshold, **numbers, **words)
-        return (*out, np.int64(out[0].shape[1]))
-
-
-class LabelMap(OpRun):
-    """The plugin `label_map` in NumPy: int32 labels."""
-
-    op_domain = "algm"
-
-    def _run(self, scores: Any, map: Any, **given: Any) -> Any:
-        grid, size = tuple(given["grid"]), tuple(given["size"])
-        return (label_map_reference(scores, map, prefix=given["prefix"], grid=grid, size=size).astype(np.int32),)
-
-
-class Unmerge(OpRun):
-    """The plugin `unmerge` in NumPy."""
-
-    op_domain = "algm"
-
-    def _run(self, values: Any, map: Any, **given: Any) -> Any:
-        return (reference.unmerge(values, map, prefix=given["prefix"]),)
-
-
-STAND_INS: list[type[OpRun]] = [Clap, Gbm, LabelMap, Unmerge]
-for stand_in, name in zip(STAND_INS, ("clap", "gbm", "label_map", "unmerge"), strict=True):
-    stand_in.__name__ = name
-
-
-def evaluate(model: onnx.ModelProto, feeds: dict[str, Any]) -> list[Any]:
-    """Outputs by ONNX's own interpreter, which does not know the attribute that is for TensorRT's parser alone."""
-    for attend in (n for n in model.graph.node if n.op_type == "Attention"):
-        del attend.attribute[[a.name for a in attend.attribute].index("TRT_decomposable")]
-    found: list[Any] = ReferenceEvaluator(model, new_ops=STAND_INS).run(None, feeds)
-    return found
-
-
 NETWORK, PLAN = toy("segmenter", "mask_transformer")
 Translate = Callable[..., ir.Model]
 
@@ -436,5 +372,8 @@ def test_other_families_compute_the_same(translated: Translate, family: str, dec
     np.testing.assert_array_equal(counts_out, expected_counts.numpy())
     assert len(np.unique(counts_out)) > 1
     np.testing.assert_allclose(scores, expected.numpy(), rtol=0, atol=1e-4)
+    in_parts, counts_in_parts, *_ = chained(graph, feeds(image))
+    np.testing.assert_array_equal(counts_in_parts, counts_out)
+    np.testing.assert_allclose(in_parts, scores, rtol=0, atol=1e-5)
     half, _ = tensorrt_from_base(base, "fp16")
     assert [output.type for output in half.graph.output] == [output.type for output in graph.graph.output]

@@ -195,6 +195,63 @@ def enqueued_tail(harness: Harness) -> None:
     each_case(check, harness)
 
 
+def told_bound(array: np.ndarray, rows: int) -> np.ndarray:
+    """What a plugin finds where it is told `rows` of an array (B, S, ...) that lies densely in memory for more."""
+    images, _, *rest = array.shape
+    memory = np.full((images, rows, *rest), 0.5, array.dtype)
+    memory.reshape(-1)[: array.size] = array.reshape(-1)
+    return memory
+
+
+def bound_rows(harness: Harness) -> None:
+    """The bound of a size tensor in place of its value: no plugin can tell, every picture but the first is garbage, and
+    what compares an engine with PyTorch names the link. One picture alone would not show it."""
+    from algm_deploy.runners.tensorrt.digest import Digest, first_difference
+
+    rng, kernels, merges = np.random.default_rng(3), PluginKernels(harness, MEMORY), ("clap_1", "gbm_2")
+    words = {"semantics": "code", "batch": "per_image"}
+    places = {"prefix": 1, "grid": (8, 8)}
+    clap = {"window": (2, 2), "order": "published", "rule": "threshold", "budget": 0, **places, **words}
+    gbm = {"prefix": 1, "rule": "fixed", "divisor": 1.0, "budget": 0, **words}
+    kinds = rng.standard_normal((6, 16))[rng.integers(6, size=(2, 4, 4))].repeat(2, 1).repeat(2, 2).reshape(2, 64, 16)
+    patches = kinds + 0.3 * rng.standard_normal((2, 64, 1)) * rng.standard_normal((2, 64, 16))
+    tokens = np.concatenate([np.ones((2, 1, 16)), patches], 1).astype(np.float32)
+    classes = rng.standard_normal((16, 5)).astype(np.float32)
+
+    def chain(images: int, told: str | None) -> dict[str, np.ndarray]:
+        given = {
+            name: (lambda array: told_bound(array, 65)) if name == told else (lambda array: array)
+            for name in ("gbm", "unmerge", "label_map")
+        }
+        size = np.ones((images, 65), np.float32)
+        merged, sizes, first, length = kernels.clap(tokens[:images], size, 0.9, **clap)
+        assert merged.shape[1] < 60
+        left, _, second, lengths = kernels.gbm(given["gbm"](merged), given["gbm"](sizes), first, length, 0.95, **gbm)
+        scores = left[:, 1:] @ classes
+        labels = kernels.label_map(given["label_map"](scores), second, size=(64, 64), **places)
+        wide = kernels.unmerge(given["unmerge"](scores), second, prefix=1).mT.reshape(images, 5, 8, 8)
+        maps = {"token_map_clap_1": first, "token_map_gbm_2": second}
+        return {**maps, "token_counts": np.stack([length, lengths], 1) - 1, "labels": labels, "scores": wide}
+
+    def difference(images: int, told: str | None, tail: str = "labels") -> str | None:
+        expected, found = chain(images, None), chain(images, told)
+        unused = {"labels": "scores", "scores": "labels"}[tail]
+        digest = Digest(
+            tokens, {**expected, "labels": expected["scores"].argmax(1)} if unused == "labels" else expected
+        )
+        del found[unused]
+        return first_difference(digest, found, merges)
+
+    assert difference(2, None) is None
+    for told, tail, link in (
+        ("gbm", "labels", "after gbm_2, of picture 2"),
+        ("label_map", "labels", "the labels, of picture 2"),
+        ("unmerge", "scores", "the labels, of picture 2"),
+    ):
+        assert link in str(difference(2, told, tail)), (told, difference(2, told, tail))
+        assert difference(1, told, tail) is None, told
+
+
 CHECKS = {
     check.__name__: check
     for check in (
@@ -214,6 +271,7 @@ CHECKS = {
         enqueued_clap,
         enqueued_gbm,
         enqueued_tail,
+        bound_rows,
     )
 }
 

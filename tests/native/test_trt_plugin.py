@@ -150,10 +150,11 @@ def test_the_library_tells_the_sources_that_it_was_made_of(plugins: Path, host_p
 
 
 def test_plugins_over_the_cpu_kernels_equal_the_definition(harness: Path, runtime: Path, host_plugins: Path) -> None:
-    run("enqueued_clap,enqueued_gbm,enqueued_tail", harness, runtime, host_plugins, "host", ALGM_GPU_CASES="40")
+    checks = "enqueued_clap,enqueued_gbm,enqueued_tail,bound_rows"
+    run(checks, harness, runtime, host_plugins, "host", ALGM_GPU_CASES="40")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("check", ["enqueued_clap", "enqueued_gbm", "enqueued_tail"])
+@pytest.mark.parametrize("check", ["enqueued_clap", "enqueued_gbm", "enqueued_tail", "bound_rows"])
 def test_enqueue_equals_the_definition(check: str, harness: Path, runtime: Path, plugins: Path) -> None:
     run(check, harness, runtime, plugins)

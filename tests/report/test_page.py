@@ -22,6 +22,8 @@ from algm_deploy.bundle.manifest import write_manifest
 from algm_deploy.bundle.records import (
     ByPicture,
     Engine,
+    EngineMerge,
+    EngineStretches,
     Evaluation,
     Figures,
     FileEntry,
@@ -523,13 +525,24 @@ def test_engines_say_what_they_were_built_for() -> None:
         onnx_hash="ab",
         plugin_sources=None,
         engine_bytes=1,
-        parsed_network=ParsedNetwork(plugins=tuple(plugins)),
+        parsed_network=ParsedNetwork(plugins=tuple(plugins), layers={"ATTENTION_INPUT": {"FLOAT": 4}}),
         build_seconds=61.4,
+        usual_rows={"clap_1": 612, "gbm_5": 301},
+        usual_rows_of="100 pictures of camvid",
+        attention_in_parts=4,
     )
-    html = report_page(bundle_of(engines=(engine,), not_run=(not_run("parity", "tensorrt-rtx", "no RTX GPU here"),)))
+    half = structs.replace(engine, usual_rows={}, attention_in_parts=0)
+    merge = EngineMerge(kind="clap", inputs=(), outputs=(), attributes=())
+    parts = EngineStretches(runtime="tensorrt-rtx", engines=(half, engine), merges=(merge,))
+    excuse = not_run("parity", "tensorrt-rtx", "no RTX GPU here")
+    html = report_page(bundle_of(engines=(engine,), engine_stretches=(parts,), not_run=(excuse,)))
     text = section(html, "environment")
-    for part in ("10.16.1", "fp16", "1, 4, 8", "8.9, 12.0", "clap, gbm", "61"):
+    for part in ("10.16.1", "fp16", "1, 4, 8", "8.9, 12.0", "clap, gbm", "61", "whole", "part 1 of 2", "part 2 of 2"):
         assert part in text
+    assert "612 after CLAP, 301 after GBM (measured on 100 pictures of camvid)" in text
+    assert "several kernels in 4 of 4 layers: slower, and a value for every pair of tokens" in text
+    assert "one kernel in each of 4 layers" in text
+    assert "every picture has as many" in text
     assert "parity on tensorrt-rtx: no RTX GPU here" in section(html, "summary")
 
 

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,8 +26,13 @@ MODULE = "algm_deploy.runners.tensorrt.builder"
 REQUEST, LOG, ENGINE, RECORD, REFUSAL = "request.json", "build.log", "engine", "record.json", "refusal.json"
 REFUSED, STEP = 3, "step: "
 
+Rows = Mapping[str, tuple[int, int, int]]
+"""Smallest, usual and largest length of the axes of these names."""
 
-def engine_apart(model: Path, runtime: str, precision: Precision, options: Any, progress: bool) -> tuple[bytes, Engine]:
+
+def engine_apart(
+    model: Path, runtime: str, precision: Precision, options: Any, rows: Rows, progress: bool
+) -> tuple[bytes, Engine]:
     """`engine_from_onnx` in another process, which is ended when this one is interrupted.
 
     Raises:
@@ -35,7 +41,8 @@ def engine_apart(model: Path, runtime: str, precision: Precision, options: Any, 
     """
     with TemporaryDirectory(prefix="algm-deploy-build-") as name:
         folder = Path(name)
-        request = {"model": model, "runtime": runtime, "precision": precision, "options": options, "progress": progress}
+        request = {"model": model, "runtime": runtime, "precision": precision, "options": options, "rows": rows}
+        request["progress"] = progress
         (folder / REQUEST).write_bytes(msgspec.json.encode(request, enc_hook=os.fspath))
         code = _ended(folder)
         if code == 0:
@@ -81,5 +88,6 @@ def _crash(code: int, log: Path, kept: Path, runtime: str) -> str:
     killed = ", as the system does when memory runs out," if code == -signal.SIGKILL else ""
     return (
         f"expected {runtime} to build the engine, its builder {ended}{killed} while it {step}: its log is "
-        f"{kept}; try another --level, or another release of TensorRT"
+        f"{kept}; try another --level, another release of TensorRT, or --stretches, which also builds the network in "
+        "parts"
     )

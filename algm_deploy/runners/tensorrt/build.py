@@ -24,16 +24,17 @@ from msgspec import structs
 from tqdm import tqdm
 
 from algm_deploy.bundle.files import sha256_of, write_atomically
-from algm_deploy.bundle.records import Engine, ParsedNetwork, ParsedTensor, Plugin, TimingCache
+from algm_deploy.bundle.records import Engine, EngineStretches, ParsedNetwork, ParsedTensor, Plugin, TimingCache
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BuildError, RuntimeUnavailableError
 from algm_deploy.lowering.tensorrt import TENSORRT_ONNX, write_tensorrt_onnx
+from algm_deploy.lowering.tensorrt_stretches import write_stretches
 from algm_deploy.native_libraries import REBUILD, require_library
 from algm_deploy.ops.schema import DOMAIN
 from algm_deploy.recipe.schema import Precision
 from algm_deploy.runners.registry import row_of
-from algm_deploy.runners.tensorrt.apart import engine_apart
-from algm_deploy.runners.tensorrt.digest import keep_digest, make_digest, usual_rows
+from algm_deploy.runners.tensorrt.apart import Rows, engine_apart
+from algm_deploy.runners.tensorrt.digest import Digest, keep_digest, make_digest, usual_rows
 from algm_deploy.runners.tensorrt.library import (
     Log,
     listening,
@@ -93,21 +94,99 @@ def build_engine(
         RuntimeUnavailableError: the bindings are not installed, or TensorRT finds no GPU.
         BuildError, ExportError: as `engine_from_onnx` and `tensorrt_from_base`.
     """
+    return _single(_prepared(bundle, runtime, options, precision), progress)
+
+
+def build_with_stretches(
+    bundle: Bundle,
+    runtime: str,
+    options: EngineOptions | None = None,
+    precision: Precision | None = None,
+    progress: bool = True,
+) -> tuple[Engine | None, EngineStretches]:
+    """As `build_engine`, and one engine for each part between merges as well, for where the single one fails.
+
+    Returns:
+        The single engine, None where the builder refused it, which the other record tells; and the engines of the
+        parts.
+
+    Raises:
+        BuildError: the token counts are known beforehand, so that nothing can fail and there is nothing to cut at; or
+            the builder refused a part.
+    """
+    plan = bundle.recipe.merging
+    if plan.static:
+        raise BuildError(
+            "expected merges whose token counts depend on the picture, which --stretches cuts the network at, those of "
+            "this network are known beforehand and need no cut: leave --stretches out"
+        )
+    job = _prepared(bundle, runtime, options, precision)
+    refused = None
+    try:
+        single = _single(job, progress)
+    except BuildError as error:
+        single, refused = None, str(error)
+    keep_digest(bundle, runtime, job.digest)
+    record = structs.replace(_stretches(job, progress), single_refused=refused)
+    bundle.record(record)
+    return single, record
+
+
+@dataclass(frozen=True)
+class _Job:
+    """All that the builder is asked for, and the graph for it; `usual` rows after each merge, measured on `source`."""
+
+    bundle: Bundle
+    runtime: str
+    options: EngineOptions
+    precision: Precision
+    digest: Digest
+    usual: dict[str, int]
+    source: str
+    model: Path
+    rewrites: Counter[str]
+
+
+def _prepared(bundle: Bundle, runtime: str, options: EngineOptions | None, precision: Precision | None) -> _Job:
     largest = bundle.recipe.max_batch
     options = options or EngineOptions(batches=(1, largest, largest))
     precision = precision or row_of(runtime).precision_of(bundle.recipe.precision)
     check_options(options, runtime)
     require_tools(runtime)  # what is missing should show before the export, which takes longer
     digest = make_digest(bundle, options.batches)
-    rows, measured_on = usual_rows(bundle, digest, options.batches[1])
-    model, rewrites = write_tensorrt_onnx(bundle, precision, [*rows.values()])
-    engine, built = engine_apart(model, runtime, precision, options, progress)
-    keep_digest(bundle, runtime, digest)
-    with bundle.add(row_of(runtime).own, made_from={TENSORRT_ONNX: built.onnx_hash}) as path:
+    usual, source = usual_rows(bundle, digest, options.batches[1])
+    model, rewrites = write_tensorrt_onnx(bundle, precision, [*usual.values()])
+    return _Job(bundle, runtime, options, precision, digest, usual, source, model, rewrites)
+
+
+def _single(job: _Job, progress: bool) -> Engine:
+    bundle = job.bundle
+    engine, built = engine_apart(job.model, job.runtime, job.precision, job.options, {}, progress)
+    keep_digest(bundle, job.runtime, job.digest)
+    with bundle.add(row_of(job.runtime).own, made_from={TENSORRT_ONNX: built.onnx_hash}) as path:
         path.write_bytes(engine)
-    record = structs.replace(built, rewrites=dict(rewrites), usual_rows=rows, usual_rows_of=measured_on)
+    record = structs.replace(built, rewrites=dict(job.rewrites), usual_rows=job.usual, usual_rows_of=job.source)
     bundle.record(record)
+    kept = bundle.found(EngineStretches, job.runtime)
+    if kept is not None and kept.single_refused:
+        bundle.record(structs.replace(kept, single_refused=None))
     return record
+
+
+def _stretches(job: _Job, progress: bool) -> EngineStretches:
+    """The engines of the parts between merges, whose rows run from a single patch to all of them."""
+    bundle, network = job.bundle, job.bundle.recipe.network
+    models, merges = write_stretches(bundle)
+    least, most = network.prefix + 1, network.prefix + network.grid[0] * network.grid[1]
+    rows = {f"tokens_{merge}": (least, min(usual, most), most) for merge, usual in job.usual.items()}
+    names, engines = str(row_of(job.runtime).segments), []
+    for index, (model, axes) in enumerate(models.items()):
+        engine, built = engine_apart(model, job.runtime, job.precision, job.options, rows, progress)
+        with bundle.add(names.replace("*", str(index)), made_from={model.name: built.onnx_hash}) as path:
+            path.write_bytes(engine)
+        usual = {merge: count for merge, count in job.usual.items() if f"tokens_{merge}" in axes}
+        engines.append(structs.replace(built, usual_rows=usual, usual_rows_of=job.source))
+    return EngineStretches(runtime=job.runtime, engines=tuple(engines), merges=merges)
 
 
 def engine_from_onnx(
@@ -115,6 +194,7 @@ def engine_from_onnx(
     runtime: str,
     precision: Precision,
     options: EngineOptions | None = None,
+    rows: Rows | None = None,
     progress: bool = True,
     step: Callable[[str], object] = lambda _: None,
 ) -> tuple[bytes, Engine]:
@@ -125,6 +205,7 @@ def engine_from_onnx(
         runtime: `tensorrt` or `tensorrt-rtx`.
         precision: type that the model's arithmetic must have; another one found is an error, nothing is converted.
         options: see `EngineOptions`.
+        rows: lengths of the axes that depend on the picture, by their names in the model.
         progress: show a progress bar.
         step: told in words what is done from here on, such as "parsed the model".
 
@@ -147,7 +228,7 @@ def engine_from_onnx(
         _check_plugins(parsed, expected)
         _check_precision(parsed, precision)
         config = _configure(trt, builder, options, runtime)
-        _add_profile(builder, config, network, options, log)
+        _add_profile(builder, config, network, options, rows or {}, log)
         step("built the engine")
         started = time.perf_counter()
         engine = _build(trt, builder, network, config, log, progress)
@@ -356,24 +437,30 @@ def _set_targets(trt: Any, config: Any, targets: Sequence[str]) -> None:
         config.set_compute_capability(known[name], i)
 
 
-def _add_profile(builder: Any, config: Any, network: Any, options: EngineOptions, log: Log) -> None:
-    """One profile: the batch axis of every input runs from the smallest to the largest batch."""
+def _add_profile(builder: Any, config: Any, network: Any, options: EngineOptions, rows: Rows, log: Log) -> None:
+    """One profile: the batch axis of every input runs from the smallest to the largest batch, other axes as `rows`."""
     profile = builder.create_optimization_profile()
     for i in range(network.num_inputs):
         tensor = network.get_input(i)
         shape = list(tensor.shape)
-        if -1 in shape[1:]:
+        sides = [rows.get(_axis(tensor, axis), (side,) * 3) for axis, side in enumerate(shape)]
+        if (-1,) * 3 in sides[1:]:
             raise BuildError(
                 f"expected a fixed shape behind the batch axis, input {tensor.name} has {shape}: export again"
             )
         if shape and shape[0] == -1:
-            profile.set_shape(tensor.name, *([batch, *shape[1:]] for batch in options.batches))
+            profile.set_shape(tensor.name, *zip(options.batches, *sides[1:], strict=True))
         elif shape and (shape[0], shape[0], shape[0]) != options.batches:
             raise BuildError(
                 f"input {tensor.name} has a fixed batch of {shape[0]}, the profile asks for {options.batches}"
             )
     if config.add_optimization_profile(profile) < 0:
         raise BuildError(f"TensorRT refused the batches {options.batches}: {'; '.join(log.errors[-3:])}")
+
+
+def _axis(tensor: Any, axis: int) -> str:
+    """Name of an axis whose length is not fixed, empty for others."""
+    return str(tensor.get_dimension_name(axis)) if tensor.shape[axis] == -1 else ""
 
 
 def _build(trt: Any, builder: Any, network: Any, config: Any, log: Log, progress: bool) -> bytes:
@@ -384,7 +471,8 @@ def _build(trt: Any, builder: Any, network: Any, config: Any, log: Log, progress
         raise KeyboardInterrupt
     if engine is None:
         raise BuildError(
-            f"TensorRT could not build the engine: {'; '.join(log.errors[before:]) or 'it gave no reason'}"
+            f"TensorRT could not build the engine: {'; '.join(log.errors[before:]) or 'it gave no reason'}; try "
+            "another --level, or --stretches, which also builds the network in parts"
         )
     return bytes(engine)
 

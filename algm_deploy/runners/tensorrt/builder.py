@@ -24,6 +24,7 @@ class Request(msgspec.Struct):
     runtime: str
     precision: Precision
     options: EngineOptions
+    rows: dict[str, tuple[int, int, int]]
     progress: bool
 
 
@@ -54,7 +55,7 @@ def build(folder: Path) -> int:
         try:
             with listening(load_bindings(runtime), log):
                 engine, record = engine_from_onnx(
-                    model, runtime, request.precision, request.options, request.progress, log.step
+                    model, runtime, request.precision, request.options, request.rows, request.progress, log.step
                 )
         except AlgmDeployError as error:
             (folder / REFUSAL).write_bytes(msgspec.json.encode((type(error).__name__, str(error))))

@@ -14,13 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from algm_deploy.bundle.records import Engine
+from algm_deploy.bundle.records import Engine, EngineMerge, EngineStretches
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.environment import environment
 from algm_deploy.errors import BundleError, NotExecutedError, RuntimeUnavailableError
+from algm_deploy.native_libraries import require_library, say_once
+from algm_deploy.ops.native_kernels import LIBRARY, Kernels
 from algm_deploy.runners.contract import CPU, Runner
 from algm_deploy.runners.registry import row_of
-from algm_deploy.runners.tensorrt.build import EngineOptions, build_engine, require_tools
+from algm_deploy.runners.tensorrt.build import EngineOptions, build_engine, build_with_stretches, require_tools
 from algm_deploy.runners.tensorrt.digest import first_difference, kept_digest, marker, output_names
 from algm_deploy.runners.tensorrt.library import Log, listening, load_bindings, load_plugins, plugin_sources
 from algm_deploy.runners.turns import DEVICE
@@ -79,6 +81,10 @@ class Cuda:
         torch.cuda.current_stream().synchronize()
         return host
 
+    def kernels(self) -> Kernels:
+        """What merges tokens in device memory, on the current stream."""
+        return Kernels(require_library(LIBRARY))
+
     def hand_over(self, stream: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         """The current stream waits for `stream`; memory used on both is reused by the allocator only behind both."""
         current = torch.cuda.current_stream()
@@ -90,23 +96,46 @@ class Cuda:
 
 
 @dataclass(frozen=True)
-class _Lane:
-    """One execution context with the stream it works on; serves one call at a time."""
+class _Form:
+    """How a bundle holds the network: engines by their files, in order, and a merge between every two of them."""
 
-    context: Any
+    engines: Mapping[str, Engine]
+    merges: tuple[EngineMerge, ...] = ()
+
+    @property
+    def file(self) -> str:
+        """The first engine's."""
+        return next(iter(self.engines))
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A loaded engine, and names of its inputs and outputs."""
+
+    engine: Any
+    inputs: tuple[str, ...]
+    outputs: Mapping[str, torch.dtype]
+
+
+@dataclass(frozen=True)
+class _Lane:
+    """One execution context for each part, and the stream they work on; serves one call at a time."""
+
+    contexts: tuple[Any, ...]
     stream: Any
 
 
 @dataclass
 class _Session:
-    """What an open runner holds. Contexts use the engine, the engine uses the runtime. `scalars`: thresholds met."""
+    """What an open runner holds. Contexts use engines, engines use the runtime. `scalars`: thresholds met."""
 
     log: Log
     runtime: Any
-    engine: Any
-    outputs: dict[str, torch.dtype]
+    form: _Form
+    parts: tuple[_Part, ...]
     limits: tuple[tuple[int, ...], tuple[int, ...]]
     lanes: queue.Queue[_Lane]
+    kernels: Kernels | None
     scalars: dict[float, Tensor] = field(default_factory=dict)
 
 
@@ -115,7 +144,8 @@ class TensorRTRunner(Runner):
 
     Opening raises NotExecutedError where no device here can run the engine, and BundleError, with the command that
     rebuilds it, where the engine is stale or foreign, or computes something else than PyTorch. That is compared when an
-    engine is opened for the first time on a machine (`digest.py`).
+    engine is opened for the first time on a machine (`digest.py`). Where the bundle holds engines for the parts between
+    merges as well, those run in place of one that is refused, which one line says.
     """
 
     runtime = "tensorrt"
@@ -136,56 +166,89 @@ class TensorRTRunner(Runner):
 
     @classmethod
     def build(cls, bundle: Bundle, **options: Any) -> list[str]:
-        """Builds the engine; `options` are `precision` and the fields of `EngineOptions`."""
+        """Builds the engine; `options` are `precision`, `stretches` and the fields of `EngineOptions`."""
         cls.row().check_options(options)
         precision, largest = options.pop("precision", None), bundle.recipe.max_batch
+        stretches = options.pop("stretches", False)
         chosen = EngineOptions(**{"batches": (1, largest, largest), **options})
-        built = build_engine(bundle, cls.runtime, chosen, precision)
-        plugins = ", ".join(plugin.plugin for plugin in built.parsed_network.plugins)
-        lines = [
-            f"{built.engine_bytes / 1e6:9.1f} MB  {bundle.path / cls.row().own}",
-            f"{built.runtime} {built.version}, {built.precision}, batches {built.batches[0]} to {built.batches[2]}, "
-            f"compute capability {', '.join(built.compute_capabilities)}, built in {built.build_seconds:.1f} s",
-            f"plugins in the network: {plugins}",
-        ]
-        if in_parts := built.attention_in_parts:
-            lines.append(
-                f"{in_parts} attention layers were not fused, so they are slower and hold a value for every pair of "
-                f"tokens{': fuse them with --engine-precision fp16' if built.precision == 'fp32' else ''}"
+        if not stretches:
+            built = build_engine(bundle, cls.runtime, chosen, precision)
+            return _told(bundle, {cls.row().own: built})
+        single, parts = build_with_stretches(bundle, cls.runtime, chosen, precision)
+        names = dict(zip(_stretch_files(cls.runtime, parts), parts.engines, strict=True))
+        between = ", ".join(merge.kind for merge in parts.merges)
+        lines = _told(bundle, {cls.row().own: single} if single else {})
+        if single is None:
+            lines.append(f"one engine for the whole network was refused: {parts.single_refused}")
+        when = "" if single is None else "where the single one fails its first comparison on a machine, "
+        return [*lines, *_told(bundle, names), f"{when}{len(names)} engines run with {between} between them"]
+
+    def _forms(self) -> list[_Form]:
+        """How the bundle holds the network, best first."""
+        single, parts = (self.bundle.found(kind, self.runtime) for kind in (Engine, EngineStretches))
+        forms = []
+        if single is not None and not (parts and parts.single_refused):
+            forms.append(_Form({self.row().own: single}))
+        if parts is not None:
+            files = _stretch_files(self.runtime, parts)
+            forms.append(_Form(dict(zip(files, parts.engines, strict=True)), parts.merges))
+        if not forms:
+            raise BundleError(
+                f"{self.bundle.path} holds no engine for {self.runtime}: build one with `{self.build_command}`"
             )
-        if cache := built.timing_cache:
-            kept = cache.sha256_before == cache.sha256_after
-            found = "it measured nothing anew" if kept else "it measured kernels anew, so another build may differ"
-            lines.append(f"timing cache {str(cache.sha256_after)[:12]}: {found}")
-        if built.engine_layers_reason:
-            lines.append(f"engine layers not inspected: {built.engine_layers_reason}")
-        return lines
+        return forms
+
+    @property
+    def executable(self) -> str:
+        """Name of the bundle's file that runs, the first of several engines."""
+        return self._session.form.file if self._session else self._forms()[0].file
+
+    @property
+    def execution(self) -> dict[str, str]:
+        """How many engines run one after the other, where it is not a single one."""
+        parts = len(self._session.parts) if self._session else 1
+        return {"engines": f"{parts}, with a merge between every two"} if parts > 1 else {}
 
     def _open(self) -> None:
-        facts = self._engine()
+        forms = self._forms()
         trt = load_bindings(self.runtime)
         capability = self._cuda.open(self.device)
         self.device = self._cuda.device
-        sources = plugin_sources(load_plugins(trt, self.runtime)) if facts.plugin_sources else None
         _check_device(self.runtime, f"{capability[0]}.{capability[1]}")
-        if reason := why_stale(facts, self.runtime, trt.__version__, sources, capability):
-            raise self._unusable(reason)
         with DEVICE.shared(), self._cuda.current(), ExitStack() as stack:
             logger, log = stack.enter_context(listening(trt))
             stack.callback(setattr, self, "_session", None)
-            self._session = self._load(trt, facts, logger, log)
-            self._compare_once(trt.__version__, str(sources))
+            for place, form in enumerate(forms, 1):
+                try:
+                    self._take(form, trt, capability, logger, log)
+                    break
+                except BundleError as error:
+                    self._session = None
+                    if place == len(forms):
+                        raise
+                    say_once(f"{error}; until then the engines of its parts run, with the merges between them")
             self._stack = stack.pop_all()
 
-    def _compare_once(self, version: str, plugins: str) -> None:
-        """Refuses an engine that computes something else than PyTorch, where this machine has not compared it yet."""
-        engine = self.bundle.files[self.executable].sha256
-        done = marker(engine, self.runtime, version, plugins, self.device_name, str(environment().driver))
+    def _take(self, form: _Form, trt: Any, capability: tuple[int, int], logger: Any, log: Log) -> None:
+        """Loads a form, or BundleError where it does not fit what is here."""
+        needs_plugins = any(facts.plugin_sources for facts in form.engines.values())
+        sources = plugin_sources(load_plugins(trt, self.runtime)) if needs_plugins else None
+        for file, facts in form.engines.items():
+            if reason := why_stale(facts, self.runtime, trt.__version__, sources, capability):
+                raise self._unusable(file, reason)
+        self._session = self._load(trt, form, logger, log)
+        self._compare_once(form, trt.__version__, str(sources))
+
+    def _compare_once(self, form: _Form, version: str, plugins: str) -> None:
+        """Refuses engines that compute something else than PyTorch, where this machine has not compared them yet."""
+        engines = [self.bundle.files[file].sha256 for file in form.engines]
+        done = marker(*engines, self.runtime, version, plugins, self.device_name, str(environment().driver))
         if done.exists():
             return
         if found := self._difference():
             raise self._unusable(
-                f"expected what PyTorch computed when the engine was built, this machine differs first in {found}"
+                form.file,
+                f"expected what PyTorch computed when the engine was built, this machine differs first in {found}",
             )
         with suppress(OSError):  # where nothing can be kept, the next open compares again
             done.parent.mkdir(parents=True, exist_ok=True)
@@ -199,25 +262,32 @@ class TensorRTRunner(Runner):
         results = self._guarded(torch.from_numpy(digest.image), thresholds, names, CPU)
         return first_difference(digest, {n: t.numpy() for n, t in results.items()}, self.signature.merges)
 
-    def _load(self, trt: Any, facts: Engine, logger: Any, log: Log) -> _Session:
+    def _load(self, trt: Any, form: _Form, logger: Any, log: Log) -> _Session:
         runtime = trt.Runtime(logger)
-        if facts.version_compatible:
+        if any(facts.version_compatible for facts in form.engines.values()):
             runtime.engine_host_code_allowed = True  # such an engine carries a lean runtime of its own release
-        with self._to_rebuild():
-            content = self.bundle.file(self.executable).read_bytes()
-        engine = runtime.deserialize_cuda_engine(content)
-        if engine is None:
-            raise self._unusable(f"TensorRT cannot load it ({'; '.join(log.errors[:2]) or 'it gives no reason'})")
+        kernels = self._cuda.kernels() if form.merges else None
+        parts = tuple(self._part(trt, runtime, file, log) for file in form.engines)
         lanes: queue.Queue[_Lane] = queue.Queue()
         for _ in range(self._contexts):
-            context = engine.create_execution_context()
-            if context is None:
+            contexts = tuple(part.engine.create_execution_context() for part in parts)
+            if None in contexts:
                 raise RuntimeUnavailableError(
                     f"expected enough device memory for an execution context, TensorRT says "
                     f"{'; '.join(log.errors[:2]) or 'nothing'}: free memory, or build with a smaller --max-batch"
                 )
-            lanes.put(_Lane(context, self._cuda.new_stream()))
-        return _Session(log, runtime, engine, _outputs(trt, engine), _limits(engine), lanes)
+            lanes.put(_Lane(contexts, self._cuda.new_stream()))
+        return _Session(log, runtime, form, parts, _limits(parts[0].engine), lanes, kernels)
+
+    def _part(self, trt: Any, runtime: Any, file: str, log: Log) -> _Part:
+        before = len(log.errors)
+        with self._to_rebuild():
+            content = self.bundle.file(file).read_bytes()
+        engine = runtime.deserialize_cuda_engine(content)
+        if engine is None:
+            said = "; ".join(log.errors[before : before + 2]) or "it gives no reason"
+            raise self._unusable(file, f"TensorRT cannot load it ({said})")
+        return _Part(engine, *_tensors(trt, engine))
 
     def _close(self) -> None:
         with DEVICE.shared(), self._cuda.current():
@@ -239,7 +309,7 @@ class TensorRTRunner(Runner):
             inputs = {"image": image, **{name: self._scalar(session, v) for name, v in thresholds.items()}}
             with _lane(session) as lane:
                 with self._cuda.on(lane.stream):
-                    results = self._enqueue(session, lane, inputs)
+                    results = self._chained(session, lane, inputs)
                 self._cuda.hand_over(lane.stream, list(inputs.values()), list(results.values()))
             wanted = {name: results[name] for name in outputs}
             return self._cuda.download(wanted) if to == CPU else wanted
@@ -250,31 +320,41 @@ class TensorRTRunner(Runner):
             session.scalars[value] = torch.tensor(value, device=self.device)
         return session.scalars[value]
 
-    def _enqueue(self, session: _Session, lane: _Lane, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        context = lane.context
+    def _chained(self, session: _Session, lane: _Lane, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """All that the engines and the merges between them make, by name; queued, but for the row count of each merge,
+        which the host waits for.
+        """
+        made = dict(inputs)
+        steps = zip(session.parts, lane.contexts, [*session.form.merges, None], strict=True)
+        for place, (part, context, merge) in enumerate(steps):
+            made |= self._enqueue(session, place, context, {n: made[n] for n in part.inputs}, lane.stream)
+            if merge is not None:
+                run = getattr(session.kernels, merge.kind)
+                merged = run(*(made[name] for name in merge.inputs), *merge.attributes)
+                made |= zip(merge.outputs, merged, strict=True)
+        return {name: tensor for name, tensor in made.items() if name not in inputs}
+
+    def _enqueue(
+        self, session: _Session, place: int, context: Any, inputs: Mapping[str, Tensor], stream: Any
+    ) -> dict[str, Tensor]:
         for name, tensor in inputs.items():
             context.set_input_shape(name, tuple(tensor.shape))
             context.set_tensor_address(name, tensor.data_ptr())
         results = {}
-        for name, dtype in session.outputs.items():
+        for name, dtype in session.parts[place].outputs.items():
             shape = tuple(context.get_tensor_shape(name))
             if min(shape, default=0) < 0:
-                raise self._unusable(f"expected the shape of {name} to follow from the image's, TensorRT tells {shape}")
+                raise self._unusable(
+                    [*session.form.engines][place],
+                    f"expected the shape of {name} to follow from the inputs', TensorRT tells {shape}",
+                )
             results[name] = self._cuda.empty(shape, dtype)
             context.set_tensor_address(name, results[name].data_ptr())
         before = len(session.log.errors)
-        if not context.execute_async_v3(lane.stream.cuda_stream):
+        if not context.execute_async_v3(stream.cuda_stream):
             said = "; ".join(session.log.errors[before:]) or "it gives no reason"
             raise RuntimeUnavailableError(f"TensorRT failed to execute the engine ({said}): send smaller batches")
         return results
-
-    def _engine(self) -> Engine:
-        found = self.bundle.found(Engine, self.runtime)
-        if found is None:
-            raise BundleError(
-                f"{self.bundle.path} holds no engine for {self.runtime}: build one with `{self.build_command}`"
-            )
-        return found
 
     @contextmanager
     def _to_rebuild(self) -> Iterator[None]:
@@ -284,8 +364,8 @@ class TensorRTRunner(Runner):
         except BundleError as error:
             raise BundleError(f"{error}, with `{self.build_command}`") from error
 
-    def _unusable(self, reason: str) -> BundleError:
-        return BundleError(f"{self.bundle.path / self.executable}: {reason}: rebuild it with `{self.build_command}`")
+    def _unusable(self, file: str, reason: str) -> BundleError:
+        return BundleError(f"{self.bundle.path / file}: {reason}: rebuild it with `{self.build_command}`")
 
 
 class TensorRTRtxRunner(TensorRTRunner):
@@ -335,10 +415,43 @@ def _check_device(runtime: str, here: str) -> None:
         )
 
 
-def _outputs(trt: Any, engine: Any) -> dict[str, torch.dtype]:
+def _stretch_files(runtime: str, parts: EngineStretches) -> list[str]:
+    names = str(row_of(runtime).segments)
+    return [names.replace("*", str(index)) for index in range(len(parts.engines))]
+
+
+def _told(bundle: Bundle, engines: Mapping[str, Engine]) -> list[str]:
+    """What people are told of built engines, of one network each or of the parts of one."""
+    if not engines:
+        return []
+    built, every = next(iter(engines.values())), [*engines.values()]
+    plugins = ", ".join(plugin.plugin for one in every for plugin in one.parsed_network.plugins) or "none"
+    lines = [f"{one.engine_bytes / 1e6:9.1f} MB  {bundle.path / file}" for file, one in engines.items()]
+    lines += [
+        f"{built.runtime} {built.version}, {built.precision}, batches {built.batches[0]} to {built.batches[2]}, "
+        f"compute capability {', '.join(built.compute_capabilities)}, built in "
+        f"{sum(one.build_seconds for one in every):.1f} s",
+        f"plugins in the network: {plugins}",
+    ]
+    if in_parts := sum(one.attention_in_parts or 0 for one in every):
+        lines.append(
+            f"{in_parts} attention layers were not fused, so they are slower and hold a value for every pair of "
+            f"tokens{': fuse them with --engine-precision fp16' if built.precision == 'fp32' else ''}"
+        )
+    if cache := every[-1].timing_cache:
+        kept = all(one.timing_cache and one.timing_cache.kept for one in every)
+        found = "it measured nothing anew" if kept else "it measured kernels anew, so another build may differ"
+        lines.append(f"timing cache {str(cache.sha256_after)[:12]}: {found}")
+    if built.engine_layers_reason:
+        lines.append(f"engine layers not inspected: {built.engine_layers_reason}")
+    return lines
+
+
+def _tensors(trt: Any, engine: Any) -> tuple[tuple[str, ...], dict[str, torch.dtype]]:
+    """Names of an engine's inputs, and its outputs by name."""
     names = [engine.get_tensor_name(i) for i in range(engine.num_io_tensors)]
-    written = [name for name in names if engine.get_tensor_mode(name) != trt.TensorIOMode.INPUT]
-    return {name: _DTYPES[engine.get_tensor_dtype(name).name] for name in written}
+    taken = tuple(name for name in names if engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT)
+    return taken, {name: _DTYPES[engine.get_tensor_dtype(name).name] for name in names if name not in taken}
 
 
 def _limits(engine: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:

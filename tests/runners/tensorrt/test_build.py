@@ -243,15 +243,20 @@ def test_without_the_alias_the_parser_ends_the_process(rtx: None, models: Any) -
 
 def test_a_bundle_gets_its_engine(rtx: None, tiny_bundle: Bundle, tmp_path: Path) -> None:
     bundle = Bundle.open(shutil.copytree(tiny_bundle.path, tmp_path / "bundle"))
-    for _ in range(2):  # building again replaces
-        lines = TensorRTRtxRunner.build(bundle)
+    TensorRTRtxRunner.build(bundle)
+    lines = TensorRTRtxRunner.build(bundle, stretches=True)  # building again replaces
     assert lines[0].endswith("bundle/engines/tensorrt-rtx.engine")
     assert "tensorrt-rtx" in lines[1]
     assert lines[2] == "plugins in the network: clap, gbm, unmerge"
     assert re.fullmatch(r"\d+ attention layers were not fused, .*: fuse them with --engine-precision fp16", lines[3])
+    assert "plugins in the network: unmerge" in lines
     again = Bundle.open(bundle.path)
     again.verify()
-    (facts,) = again.manifest.engines
+    (facts,), (parts,) = again.manifest.engines, again.manifest.engine_stretches
+    assert [[p.plugin for p in part.parsed_network.plugins] for part in parts.engines] == [[], [], ["unmerge"]]
+    assert sum(part.attention_in_parts or 0 for part in parts.engines) == facts.attention_in_parts
+    rows = [tensor.shape[1] for tensor in parts.engines[1].parsed_network.inputs if len(tensor.shape) == 3]
+    assert rows == [-1], "no size tensor: rows are an axis of an input"
     assert facts.batches == (1, bundle.recipe.max_batch, bundle.recipe.max_batch)
     assert again.files["engines/tensorrt-rtx.engine"].made_from == {"model.tensorrt.onnx": facts.onnx_hash}
     assert facts.usual_rows_of == "2 drawn scenes"

@@ -9,8 +9,7 @@ import ctypes
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from host_device import HostDevice
 from msgspec import structs
 
 from algm_deploy.bundle.files import WEIGHTS, sha256_of
@@ -31,7 +31,7 @@ from algm_deploy.runners.registry import row_of
 from algm_deploy.runners.tensorrt import runner as runner_module
 from algm_deploy.runners.tensorrt.digest import Digest, digest_file, keep_digest
 from algm_deploy.runners.tensorrt.library import plugin_sources
-from algm_deploy.runners.tensorrt.runner import Cuda, TensorRTRtxRunner, TensorRTRunner, why_stale
+from algm_deploy.runners.tensorrt.runner import TensorRTRtxRunner, TensorRTRunner, why_stale
 
 RECIPE = Recipe(
     "tiny",
@@ -156,39 +156,6 @@ class StandInRuntime:
 
 
 ENGINES: list[StandInEngine] = []
-
-
-class HostDevice(Cuda):
-    """Host memory in place of a GPU of compute capability 8.9."""
-
-    device = torch.device("cpu")
-
-    capability = 8, 9
-
-    def open(self, device: torch.device) -> tuple[int, int]:
-        return self.capability
-
-    def current(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def new_stream(self) -> Any:
-        return SimpleNamespace(cuda_stream=0)
-
-    @contextmanager
-    def on(self, stream: Any) -> Iterator[None]:
-        yield
-
-    def upload(self, value: torch.Tensor) -> torch.Tensor:
-        return value.clone()
-
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype)
-
-    def download(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return dict(tensors)
-
-    def hand_over(self, stream: Any, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
-        pass
 
 
 @pytest.fixture(autouse=True)
