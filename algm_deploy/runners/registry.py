@@ -113,8 +113,16 @@ class Runtime:
         found = self.executable(files)
         if found is None:
             return ()
-        parts = sorted(name for name in files if self.segments and fnmatch(name, self.segments))
-        return (found, *(name for name in parts if name != found)) if found in (self.own, *parts) else (found,)
+        parts = sorted(name for name in files if self._is_part(name) and name != found)
+        return (found, *(parts if self.executes_own(files) else ()))
+
+    def executes_own(self, files: Collection[str]) -> bool:
+        """Whether what is executed of a bundle was built for this runtime, whole or in parts."""
+        found = self.executable(files)
+        return found is not None and (found == self.own or self._is_part(found))
+
+    def _is_part(self, name: str) -> bool:
+        return self.segments is not None and fnmatch(name, self.segments)
 
     def installed(self) -> bool:
         """Whether what it needs is there, as far as that can be told without importing it."""

@@ -127,6 +127,6 @@ def variant_runner(bundle: Bundle, runtime: str, like: Bundle) -> Runner:
     return found
 
 
-def _made(run: Runner) -> tuple[str | None, bool]:
-    """What a runner executes, and whether a native library computes its label maps."""
-    return run.row().executable(run.bundle.files), "label_map" in run.custom_operators
+def _made(run: Runner) -> tuple[bool, bool]:
+    """Whether a runner executes what was built for it, and whether a native library computes its label maps."""
+    return run.row().executes_own(run.bundle.files), "label_map" in run.custom_operators

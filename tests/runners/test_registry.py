@@ -71,6 +71,18 @@ def test_parts_are_executed_beside_the_own_file_only() -> None:
     assert row.executed((*EXPORTED, *parts)) == ("model.onnx",)
     assert row_of("onnxruntime-cpu").executed((*EXPORTED, *parts)) == ("model.onnx",)
     assert row_of("tensorrt").executed(EXPORTED) == ()
+    assert row.executes_own((*EXPORTED, row.own))
+    assert not row.executes_own(EXPORTED)
+
+
+def test_parts_are_executed_in_place_of_the_own_file() -> None:
+    row = row_of("tensorrt-rtx")
+    parts = [str(row.segments).replace("*", str(index)) for index in range(3)]
+    assert row.executable((*EXPORTED, *parts)) == parts[0]
+    assert row.executed((*EXPORTED, *parts)) == tuple(parts)
+    assert row.executed((*EXPORTED, *parts, row.own)) == (row.own, *parts)
+    assert row.executes_own((*EXPORTED, *parts))
+    assert not row.executes_own(EXPORTED)
 
 
 # --- options ---------------------------------------------------------------------------------------------------------

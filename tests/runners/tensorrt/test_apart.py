@@ -32,7 +32,7 @@ def crashing(folder: Path, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
 
 
 def ask(model: Path, **options: object) -> object:
-    return apart.engine_apart(model, "tensorrt-rtx", "fp32", EngineOptions(**options), False)  # type: ignore[arg-type]
+    return apart.engine_apart(model, "tensorrt-rtx", "fp32", EngineOptions(**options), {}, False)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_options_arrive_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(builder, "load_bindings", lambda runtime: runtime)
     monkeypatch.setattr(builder, "listening", lambda trt, log: (tmp_path / "open").open("w"))
     with pytest.raises(BuildError, match=r"^stopped here$"):
-        apart.engine_apart(tmp_path / "m.onnx", "tensorrt", "fp16", options, True)
+        apart.engine_apart(tmp_path / "m.onnx", "tensorrt", "fp16", options, {}, True)
     assert told[:5] == [tmp_path / "m.onnx", "tensorrt", "fp16", options, True]
 
 

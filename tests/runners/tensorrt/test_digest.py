@@ -12,6 +12,7 @@ from algm_deploy.bundle.store import Bundle
 from algm_deploy.recipe.schema import Precision
 from algm_deploy.runners.contract import Array
 from algm_deploy.runners.tensorrt.digest import (
+    LEAST_APART,
     Digest,
     first_difference,
     keep_digest,
@@ -62,6 +63,11 @@ def renumbered(outputs: Outputs) -> Outputs:
     return {name: 99 - value if "map" in name else value for name, value in outputs.items()}
 
 
+def more_tokens(count: int) -> Callable[[Outputs], Outputs]:
+    """As many more in the second picture's last count."""
+    return lambda outputs: {**outputs, "token_counts": outputs["token_counts"] + np.array([[0, 0], [0, count]])}
+
+
 def one_picture(outputs: Outputs) -> Outputs:
     return {name: value[:1] for name, value in outputs.items()}
 
@@ -71,13 +77,25 @@ def one_picture(outputs: Outputs) -> Outputs:
     [
         (dict, "no link"),
         (renumbered, "no link"),
+        (more_tokens(LEAST_APART), "no link"),
+        (more_tokens(LEAST_APART + 1), "the token counts after gbm_3, of picture 2"),
         (swapped("token_counts"), "the token counts after clap_1, of picture 1"),
         (swapped("token_map_clap_1"), "the token map of clap_1, of picture 1"),
         (swapped("token_map_gbm_3"), "the token map of gbm_3, of picture 1"),
         (swapped("labels"), "the labels, of picture 1"),
         (one_picture, "the shape of token_counts, (1, 2) where PyTorch has (2, 2)"),
     ],
-    ids=["equal", "renumbered", "counts", "first map", "second map", "labels", "shape"],
+    ids=[
+        "equal",
+        "renumbered",
+        "a decision or two",
+        "some decisions",
+        "counts",
+        "first map",
+        "second map",
+        "labels",
+        "shape",
+    ],
 )
 def test_the_first_link_that_differs_is_named(digest: Digest, change: Callable[[Outputs], Outputs], link: str) -> None:
     found = first_difference(digest, change(digest.outputs), ("clap_1", "gbm_3"))
