@@ -31,7 +31,10 @@ _SCENES = (0, 7)  # by day and by night: they merge differently
 # Between precisions a few decisions near a threshold fall otherwise: on the demo network bf16 shares 99 % of the labels
 # and 72 % of the groups with fp32, two different pictures share 40 % and 28 %. The bar lies halfway to those.
 EQUAL_AT_MOST = 0.9
-COUNTS_APART, LEAST_APART = 0.02, 4  # of the patches, and patches
+# PyTorch's counts in fp16 and bf16 are at most 0.3 % of the patches from those in fp32: the two pictures on the demo
+# network and on a trained Segmenter-S (1024 patches each), more scenes on the former. The two pictures are 12 to 21 %
+# apart. Twelve small networks of 24 patches left one more at most, which is 4 % there; a window is up to three.
+COUNTS_APART, LEAST_APART = 0.02, 4  # of the patches, and patches: whichever is more
 
 
 @dataclass(frozen=True)
