@@ -185,7 +185,7 @@ class TensorRTRunner(Runner):
 
     def _forms(self) -> list[_Form]:
         """How the bundle holds the network, best first."""
-        single, parts = (self.bundle.found(kind, self.runtime) for kind in (Engine, EngineStretches))
+        single, parts = self.bundle.found(Engine, self.runtime), self.bundle.found(EngineStretches, self.runtime)
         forms = []
         if single is not None and not (parts and parts.single_refused):
             forms.append(_Form({self.row().own: single}))
