@@ -1,0 +1,60 @@
+"""TensorRT-RTX engines of both forms: one for the whole network, and one for each part between merges. Needs no GPU.
+
+    python benchmarks/engines.py BUNDLE... --precision fp16 -o benchmarks/records/engines_rtx.json
+
+Each bundle is copied before it is built. Seconds are the builder's own, on a machine that the record does not compare.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from algm_deploy.bundle.records import Engine
+from algm_deploy.bundle.store import Bundle
+from algm_deploy.report.tables import markdown_table, tuned_rows
+from algm_deploy.runners.tensorrt.build import RTX_TARGETS, EngineOptions, build_with_stretches
+
+HEADER = ("network", "precision", "GPUs", "engine", "MB", "s", "layers", "attention in parts", "rows it is tuned for")
+
+
+def main() -> None:
+    """Builds, prints the table, and writes it as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("bundles", nargs="+", type=Path)
+    parser.add_argument("--precision", default="fp16", choices=("fp32", "fp16", "bf16"))
+    parser.add_argument("--together", action="store_true", help="one engine for all GPUs instead of one each")
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    options = parser.parse_args()
+    targets = [RTX_TARGETS] if options.together else [(one,) for one in RTX_TARGETS]
+    rows = [row for bundle in options.bundles for gpus in targets for row in built(bundle, options.precision, gpus)]
+    print(markdown_table(HEADER, rows))
+    options.output.write_text(json.dumps([dict(zip(HEADER, row, strict=True)) for row in rows], indent=1) + "\n")
+
+
+def built(path: Path, precision: Any, gpus: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """Rows of both forms of a bundle's network."""
+    with TemporaryDirectory() as folder:
+        bundle = Bundle.open(shutil.copytree(path, Path(folder) / path.name))
+        largest = bundle.recipe.max_batch
+        chosen = EngineOptions((1, largest, largest), compute_capabilities=gpus)
+        single, parts = build_with_stretches(bundle, "tensorrt-rtx", chosen, precision)
+    engines = {"whole": single} if single else {}
+    engines |= {f"part {place} of {len(parts.engines)}": one for place, one in enumerate(parts.engines, 1)}
+    for name, engine in engines.items():
+        yield (path.name, precision, ", ".join(gpus), name, *_figures(engine))
+
+
+def _figures(engine: Engine) -> tuple[str, ...]:
+    size, seconds = f"{engine.engine_bytes / 1e6:.1f}", f"{engine.build_seconds:.1f}"
+    layers, in_parts = str(len(engine.builder_layers)), str(engine.attention_in_parts)
+    return size, seconds, layers, in_parts, tuned_rows(engine)
+
+
+if __name__ == "__main__":
+    main()
