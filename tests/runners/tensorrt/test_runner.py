@@ -447,7 +447,7 @@ def test_an_engine_without_what_pytorch_computed(bundle: Callable[..., Bundle]) 
 def test_an_output_of_unknown_shape(bundle: Callable[..., Bundle], monkeypatch: pytest.MonkeyPatch) -> None:
     made = bundle()
     monkeypatch.setattr(StandInContext, "get_tensor_shape", lambda self, name: (-1, 32, 48))
-    assert "expected the shape of labels to follow from the image's, TensorRT tells (-1, 32, 48)" in refused(made)
+    assert "expected the shape of labels to follow from the inputs', TensorRT tells (-1, 32, 48)" in refused(made)
 
 
 def test_a_changed_engine_file(bundle: Callable[..., Bundle]) -> None:
