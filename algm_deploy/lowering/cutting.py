@@ -37,7 +37,7 @@ class Cut:
 
         want(graph.outputs)
         want(value for node in graph if self.ends(node) for value in self.handed(node))
-        parts = []
+        parts: list[ir.Graph] = []
         for index in range(last, -1, -1):  # backwards: a part says what the earlier ones have to hand over
             outputs = list(wanted[index].values())
             inputs = list(dict.fromkeys(self._taken(outputs, index, part_of)))

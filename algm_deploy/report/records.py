@@ -71,8 +71,8 @@ def artifact_of(bundle: Bundle, record: Parity | Evaluation | Speed) -> Artifact
     """
     recipe = bundle.recipe
     variant = record.variant if isinstance(record, Speed) else "merged"
-    whole, parts = bundle.found(Engine, record.runtime), bundle.found(EngineStretches, record.runtime)
-    engine = whole or (parts.engines[0] if parts else None)
+    parts = bundle.found(EngineStretches, record.runtime)
+    engine = bundle.found(Engine, record.runtime) or (parts.engines[0] if parts else None)
     thresholds = {} if isinstance(record, Parity) else record.thresholds
     plan = DENSE if variant == "dense" else plan_in_force(recipe.merging, thresholds)
     precision = engine.precision if engine else row_of(record.runtime).precision_of(recipe.precision)

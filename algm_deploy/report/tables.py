@@ -318,8 +318,8 @@ def environment_table(facts: Environment) -> Table:
 
 def engine_table(engines: Sequence[Engine], stretches: Sequence[EngineStretches] = ()) -> Table:
     """Engines as a bundle's manifest describes them: what they were built with and for, and what came of it."""
-    header = ("runtime", "version", "network", "precision", "batches", "built for compute capability", "plugins")
-    header += ("rows it is tuned for", "attention", "MB", "build s")
+    made_for = ("precision", "batches", "built for compute capability", "plugins", "rows it is tuned for")
+    header = ("runtime", "version", "network", *made_for, "attention", "MB", "build s")
     found = [("whole", one) for one in engines]
     for several in stretches:
         count = len(several.engines)

@@ -185,7 +185,8 @@ class TensorRTRunner(Runner):
 
     def _forms(self) -> list[_Form]:
         """How the bundle holds the network, best first."""
-        single, parts = self.bundle.found(Engine, self.runtime), self.bundle.found(EngineStretches, self.runtime)
+        single = self.bundle.found(Engine, self.runtime)
+        parts = self.bundle.found(EngineStretches, self.runtime)
         forms = []
         if single is not None and not (parts and parts.single_refused):
             forms.append(_Form({self.row().own: single}))
