@@ -81,10 +81,11 @@ def _merge(node: ir.Node) -> EngineMerge:
 
 def _attribute(attribute: ir.Attr) -> int | float | str | tuple[int, ...]:
     """The value that the operator takes; plugins have numbers in place of words."""
-    value = attribute.value
+    value: Any = attribute.value
     if attribute.name in WORDS:
         return WORDS[attribute.name][value]
-    return tuple(value) if isinstance(value, Sequence) else value  # type: ignore[no-any-return]
+    found: int | float | str | tuple[int, ...] = tuple(value) if isinstance(value, Sequence) else value
+    return found
 
 
 def _weights(model: ir.Model) -> Iterator[Any]:

@@ -128,8 +128,7 @@ class Report:
     def runtimes(self) -> list[str]:
         """All runtimes, and those that only the manifest knows."""
         manifest = self.bundle.manifest
-        built = (*manifest.engines, *manifest.engine_stretches)
-        groups = (built, manifest.parity, manifest.evaluations, manifest.speeds, manifest.not_run)
+        groups = (manifest.engines, manifest.parity, manifest.evaluations, manifest.speeds, manifest.not_run)
         return list(dict.fromkeys((*RUNTIMES, *(one.runtime for group in groups for one in group))))
 
     @property
