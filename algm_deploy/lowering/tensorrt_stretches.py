@@ -83,7 +83,7 @@ def _attribute(attribute: ir.Attr) -> int | float | str | tuple[int, ...]:
     """The value that the operator takes; plugins have numbers in place of words."""
     value: Any = attribute.value
     if attribute.name in WORDS:
-        return WORDS[attribute.name][value]
+        return WORDS[attribute.name][int(value)]
     found: int | float | str | tuple[int, ...] = tuple(value) if isinstance(value, Sequence) else value
     return found
 
