@@ -100,8 +100,8 @@ def test_options_arrive_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(builder, "load_bindings", lambda runtime: runtime)
     monkeypatch.setattr(builder, "listening", lambda trt, log: (tmp_path / "open").open("w"))
     with pytest.raises(BuildError, match=r"^stopped here$"):
-        apart.engine_apart(tmp_path / "m.onnx", "tensorrt", "fp16", options, {}, True)
-    assert told[:5] == [tmp_path / "m.onnx", "tensorrt", "fp16", options, True]
+        apart.engine_apart(tmp_path / "m.onnx", "tensorrt", "fp16", options, {"tokens_clap_1": (2, 9, 25)}, True)
+    assert told[:6] == [tmp_path / "m.onnx", "tensorrt", "fp16", options, {"tokens_clap_1": (2, 9, 25)}, True]
 
 
 def test_every_class_of_error_can_come_back() -> None:
