@@ -18,6 +18,7 @@ PACKAGES = (
     "onnxscript",
     "onnxruntime",
     "onnxruntime-gpu",
+    "openvino",
     "tensorrt",
     "tensorrt-rtx",
     "opencv-python-headless",

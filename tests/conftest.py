@@ -131,7 +131,7 @@ def translated(made_once: Callable[[str, Callable[[Path], object]], Path]) -> Ca
             given = {key: read(value) for key, value in vars(module).items() if not key.startswith("_")}
             digest.update(repr((name, type(module), given)).encode())
         for name, tensor in network.state_dict().items():
-            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode() + tensor.numpy().tobytes())
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode() + tensor.float().numpy().tobytes())
         key = digest.hexdigest()
         path = made_once(f"{key[:32]}.onnx", lambda target: ir.save(base_onnx(network, plan, image_dtype), target))
         return ir.load(path)

@@ -36,7 +36,7 @@ TIERS = (
 RANK = {name: rank for rank, names in enumerate(TIERS) for name in names}
 # Reading these would open connections or run what a file says; SECURITY.md promises neither.
 UNTRUSTED = {"socket", "ssl", "http", "urllib", "ftplib", "requests", "pickle", "marshal", "shelve", "dill", "joblib"}
-HEAVY = ("torch", "onnxruntime", "onnx", "onnxscript", "tensorrt", "tensorrt_rtx", "cv2", "matplotlib")
+HEAVY = ("torch", "onnxruntime", "openvino", "onnx", "onnxscript", "tensorrt", "tensorrt_rtx", "cv2", "matplotlib")
 
 
 def modules_of(package: Path) -> dict[str, Path]:

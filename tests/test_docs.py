@@ -26,7 +26,7 @@ def code_of(page: Path) -> str:
 
 
 def test_model_runs_without_the_package(root_dir: Path, tiny_bundle: Bundle, tmp_path: Path) -> None:
-    for name in ("model.onnx", "model.onnx.data", "manifest.json"):
+    for name in ("model.onnx", "model.inlined.onnx", "model.onnx.data", "manifest.json"):
         shutil.copy(tiny_bundle.path / name, tmp_path)
     size = tiny_bundle.recipe.network.image_size
     photo = scene(0)[0][: size[0], : size[1]]

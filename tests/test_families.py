@@ -20,6 +20,7 @@ from algm_deploy.recipe.families import architectures
 from algm_deploy.recipe.reading import flatten
 from algm_deploy.recipe.schema import MergePlan, Network, Precision, Protocol, Recipe
 from algm_deploy.runners.contract import runner
+from algm_deploy.runners.registry import row_of
 
 # The mask transformer's chain is walked in tests/parity.
 CASES = tuple(case for case in FAMILIES if case != ("segmenter", "mask_transformer"))
@@ -98,6 +99,18 @@ def test_the_parity_chain_holds(
     assert (counts[:, 1] < counts[:, 0]).all()
     assert (counts[:, 0] < PATCHES[0] * PATCHES[1]).any()
     record_property("support", f"algm {family}/{decoder} onnxruntime-cpu verified")
+
+
+@pytest.mark.skipif(not row_of("openvino").installed(), reason="needs OpenVINO: algm-deploy[openvino]")
+@pytest.mark.parametrize(("family", "decoder"), CASES)
+def test_the_parity_chain_holds_on_openvino(
+    bundle_of: Callable[..., Bundle], record_property: Support, family: str, decoder: str
+) -> None:
+    """One picture, and both extremes: what may differ from family to family are the operators of its decoder."""
+    bundle = bundle_of(family, decoder, "scores")
+    report = verify(bundle, "openvino", parity_windows(bundle.recipe, [], 1), progress=False)
+    assert [(link.name, link.measured) for link in report.links if not link.passed] == []
+    record_property("support", f"algm {family}/{decoder} openvino verified")
 
 
 @pytest.mark.parametrize(("family", "decoder"), [("segvit", "atm"), ("eomt", "queries")])

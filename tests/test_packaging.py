@@ -63,7 +63,11 @@ DISTRIBUTIONS = {
     "yaml": "pyyaml",
 }
 # Triton comes with PyTorch's CUDA packages; the fused steps run in PyTorch's operators without it.
-OPTIONAL = {"onnxruntime", "tensorrt", "tensorrt_rtx", "triton", "prometheus_client", "starlette", "uvicorn"}
+OPTIONAL = {"onnxruntime", "openvino", "tensorrt", "tensorrt_rtx", "triton"} | {
+    "prometheus_client",
+    "starlette",
+    "uvicorn",
+}
 
 
 def imported(file: Path) -> set[str]:
@@ -86,7 +90,8 @@ def test_every_import_is_a_declared_dependency(root_dir: Path) -> None:
 def test_ci_pins_every_declared_dependency(root_dir: Path) -> None:
     project = tomllib.loads((root_dir / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    named = [*project["dependencies"], *extras["dev"], *extras["serve"], *extras["onnxruntime-cpu"]]
+    runtimes = [*extras["onnxruntime-cpu"], *extras["openvino"]]
+    named = [*project["dependencies"], *extras["dev"], *extras["serve"], *runtimes]
     lines = [line for line in named if line != "algm-deploy[serve]"]  # that extra, from the one for development
     declared = {re.split(r"[>=<]", line)[0].lower() for line in lines}
     pinned = dict(re.findall(r"^([\w.-]+)==(\S+)$", (root_dir / "constraints-ci.txt").read_text(), re.MULTILINE))
@@ -101,7 +106,7 @@ def test_wheel_has_licence_and_command(wheel: zipfile.ZipFile) -> None:
 
 
 def test_no_content_folder_is_named_like_a_package(root_dir: Path) -> None:
-    taken = {"tensorrt", "onnxruntime", "onnx", "torch", "numpy", "cv2", "triton"}
+    taken = {"tensorrt", "onnxruntime", "openvino", "onnx", "torch", "numpy", "cv2", "triton"}
     names = {path.stem for folder in ("export", "runtimes") for path in (root_dir / folder).rglob("*")}
     assert names & taken == set()
 

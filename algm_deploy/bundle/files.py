@@ -18,8 +18,10 @@ from typing import IO, Any
 
 from algm_deploy.errors import AlgmDeployError, BundleError, remedy
 
-# What every export writes: the network itself, the portable graph, and the graph's own weights.
+# What every export writes: the network itself, the portable graph, the same for readers that know no functions, and the
+# weights of both graphs.
 WEIGHTS, ONNX, ONNX_DATA = "weights.safetensors", "model.onnx", "model.onnx.data"
+ONNX_INLINED = "model.inlined.onnx"
 # Hidden names in a bundle's folder, where even a mount point or a folder in one that is read-only can hold them.
 LOCK, PARTIAL = ".lock", ".partial"
 _WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO)

@@ -200,7 +200,18 @@ def _cuda_session_opens() -> bool:
     return bool(session.get_providers()[0] == "CUDAExecutionProvider")
 
 
-_TOLD: dict[str, Callable[[], dict[str, Any]]] = {"torch": _torch, "onnxruntime": _onnxruntime}
+def _openvino() -> dict[str, Any]:
+    from algm_deploy.runners.openvino.library import openvino
+
+    precisions = openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    return {"version": openvino.__version__.partition("-")[0], "bf16": "BF16" in precisions}
+
+
+_TOLD: dict[str, Callable[[], dict[str, Any]]] = {
+    "torch": _torch,
+    "onnxruntime": _onnxruntime,
+    "openvino": _openvino,
+}
 
 
 def examined_module(name: str) -> Module:

@@ -267,5 +267,6 @@ def _success(machine: Machine, row: Runtime, step: Step) -> str:
     if step == "build":
         return number if row.builds else f"{number}; nothing to build"
     if len(row.devices) == 1:
-        return number
+        lacks_bf16 = machine.modules[row.module].facts.get("bf16") is False
+        return f"{number}; this CPU has no bf16, bundles in bf16 are computed in fp32" if lacks_bf16 else number
     return f"{number} on {(machine.modules[TORCH.module].facts['devices'] or ['the CPU'])[0]}"

@@ -6,6 +6,7 @@ exported program can be translated only once, so everything else starts from the
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 import warnings
@@ -48,13 +49,17 @@ def base_onnx(deployed: Deployed, plan: MergePlan, image_dtype: str = "uint8") -
     """Exports a deployed network whose slots `plan` filled.
 
     Inputs: `image` (batch, 3, H, W) of `image_dtype`, the plan's thresholds as fp32 scalars. Outputs: `output_names`.
-    The batch axis is symbolic; token axes are named `tokens_clap_1`, `tokens_gbm_5`, ...
+    The batch axis is symbolic; token axes are named `tokens_clap_1`, `tokens_gbm_5`, ... A network in bf16 is written
+    in fp32 with the weights it has: few runtimes know the operators of opset 18 in bf16, and those that compute in bf16
+    are told so by the graphs that are made for them.
 
     Raises:
         ExportError: the exporter fixed the batch, did not know an operation, or would have written a scatter that
             reduces.
     """
     names = tuple(threshold_defaults(plan))
+    if any(parameter.dtype == torch.bfloat16 for parameter in deployed.parameters()):
+        deployed = copy.deepcopy(deployed).float()
     image = torch.zeros(2, 3, *deployed.network.image_size, dtype=getattr(torch, image_dtype))
     example = image, tuple(torch.ones(()) for _ in names)
     dynamic: Any = ({0: torch.export.Dim("batch")}, tuple({} for _ in names))

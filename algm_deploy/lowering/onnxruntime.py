@@ -25,20 +25,17 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
-from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from algm_deploy.bundle.files import ONNX, ONNX_DATA
 from algm_deploy.bundle.store import Bundle
-from algm_deploy.errors import BundleError, ExportError
+from algm_deploy.errors import ExportError
 from algm_deploy.lowering.onnxruntime_segments import padded_merge, segments
-from algm_deploy.lowering.portable import has_budget, operator_of
-from algm_deploy.ops.bodies import OPSET
+from algm_deploy.lowering.portable import fix_batch, has_budget, load_portable, operator_of
 from algm_deploy.ops.schema import DOMAIN, SCHEMAS, VERSION
 from algm_deploy.recipe.schema import Recipe
 
@@ -76,7 +73,7 @@ def write_onnxruntime_onnx(
     Raises:
         BundleError: the portable graph cannot be read, or was not written by this package.
     """
-    model = _portable(bundle.file(ONNX))
+    model = load_portable(bundle.file(ONNX))
     counts = rewrite(model, provider, custom_operators, single_image(bundle.recipe, provider))
     files = {file: model}
     plan = bundle.recipe.merging
@@ -87,17 +84,6 @@ def write_onnxruntime_onnx(
         with bundle.add(name, made_from, uses=(ONNX_DATA,)) as path:
             ir.save(written, path)
     return counts, len(files) - 1
-
-
-def _portable(path: Path) -> ir.Model:
-    try:
-        model = ir.load(path)
-    except (DecodeError, ir.serde.SerdeError) as error:
-        raise BundleError(f"{path}: expected an ONNX file, it cannot be decoded: export the bundle again") from error
-    found = model.graph.opset_imports.get("")
-    if found != OPSET or not model.graph.outputs:
-        raise BundleError(f"{path}: expected a network in ONNX opset {OPSET}, got {found}: export the bundle again")
-    return model
 
 
 def rewrite(model: ir.Model, provider: Provider, custom_operators: bool, single: bool) -> Counter[str]:
@@ -118,7 +104,7 @@ def rewrite(model: ir.Model, provider: Provider, custom_operators: bool, single:
     """
     counts: Counter[str] = Counter()
     if single:
-        _fix_batch(model)
+        fix_batch(model)
     _attention(model.graph, provider, custom_operators, single, counts)
     _bias_gelu(model.graph, counts)
     if provider == "cuda":
@@ -147,7 +133,7 @@ class _Linear(NamedTuple):
     product: ir.Value
 
 
-def _linear(value: ir.Value | None) -> _Linear | None:
+def linear_of(value: ir.Value | None) -> _Linear | None:
     """The linear layer that computes `value`, if one does."""
     add = value.producer() if value is not None else None
     if add is None or add.op_type != "Add":
@@ -213,21 +199,11 @@ def _stand_in(old: ir.Value, new: ir.Value) -> None:
 # --- rewrites --------------------------------------------------------------------------------------------------------
 
 
-def _fix_batch(model: ir.Model) -> None:
-    for value in (*model.graph.inputs, *model.graph.outputs):
-        if value.shape is not None and len(value.shape):
-            value.shape = ir.Shape([1, *list(value.shape)[1:]])
-    for node in model.graph:
-        for value in node.outputs:
-            if value.shape is not None:
-                value.shape = ir.Shape([1 if str(d) == "batch" else d for d in value.shape])
-
-
 def _attention(graph: ir.Graph, provider: Provider, custom_operators: bool, single: bool, counts: Counter[str]) -> None:
     lengths: dict[ir.Value, ir.Value] = {}
     sequences: dict[ir.Value, tuple[ir.Value, ir.Value]] = {}
     for node in _nodes(graph, "attention", DOMAIN):
-        linear = _linear(node.inputs[0])
+        linear = linear_of(node.inputs[0])
         if linear is None:
             raise ExportError(f"node {node.name}: expected queries, keys and values from one linear layer")
         length = node.inputs[1] if len(node.inputs) > 1 and not single else None
@@ -338,7 +314,7 @@ def _bias_gelu(graph: ir.Graph, counts: Counter[str]) -> None:
             continue
         x, root = _pair(scaled)
         numbers = [_number(v) for v in (root, _other(plus, erf.outputs[0]), _other(half, plus.outputs[0]))]
-        linear = _linear(x)
+        linear = linear_of(x)
         if linear is None or None in numbers or _other(out, half.outputs[0]) is not x:
             continue
         if np.allclose(np.array(numbers, float), (math.sqrt(2), 1, 0.5), rtol=1e-3):
@@ -356,7 +332,7 @@ def _skip_layer_norm(graph: ir.Graph, counts: Counter[str]) -> None:
         if total is None or add is None or add.op_type != "Add" or len(norm.inputs) != 3:
             continue
         for branch, residual in (_pair(add), _pair(add)[::-1]):
-            linear = _linear(branch)
+            linear = linear_of(branch)
             if linear is None or len(list(branch.uses())) > 1 or _is_constant(residual):
                 continue
             epsilon = {"epsilon": norm.attributes["epsilon"].as_float()}

@@ -1,13 +1,20 @@
-"""Portable ONNX: every `algm` operator gets a function body in standard ops, so any runtime of opset 18 can run it."""
+"""Portable ONNX: every `algm` operator gets a function body in standard ops, so any runtime of opset 18 can run it.
+
+For runtimes that know no functions the bodies are written into the graph (`inline`).
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Hashable, Mapping
+from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+from onnx_ir.passes.common import InlinePass
 
+from algm_deploy.errors import BundleError
 from algm_deploy.ops.bodies import BODIES, OPSET, Body
 from algm_deploy.ops.schema import DOMAIN, SCHEMAS, VERSION
 
@@ -36,6 +43,40 @@ def add_function_bodies(model: ir.Model, wanted: Callable[[ir.Node], bool] = lam
             model.functions[function.identifier()] = function
         node.op_type = names[variant]
     return len(nodes)
+
+
+def inline(model: ir.Model) -> None:
+    """Writes the bodies of all functions where they are called, in place: no function and no node of domain `algm` is
+    left. What the network computes stays the same."""
+    InlinePass()(model)
+    model.graph.opset_imports.pop(DOMAIN, None)
+
+
+def load_portable(path: Path) -> ir.Model:
+    """The portable graph of a bundle, its weights left in their file.
+
+    Raises:
+        BundleError: the file cannot be read, or was not written by this package.
+    """
+    try:
+        model = ir.load(path)
+    except (DecodeError, ir.serde.SerdeError) as error:
+        raise BundleError(f"{path}: expected an ONNX file, it cannot be decoded: export the bundle again") from error
+    found = model.graph.opset_imports.get("")
+    if found != OPSET or not model.graph.outputs:
+        raise BundleError(f"{path}: expected a network in ONNX opset {OPSET}, got {found}: export the bundle again")
+    return model
+
+
+def fix_batch(model: ir.Model) -> None:
+    """Lets a graph take one image at a time, in place."""
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        if value.shape is not None and len(value.shape):
+            value.shape = ir.Shape([1, *list(value.shape)[1:]])
+    for node in model.graph:
+        for value in node.outputs:
+            if value.shape is not None:
+                value.shape = ir.Shape([1 if str(d) == "batch" else d for d in value.shape])
 
 
 def operator_of(function: str) -> str:

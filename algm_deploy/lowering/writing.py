@@ -10,12 +10,11 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from algm_deploy.bundle.files import ONNX, ONNX_DATA, WEIGHTS, sha256_of
+from algm_deploy.bundle.files import ONNX, ONNX_DATA, ONNX_INLINED, WEIGHTS, sha256_of
 from algm_deploy.bundle.signature import signature_of
 from algm_deploy.bundle.store import Bundle, BundleWriter
-from algm_deploy.errors import ExportError
 from algm_deploy.lowering.export import base_onnx
-from algm_deploy.lowering.portable import add_function_bodies
+from algm_deploy.lowering.portable import add_function_bodies, inline
 from algm_deploy.merging import deployed
 from algm_deploy.models.checkpoints.reading import Checkpoint
 from algm_deploy.models.checkpoints.weights import state_dict_for
@@ -46,10 +45,8 @@ def write_bundle(
     Raises:
         CheckpointError: the weights do not fit the recipe's network.
         BundleError: nothing can be written there.
-        ExportError: the network cannot be written as ONNX, or the precision has no portable ONNX.
+        ExportError: the network cannot be written as ONNX.
     """
-    if recipe.precision == "bf16":
-        raise ExportError("portable ONNX has no bf16 that runtimes agree on: export fp32 or fp16")
     with BundleWriter(target, recipe) as writer:  # first of all: a place that takes no bundle is told before the work
         weights = state_dict_for(recipe.network, checkpoint)
         source = {file.name: sha256_of(file) for file in checkpoint.files}
@@ -71,6 +68,8 @@ def write_bundle(
 def write_network(writer: BundleWriter, model: VitNetwork, network: Deployed, source: Mapping[str, str]) -> None:
     """Writes the weights of `model`, `network` (the same weights) as portable ONNX, and the recipe's signature.
 
+    The graph is written twice, with functions and without; both refer to the same weights.
+
     `source`: SHA-256 of what the weights were made from, by file name.
     """
     recipe = writer.recipe
@@ -81,8 +80,11 @@ def write_network(writer: BundleWriter, model: VitNetwork, network: Deployed, so
         move_weights(graph, data, ONNX_DATA)
     add_function_bodies(graph)
     ir.save(graph, writer.path(ONNX))
+    inline(graph)
+    ir.save(graph, writer.path(ONNX_INLINED))
     writer.list_file(ONNX_DATA, made_from)
-    writer.list_file(ONNX, made_from, uses=(ONNX_DATA,))
+    for name in (ONNX, ONNX_INLINED):
+        writer.list_file(name, made_from, uses=(ONNX_DATA,))
     writer.describe(signature=signature_of(recipe))
 
 

@@ -146,9 +146,8 @@ class Runner(ABC):
         """
         found = self.row().executable(self.bundle.files)
         if found is None:
-            raise BundleError(
-                f"{self.bundle.path} holds nothing that {self.runtime} executes: build it with `{self.build_command}`"
-            )
+            cure = f"build it with `{self.build_command}`" if self.row().builds else "export it again"
+            raise BundleError(f"{self.bundle.path} holds nothing that {self.runtime} executes: {cure}")
         return found
 
     @property

@@ -32,7 +32,7 @@ from fnmatch import fnmatch
 from importlib.util import find_spec
 from typing import Literal
 
-from algm_deploy.bundle.files import ONNX, WEIGHTS
+from algm_deploy.bundle.files import ONNX, ONNX_INLINED, WEIGHTS
 from algm_deploy.environment import cuda_devices, device_name, installed_version
 from algm_deploy.errors import BuildError, BundleError, RuntimeUnavailableError
 from algm_deploy.native_libraries import find_library
@@ -169,6 +169,16 @@ _ROWS = (
         segments="model.onnxruntime-cuda.stretch-*.onnx",
         devices=("cuda",),
         rank=4,
+    ),
+    Runtime(
+        name="openvino",
+        runner="algm_deploy.runners.openvino.runner:OpenVinoRunner",
+        package="openvino",
+        module="openvino",
+        oldest=(2026, 4),
+        files=("model.openvino.onnx", ONNX_INLINED),
+        devices=("cpu",),
+        rank=2,
     ),
     Runtime(
         name="tensorrt",

@@ -46,6 +46,7 @@ ORT_CPU = Module(
 BOTH = replace(ORT_CPU, packages={"onnxruntime": "1.32.0", "onnxruntime-gpu": "1.31.1"})
 TENSORRT = Module({"tensorrt_cu13": "11.1.0"}, {"version": "11.1.0"})
 RTX = Module({"tensorrt_rtx_cu13": "1.7.1"}, {"version": "1.7.1"})
+OPENVINO = Module({"openvino": "2026.4.1"}, {"version": "2026.4.1", "bf16": True})
 NO_HEADER = Library(None, ("the header NvInferRuntime.h (unpack the archive (TensorRT); then set TENSORRT_ROOT)",))
 
 GPU_BOX = Machine(
@@ -57,7 +58,13 @@ GPU_BOX = Machine(
     gpus=(ADA,),
     nvidia_card=True,
     visible_devices=None,
-    modules={"torch": TORCH, "onnxruntime": ORT_GPU, "tensorrt": TENSORRT, "tensorrt_rtx": RTX},
+    modules={
+        "torch": TORCH,
+        "onnxruntime": ORT_GPU,
+        "openvino": OPENVINO,
+        "tensorrt": TENSORRT,
+        "tensorrt_rtx": RTX,
+    },
     libraries={name: Library(f"/cache/{name}.so") for name in ("kernels", "trt_plugin", "ort_custom_op", "rtx_alias")},
 )
 CPU_BOX = replace(
@@ -65,7 +72,13 @@ CPU_BOX = replace(
     driver=None,
     gpus=(),
     nvidia_card=False,
-    modules={"torch": TORCH_CPU, "onnxruntime": ORT_CPU, "tensorrt": Module(), "tensorrt_rtx": RTX},
+    modules={
+        "torch": TORCH_CPU,
+        "onnxruntime": ORT_CPU,
+        "openvino": Module(),
+        "tensorrt": Module(),
+        "tensorrt_rtx": RTX,
+    },
 )
 ALL = tuple(RUNTIMES)
 
@@ -100,6 +113,13 @@ def test_a_complete_machine_has_nothing_to_change() -> None:
 def test_a_machine_without_gpu_builds_more_than_it_executes() -> None:
     assert can(CPU_BOX, "build") == {"torch", "onnxruntime-cpu", "onnxruntime-cuda", "tensorrt-rtx"}
     assert can(CPU_BOX, "execute") == {"torch", "onnxruntime-cpu"}
+
+
+def test_a_processor_without_bf16_is_told() -> None:
+    machine = with_module("openvino", told(OPENVINO, bf16=False))
+    said = {(one.topic, one.step): one.found for one in diagnose(machine) if one.ok}
+    assert said["openvino", "execute"] == "2026.4.1; this CPU has no bf16, bundles in bf16 are computed in fp32"
+    assert said["openvino", "build"] == "2026.4.1"
 
 
 GPU_RUNTIMES = {"onnxruntime-cuda", "tensorrt", "tensorrt-rtx"}
@@ -241,7 +261,7 @@ def test_cuda_12_builds_run_on_older_drivers() -> None:
     torch = told(TORCH, version="2.11.0+cu128", cuda="12.8")
     tensorrt = Module({"tensorrt-cu12": "10.16.1"}, {"version": "10.16.1"})
     machine = with_module("tensorrt", tensorrt, with_module("torch", torch, replace(GPU_BOX, driver="550.54.15")))
-    assert can(machine, "execute") == {"torch", "onnxruntime-cpu", "tensorrt"}
+    assert can(machine, "execute") == {"torch", "onnxruntime-cpu", "openvino", "tensorrt"}
     assert tensorrt.cuda == "12"
     assert Module({"tensorrt_cu13_bindings": "11"}).cuda == "13"
     assert Module({"tensorrt": "11"}).cuda is None

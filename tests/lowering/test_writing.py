@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -13,10 +14,11 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx_ir as ir
+import onnxruntime as ort
 import pytest
 import torch
 
-from algm_deploy.bundle.files import ONNX, ONNX_DATA, WEIGHTS, sha256_of
+from algm_deploy.bundle.files import ONNX, ONNX_DATA, ONNX_INLINED, WEIGHTS, sha256_of
 from algm_deploy.bundle.signature import signature_of
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BundleError, CheckpointError, ExportError
@@ -40,7 +42,7 @@ def external(path: Path) -> dict[str, tuple[int, int]]:
 
 
 def test_contents(tiny_bundle: Bundle) -> None:
-    assert {WEIGHTS, ONNX, ONNX_DATA} <= set(tiny_bundle.files)
+    assert {WEIGHTS, ONNX, ONNX_INLINED, ONNX_DATA} <= set(tiny_bundle.files)
     tiny_bundle.verify()
     manifest = tiny_bundle.manifest
     assert tiny_bundle.signature == signature_of(tiny_bundle.recipe)
@@ -138,12 +140,37 @@ def test_half_precision_halves_the_weights(half_bundle: Bundle, tiny_bundle: Bun
     assert tail.dtype == torch.uint8
 
 
-def test_bf16_has_no_portable_graph(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    checkpoint = read_checkpoint(tiny_checkpoint)
-    recipe = replace(recipe_from_variant(checkpoint), precision="bf16")
-    with pytest.raises(ExportError, match="fp32 or fp16"):
-        write_bundle(checkpoint, recipe, tmp_path / "bundle", "")
-    assert list(tmp_path.iterdir()) == []
+def test_bf16_is_stored_as_it_is_and_written_as_fp32(tiny_export: Callable[..., Bundle], tiny_bundle: Bundle) -> None:
+    """Every reader of opset 18 takes the graph; its weights are those of the network in bf16."""
+    bundle = tiny_export({"precision": "bf16"})
+    sizes = {name: bundle.files[name].size_bytes / tiny_bundle.files[name].size_bytes for name in (WEIGHTS, ONNX_DATA)}
+    assert 0.45 < sizes[WEIGHTS] < 0.55
+    assert sizes[ONNX_DATA] == 1
+    assert load_network(bundle).encoder.pos_embed.dtype == torch.bfloat16
+    weights = [value.const_value for value in ir.load(bundle.file(ONNX)).graph.initializers.values()]
+    values = [torch.from_numpy(w.numpy().copy()) for w in weights if w is not None and w.nbytes > 1024]
+    assert {value.dtype for value in values} == {torch.float32}
+    rounded = [torch.equal(value, value.bfloat16().float()) for value in values]
+    assert sum(rounded) >= len(rounded) - 2, "the two matrices of the interpolation are no weights"
+
+
+def test_both_graphs_are_one_network(tiny_bundle: Bundle, blob_images: Any) -> None:
+    """One has functions, one has none; they merge alike and refer to the same weights. ONNX Runtime fuses other
+    operators where it sees the bodies, so scores may differ in their last digits."""
+    inlined = onnx.load(tiny_bundle.path / ONNX_INLINED, load_external_data=False)
+    assert not inlined.functions
+    assert [(entry.domain, entry.version) for entry in inlined.opset_import] == [("", 18)]
+    assert tiny_bundle.files[ONNX_INLINED].uses == (ONNX_DATA,)
+    assert tiny_bundle.files[ONNX_INLINED].size_bytes < tiny_bundle.files[ONNX_DATA].size_bytes / 4
+    thresholds = {"clap_threshold": np.array(0.8, np.float32), "gbm_threshold": np.array(1, np.float32)}
+    feeds = {"image": blob_images(2), **thresholds}
+    one, other = (
+        ort.InferenceSession(tiny_bundle.file(name), providers=["CPUExecutionProvider"]).run(None, feeds)
+        for name in (ONNX, ONNX_INLINED)
+    )
+    np.testing.assert_allclose(one[0], other[0], rtol=0, atol=2e-5)
+    for first, second in zip(one[1:], other[1:], strict=True):
+        np.testing.assert_array_equal(first, second)
 
 
 def test_weights_that_do_not_fit_leave_nothing_behind(tiny_checkpoint: Path, tmp_path: Path) -> None:

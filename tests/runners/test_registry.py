@@ -16,7 +16,7 @@ from algm_deploy.native_libraries import LIBRARIES
 from algm_deploy.runners import registry
 from algm_deploy.runners.registry import RUNTIMES, default_runtime, row_of
 
-EXPORTED = ("weights.safetensors", "model.onnx", "model.onnx.data")
+EXPORTED = ("weights.safetensors", "model.onnx", "model.inlined.onnx", "model.onnx.data")
 ADA, HOPPER = Device("NVIDIA L4", "8.9", 24 << 30), Device("NVIDIA H200", "9.0", 141 << 30)
 TRT, RTX = "engines/tensorrt.engine", "engines/tensorrt-rtx.engine"
 Here = Callable[..., None]
@@ -62,6 +62,7 @@ def test_the_own_file_comes_first() -> None:
     assert row.executable((*EXPORTED, row.own)) == row.own == "model.onnxruntime-cpu.onnx"
     assert row_of("tensorrt").executable((*EXPORTED, RTX)) is None
     assert row_of("torch").executable(EXPORTED) == "weights.safetensors"
+    assert row_of("openvino").executable(EXPORTED) == "model.inlined.onnx", "it knows no functions"
 
 
 def test_parts_are_executed_beside_the_own_file_only() -> None:

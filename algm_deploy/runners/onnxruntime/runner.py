@@ -85,6 +85,11 @@ class OnnxRuntimeRunner(Runner):
         """How the graph that runs was built, None for the portable one."""
         return None if self.executable == ONNX else self.bundle.found(OptimizedGraph, self.runtime)
 
+    @property
+    def execution(self) -> dict[str, str]:
+        """That a bundle in bf16, whose graphs are fp32, is computed in fp32: with its weights, at fp32's speed."""
+        return {"arithmetic": "fp32"} if self.bundle.recipe.precision == "bf16" else {}
+
     def placement(self, feeds: Mapping[str, Array]) -> Placement:
         """Runs once more, in a session of its own that records which provider executes each node."""
         _, thresholds = self._checked(feeds, None)
@@ -184,7 +189,7 @@ class OnnxRuntimeCudaRunner(OnnxRuntimeRunner):
         recipe = self.bundle.recipe
         if self.segments and recipe.merging.static and recipe.output == "labels":
             return recipe.max_batch
-        row = recipe.network.embed_dim * (4 if recipe.precision == "fp32" else 2)
+        row = recipe.network.embed_dim * (2 if recipe.precision == "fp16" else 4)
         return min(GRAPH_BYTES // row, recipe.max_batch) if self.segments else 0
 
     @property
@@ -196,7 +201,7 @@ class OnnxRuntimeCudaRunner(OnnxRuntimeRunner):
     def execution(self) -> dict[str, str]:
         """How many CUDA graphs were captured, where batches were small enough for them."""
         use = self.cuda_graphs
-        return {} if use is None else {"cuda_graphs": str(use.captured)}
+        return super().execution | ({} if use is None else {"cuda_graphs": str(use.captured)})
 
     def warm_up(self, images: int = 1) -> None:
         """Captures the CUDA graphs of every token count beforehand, for batches of this many images.

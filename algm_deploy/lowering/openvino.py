@@ -1,0 +1,140 @@
+"""Portable ONNX -> ONNX for OpenVINO, which knows no functions: every body stands in the graph.
+
+| portable graph | here |
+|---|---|
+| `algm` operators | their bodies, inlined |
+| images that decide alone | one image at a time, whose rows are all valid: attention without lengths and masks |
+| precision bf16: linear layers with a bias, attention | bf16, by explicit casts; everything else is fp32 |
+
+OpenVINO can be told to compute in bf16, and then does so everywhere, similarities and statistics included. So the graph
+says itself what is bf16, and OpenVINO is told to keep to its types. Where the processor has no bf16 OpenVINO computes
+all of it in fp32. Weights are not written anew: casts stand behind them, which OpenVINO folds when it loads.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from algm_deploy.bundle.files import ONNX, ONNX_DATA
+from algm_deploy.bundle.store import Bundle
+from algm_deploy.lowering.onnxruntime import linear_of, single_image
+from algm_deploy.lowering.portable import add_function_bodies, fix_batch, inline, load_portable, operator_of
+from algm_deploy.ops.schema import DOMAIN
+
+BF16, FP32 = ir.DataType.BFLOAT16, ir.DataType.FLOAT
+
+
+def write_openvino_onnx(bundle: Bundle, file: str) -> Counter[str]:
+    """Adds OpenVINO's graph to the bundle as `file`; returns how often each rewrite fired.
+
+    Raises:
+        BundleError: the portable graph cannot be read, or was not written by this package.
+    """
+    recipe = bundle.recipe
+    model = load_portable(bundle.file(ONNX))
+    counts = rewrite(model, single_image(recipe, "cpu"), recipe.precision == "bf16")
+    with bundle.add(file, {ONNX: bundle.files[ONNX].sha256}, uses=(ONNX_DATA,)) as path:
+        ir.save(model, path)
+    return counts
+
+
+def rewrite(model: ir.Model, single: bool, bf16: bool) -> Counter[str]:
+    """Rewrites a portable model in place.
+
+    Args:
+        model: fp32, or fp16 where not `bf16`; every `algm` operator has a function body.
+        single: fix the batch to one image, whose rows are all valid.
+        bf16: compute linear layers with a bias, and attention, in bf16.
+
+    Returns:
+        How often each rewrite fired: `bf16` (nodes that compute in it), `inlined` (calls of functions), `unmasked`
+        (attentions that are told no lengths).
+    """
+    counts: Counter[str] = Counter()
+    for node in _operators(model.graph):
+        node.op_type = operator_of(node.op_type)
+    model.functions.clear()
+    if single:
+        fix_batch(model)
+        for node in _operators(model.graph):
+            if node.op_type == "attention" and len(node.inputs) > 1:
+                node.resize_inputs(1)
+                counts["unmasked"] += 1
+    if bf16:
+        counts["bf16"] = _compute_in_bf16(model.graph)
+    RemoveUnusedNodesPass()(model)
+    counts["inlined"] = add_function_bodies(model)
+    inline(model)
+    return counts
+
+
+def _operators(graph: ir.Graph) -> list[ir.Node]:
+    return [node for node in graph if node.domain == DOMAIN]
+
+
+def _compute_in_bf16(graph: ir.Graph) -> int:
+    """Gives the nodes that may compute in bf16 inputs and outputs of that type; returns their number."""
+    casts = _Casts(graph)
+    chosen = list(_products(graph))
+    for node in chosen:
+        for place, value in enumerate(node.inputs):
+            if value is not None and value.dtype == FP32:
+                node.replace_input_with(place, casts.narrow(value))
+        casts.widen(node.outputs[0])
+    return len(chosen)
+
+
+def _products(graph: ir.Graph) -> Iterator[ir.Node]:
+    """Attention, and the two nodes of linear layers. Interpolations have no bias, similarities no weights."""
+    for node in graph:
+        if (node.domain, node.op_type) == (DOMAIN, "attention"):
+            yield node
+        elif (linear := linear_of(node.outputs[0])) is not None:
+            product = linear.product.producer()
+            if product is not None and len(list(linear.product.uses())) == 1:
+                yield from (product, node)
+
+
+class _Casts:
+    """Casts between fp32 and bf16, at most one a value and direction."""
+
+    def __init__(self, graph: ir.Graph) -> None:
+        self._graph = graph
+        self._narrow: dict[ir.Value, ir.Value] = {}
+
+    def narrow(self, value: ir.Value) -> ir.Value:
+        """An fp32 value in bf16."""
+        producer = value.producer()
+        if producer is not None and producer.op_type == "Cast":
+            source = producer.inputs[0]
+            if source is not None and source.dtype == BF16:
+                return source
+        if value not in self._narrow:
+            cast = self._cast(value, BF16)
+            if producer is None:  # a weight
+                self._graph.insert_before(self._graph[0], cast)
+            else:
+                self._graph.insert_after(producer, cast)
+            self._narrow[value] = cast.outputs[0]
+        return self._narrow[value]
+
+    def widen(self, value: ir.Value) -> None:
+        """Turns the type of a node's output to bf16; whoever reads it gets it in fp32."""
+        producer = value.producer()
+        assert producer is not None
+        cast = self._cast(value, FP32)
+        value.replace_all_uses_with(cast.outputs[0], replace_graph_outputs=True)
+        cast.replace_input_with(0, value)
+        value.dtype = BF16
+        self._graph.insert_after(producer, cast)
+
+    @staticmethod
+    def _cast(value: ir.Value, dtype: ir.DataType) -> ir.Node:
+        name = f"{value.name}/{dtype.name.lower()}"
+        cast = ir.node("Cast", [value], {"to": dtype}, name=name)
+        cast.outputs[0].name, cast.outputs[0].dtype, cast.outputs[0].shape = name, dtype, value.shape
+        return cast

@@ -1,0 +1,115 @@
+"""The OpenVINO runner: the graph that `build` made for it where there is one, else the portable one without functions.
+
+What is computed in which precision is said by the graph, and never left to OpenVINO, which by itself takes bf16 on
+processors that have it: an fp32 or fp16 bundle is computed in fp32, one in bf16 as `lowering/openvino.py` has written
+it. OpenVINO computes all outputs of a graph; those nobody asked for are not copied.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from algm_deploy.bundle.records import OptimizedGraph
+from algm_deploy.bundle.store import Bundle
+from algm_deploy.errors import BundleError
+from algm_deploy.lowering.openvino import write_openvino_onnx
+from algm_deploy.native_libraries import say_once
+from algm_deploy.runners.contract import Array, Runner
+from algm_deploy.runners.openvino.library import openvino
+
+DEVICE = "CPU"
+
+
+class OpenVinoRunner(Runner):
+    """OpenVINO on the CPU, on as many threads as it has cores. A graph for single images runs once for each image."""
+
+    runtime = "openvino"
+
+    def __init__(self, bundle: Bundle, device: str | None = None) -> None:
+        super().__init__(bundle, device)
+        self._compiled: openvino.CompiledModel | None = None
+        self._free: deque[openvino.InferRequest] = deque()
+
+    @classmethod
+    def build(cls, bundle: Bundle, **options: Any) -> list[str]:
+        """Adds the graph that is made for OpenVINO."""
+        row = cls.row()
+        row.check_options(options)
+        counts = write_openvino_onnx(bundle, row.own)
+        bundle.record(OptimizedGraph(runtime=cls.runtime, rewrites=dict(counts)))
+        return [f"{row.own}: {', '.join(f'{count} {name}' for name, count in sorted(counts.items()))}"]
+
+    @property
+    def execution(self) -> dict[str, str]:
+        """The arithmetic of the open runner, and its threads."""
+        if self._compiled is None:
+            return {}
+        threads = str(self._compiled.get_property("INFERENCE_NUM_THREADS"))
+        return {"arithmetic": "bf16" if self._low else "fp32", "threads": threads}
+
+    @property
+    def _low(self) -> bool:
+        """Whether products are computed in bf16: the bundle's precision, written in its graph, on a CPU that has it."""
+        written = self.bundle.recipe.precision == "bf16" and self.executable == self.row().own
+        return written and has_bf16()
+
+    def _open(self) -> None:
+        if self.bundle.recipe.precision == "bf16" and not self._low:
+            why = (
+                "this processor has none of its instructions"
+                if self.executable == self.row().own
+                else f"the graph for it is missing: `{self.build_command}`"
+            )
+            say_once(f"{self.runtime} computes {self.bundle.path} in fp32 and not in bf16: {why}")
+        path = self.bundle.file(self.executable)
+        try:
+            self._compiled = openvino.Core().compile_model(path, DEVICE, self._properties())
+        except RuntimeError as error:
+            said = " ".join(str(error).split())[:300]
+            raise BundleError(
+                f"{path}: expected a graph that OpenVINO {openvino.__version__} can load, it says {said!r}: export or "
+                "build it again"
+            ) from error
+
+    def _properties(self) -> dict[str, str]:
+        latency = {"PERFORMANCE_HINT": "LATENCY"}
+        # The mode ACCURACY keeps to the types in the graph, bf16 among them.
+        return latency | ({"EXECUTION_MODE_HINT": "ACCURACY"} if self._low else {"INFERENCE_PRECISION_HINT": "f32"})
+
+    def _infer(
+        self, image: Tensor, thresholds: dict[str, float], outputs: Sequence[str], to: torch.device
+    ) -> dict[str, Tensor]:
+        assert self._compiled is not None
+        request = self._free.pop() if self._free else self._compiled.create_infer_request()
+        single = self._compiled.input("image").partial_shape[0].is_static
+        step = 1 if single else len(image)
+        pixels = image.numpy()
+        feeds = {name: np.array(value, np.float32) for name, value in thresholds.items()}
+        parts = [
+            _run(request, {**feeds, "image": pixels[start : start + step]}, outputs)
+            for start in range(0, len(image), step)
+        ]
+        self._free.append(request)
+        joined = parts[0] if len(parts) == 1 else [np.concatenate(part) for part in zip(*parts, strict=True)]
+        return {name: torch.from_numpy(value) for name, value in zip(outputs, joined, strict=True)}
+
+    def _close(self) -> None:
+        self._free.clear()
+        self._compiled = None
+
+
+def has_bf16() -> bool:
+    """Whether this machine's processor computes in bf16."""
+    return "BF16" in openvino.Core().get_property(DEVICE, "OPTIMIZATION_CAPABILITIES")
+
+
+def _run(request: openvino.InferRequest, feeds: dict[str, Array], outputs: Sequence[str]) -> list[Array]:
+    """One run; what it returns is the caller's."""
+    request.infer(feeds, share_inputs=True, share_outputs=True)
+    return [request.get_tensor(name).data.copy() for name in outputs]

@@ -1,0 +1,145 @@
+"""Runtimes and precisions on one CPU in turns, dense and merged, on photos, batch 1.
+
+    python benchmarks/cpu_runtimes.py CHECKPOINT --images PHOTOS -o benchmarks/records/cpu_runtimes.json
+    python benchmarks/cpu_runtimes.py CHECKPOINT --runs openvino:fp32 openvino:bf16 --images PHOTOS -o x.json
+
+A run is RUNTIME:PRECISION. Each precision is exported once, each runtime built and verified on two of the photos; one
+that fails the parity chain is not timed. Then every photo goes through all networks, one after the other,
+`--repeats` times. The record holds medians by the wall's and by the processor's clock, averaged over the photos, and
+what each runner says of its arithmetic and threads: where the processor has no bf16, OpenVINO computes a bundle in bf16
+in fp32. Bundles that `--work` kept are taken up again, on another machine too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from algm_deploy.bundle.files import write_atomically
+from algm_deploy.bundle.manifest import MANIFEST
+from algm_deploy.bundle.store import Bundle
+from algm_deploy.deployment import build, export, parity_windows, verify
+from algm_deploy.environment import environment
+from algm_deploy.pictures.sources import find_images
+from algm_deploy.runners.contract import Runner, runner
+from algm_deploy.timing.variants import variant_bundle, variant_runner
+
+RUNS = ("onnxruntime-cpu:fp32", "openvino:fp32", "openvino:bf16")
+CLOCKS = {"wall_ms": time.perf_counter, "processor_ms": time.process_time}
+VARIANTS = ("dense", "merged")
+WARM_UP = 2
+FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_bf16", "amx_int8", "amx_fp16")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("--recipe", help="name or file; default: variant.yml beside the checkpoint")
+    parser.add_argument("--tau", type=float, help="CLAP's threshold; default: the recipe's")
+    parser.add_argument("--output-kind", choices=("labels", "scores"), default="labels")
+    parser.add_argument("--runs", nargs="+", default=list(RUNS), metavar="RUNTIME:PRECISION")
+    parser.add_argument("--images", type=Path, nargs="+", default=[], help="photos; default: synthetic scenes")
+    parser.add_argument("--count", type=int, default=3, help="how many photos")
+    parser.add_argument("--repeats", type=int, default=9, help="timed runs of each network and photo")
+    parser.add_argument("--work", type=Path, help="folder that keeps the bundles")
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    options = parser.parse_args()
+
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
+        bundles = {
+            run: bundle_of(run.partition(":")[2], options, options.work or Path(scratch)) for run in options.runs
+        }
+        networks: dict[tuple[str, str], Runner] = {}
+        proven: dict[str, Any] = {}
+        for run, bundle in bundles.items():
+            runtime = run.partition(":")[0]
+            build(bundle, runtime)
+            report = verify(bundle, runtime, images=options.images, count=2)
+            proven[run] = {link.name: link.measured for link in report.links} | {"passed": report.passed}
+            if report.passed:
+                dense = variant_bundle(bundle, "dense", ())
+                networks[run, "dense"] = stack.enter_context(variant_runner(dense, runtime, bundle))
+                networks[run, "merged"] = stack.enter_context(runner(bundle, runtime))
+        first = next(iter(bundles.values()))
+        windows = parity_windows(first.recipe, find_images(options.images) if options.images else [], options.count)
+        photos = [timed(networks, window[None], options.repeats) for window in tqdm(windows, "photos")]
+        record = {
+            "schema_version": 1,
+            "environment": asdict(environment()),
+            "processor_features": [name for name in FEATURES if name in processor_flags()],
+            "load_average": os.getloadavg(),
+            "checkpoint": options.checkpoint.name,
+            "network": first.recipe.name,
+            "output": first.recipe.output,
+            "batch": 1,
+            "thresholds": first.signature.defaults,
+            "pictures": "photos" if options.images else "synthetic scenes",
+            "repeats": options.repeats,
+            "parity": proven,
+            "runs": {
+                f"{run} {variant}": {
+                    "execution": network.execution,
+                    "custom_operators": network.custom_operators,
+                    "tokens": [photo[run, variant]["tokens"] for photo in photos],
+                    **{clock: statistics.fmean(photo[run, variant][clock] for photo in photos) for clock in CLOCKS},
+                }
+                for (run, variant), network in networks.items()
+            },
+        }
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    with write_atomically(options.output) as path:
+        path.write_text(json.dumps(record, indent=1) + "\n")
+    for name, facts in record["runs"].items():
+        print(
+            f"{name:32} {facts['wall_ms']:8.1f} ms  {facts['processor_ms']:8.1f} ms of processor  {facts['execution']}"
+        )
+
+
+def bundle_of(precision: str, options: argparse.Namespace, folder: Path) -> Bundle:
+    """The bundle of a precision, exported where it is not there."""
+    target = folder / precision
+    if (target / MANIFEST).is_file():
+        return Bundle.open(target)
+    settings = {"precision": precision, "output": options.output_kind}
+    return export(options.checkpoint, target, options.recipe, settings, tau=options.tau).bundle
+
+
+def timed(networks: dict[tuple[str, str], Runner], image: np.ndarray, repeats: int) -> dict[tuple[str, str], Any]:
+    """Tokens after each merge, and median times, of every network on one photo; the networks take turns."""
+    times: dict[tuple[str, str], dict[str, list[float]]] = {key: {clock: [] for clock in CLOCKS} for key in networks}
+    found: dict[tuple[str, str], Any] = {}
+    for repeat in range(repeats + WARM_UP):
+        for key, network in networks.items():
+            before = {clock: read() for clock, read in CLOCKS.items()}
+            outputs = network.infer({"image": image})
+            after = {clock: read() for clock, read in CLOCKS.items()}
+            found[key] = outputs["token_counts"][0].tolist()
+            if repeat >= WARM_UP:  # the first runs allocate
+                for clock in CLOCKS:
+                    times[key][clock].append(1e3 * (after[clock] - before[clock]))
+    return {
+        key: {"tokens": found[key], **{clock: statistics.median(values) for clock, values in clocks.items()}}
+        for key, clocks in times.items()
+    }
+
+
+def processor_flags() -> set[str]:
+    """Instruction sets that Linux names."""
+    found = re.search(r"^flags\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return set(found[1].split()) if found else set()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""The graph for OpenVINO: no functions, one image without masks, and bf16 where products may have it, nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import onnx_ir as ir
+import pytest
+
+from algm_deploy.bundle.files import ONNX, ONNX_DATA
+from algm_deploy.bundle.store import Bundle
+from algm_deploy.lowering.openvino import rewrite, write_openvino_onnx
+from algm_deploy.lowering.portable import load_portable
+
+BF16, FP32 = ir.DataType.BFLOAT16, ir.DataType.FLOAT
+ATTENTIONS, LINEARS = 6, 6 * 4 + 1  # of the tiny network; `proj_dec` is a linear layer of its own
+
+
+@pytest.fixture
+def portable(tiny_bundle: Bundle) -> ir.Model:
+    return load_portable(tiny_bundle.file(ONNX))
+
+
+def test_no_function_is_left_and_no_mask(portable: ir.Model) -> None:
+    counts = rewrite(portable, single=True, bf16=False)
+    assert counts == {"inlined": ATTENTIONS + 3, "unmasked": ATTENTIONS - 1}, "the first attention has no lengths"
+    assert not portable.functions
+    assert portable.graph.opset_imports == {"": 18}
+    assert {node.domain for node in portable.graph} == {""}
+    assert portable.graph.inputs[0].shape is not None
+    assert portable.graph.inputs[0].shape[0] == 1
+
+
+def test_images_that_decide_together_keep_their_batch(portable: ir.Model) -> None:
+    assert rewrite(portable, single=False, bf16=False) == {"inlined": ATTENTIONS + 3}
+    assert str(portable.graph.inputs[0].shape[0]) == "batch"  # type: ignore[index]
+
+
+def test_products_are_bf16_and_what_decides_is_fp32(portable: ir.Model) -> None:
+    names = [value.name for value in portable.graph.outputs]
+    assert rewrite(portable, single=True, bf16=True)["bf16"] == ATTENTIONS + 2 * LINEARS
+    low = [node for node in portable.graph if any(output.dtype == BF16 for output in node.outputs)]
+    assert {node.op_type for node in low} == {"Cast", "MatMul", "Add", "Reshape"}, "an attention ends in a Reshape"
+    weighted = [node for node in low if node.op_type == "MatMul"]
+    assert len(weighted) == LINEARS
+    for node in portable.graph:
+        for value in node.inputs:
+            if value is not None and value.dtype == BF16 and node.op_type in {"LayerNormalization", "Softmax", "Erf"}:
+                raise AssertionError(f"{node.name} reads bf16")
+    assert [value.name for value in portable.graph.outputs] == names
+    assert {value.dtype for value in portable.graph.outputs} == {FP32, ir.DataType.INT64}
+    assert {value.dtype for value in portable.graph.initializers.values()} <= {FP32, ir.DataType.INT64}
+
+
+def test_a_value_is_cast_once(portable: ir.Model) -> None:
+    rewrite(portable, single=True, bf16=True)
+    casts = [(node.inputs[0], node.attributes["to"].as_int()) for node in portable.graph if node.op_type == "Cast"]
+    low = [value for value, to in casts if to == BF16]
+    assert len(low) == len(set(low))
+    assert all(value is not None and value.dtype == FP32 for value in low), "bf16 is not cast to fp32 and back"
+
+
+def test_no_weight_is_written_again(tiny_bundle: Bundle, copied: Callable[..., Bundle]) -> None:
+    bundle = copied(tiny_bundle)
+    write_openvino_onnx(bundle, "model.openvino.onnx")
+    found = bundle.files["model.openvino.onnx"]
+    assert found.uses == (ONNX_DATA,)
+    assert found.size_bytes < bundle.files[ONNX_DATA].size_bytes / 4
+
+
+def test_a_graph_of_somebody_else_is_refused(tiny_bundle: Bundle, copied: Callable[..., Any]) -> None:
+    from algm_deploy.errors import BundleError
+
+    path = copied(tiny_bundle).path / ONNX
+    path.write_bytes(b"no graph")
+    with pytest.raises(BundleError, match="expected an ONNX file"):
+        load_portable(path)

@@ -1,0 +1,155 @@
+"""The OpenVINO runner: which graph runs, in which precision, and what the project keeps quiet."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from algm_deploy.bundle.records import OptimizedGraph
+from algm_deploy.bundle.store import Bundle
+from algm_deploy.errors import BuildError, BundleError
+from algm_deploy.parity.chain import verify
+from algm_deploy.runners.contract import runner, runner_type
+from algm_deploy.runners.registry import row_of
+from algm_deploy.timing.variants import variant_bundle
+
+OPENVINO = "openvino"
+OWN = "model.openvino.onnx"
+if not row_of(OPENVINO).installed():  # importing it to see would be no quiet import
+    pytest.skip("needs OpenVINO: algm-deploy[openvino]", allow_module_level=True)
+Copied = Callable[..., Bundle]
+
+
+@pytest.fixture
+def images(blob_images: Callable[[int], np.ndarray]) -> np.ndarray:
+    return blob_images(3)
+
+
+def outputs_of(bundle: Bundle, images: np.ndarray) -> dict[str, np.ndarray]:
+    with runner(bundle, OPENVINO) as run:
+        return run.infer({"image": images}, [tensor.name for tensor in run.signature.outputs])
+
+
+def built(bundle: Bundle) -> Bundle:
+    runner_type(OPENVINO).build(bundle)
+    return Bundle.open(bundle.path)
+
+
+def test_an_export_runs_at_once_and_agrees_with_the_built_graph(
+    tiny_bundle: Bundle, copied: Copied, images: np.ndarray
+) -> None:
+    with runner(tiny_bundle, OPENVINO) as run:
+        assert run.executable == "model.inlined.onnx"
+    bundle = built(copied(tiny_bundle))
+    with runner(bundle, OPENVINO) as run:
+        assert run.executable == OWN
+        assert run.execution.keys() == {"arithmetic", "threads"}
+        assert run.execution["arithmetic"] == "fp32"
+    assert bundle.found(OptimizedGraph, OPENVINO).rewrites["inlined"] == 9
+    portable, own = outputs_of(tiny_bundle, images), outputs_of(bundle, images)
+    for name, value in portable.items():
+        np.testing.assert_allclose(own[name], value, rtol=0, atol=2e-5)
+
+
+def test_no_precision_is_left_to_openvino(tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By itself it takes bf16 on processors that have it, and similarities with it."""
+    module = sys.modules[runner_type(OPENVINO).__module__]
+    monkeypatch.setattr(module, "has_bf16", lambda: True)
+    with runner(tiny_bundle, OPENVINO) as run:
+        assert run._compiled.get_property("INFERENCE_PRECISION_HINT").to_string() == "f32"  # type: ignore[attr-defined]
+
+
+@pytest.fixture(scope="module")
+def bf16_bundle(tiny_export: Callable[..., Bundle], tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    import shutil
+
+    target = tmp_path_factory.mktemp("bf16") / "bundle"
+    return built(Bundle.open(shutil.copytree(tiny_export({"precision": "bf16"}).path, target)))
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_bf16_says_what_is_computed(
+    bf16_bundle: Bundle,
+    images: np.ndarray,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    there: bool,
+) -> None:
+    module: Any = sys.modules[runner_type(OPENVINO).__module__]
+    module.say_once.cache_clear()
+    monkeypatch.setattr(module, "has_bf16", lambda: there)
+    for _ in range(2):
+        with runner(bf16_bundle, OPENVINO) as run:
+            hint = run._compiled.get_property("INFERENCE_PRECISION_HINT").to_string()  # type: ignore[attr-defined]
+            assert hint == ("dynamic" if there else "f32"), "the types of the graph hold, or fp32"
+            assert run.execution["arithmetic"] == ("bf16" if there else "fp32")
+            assert run.infer({"image": images})["scores"].dtype == np.float32
+    said = [record.message for record in caplog.records]
+    assert len(said) == (0 if there else 1)
+    assert there or "in fp32 and not in bf16: this processor has none of its instructions" in said[0]
+
+
+def test_bf16_without_its_graph_says_how_to_get_it(
+    tiny_export: Callable[..., Bundle], caplog: pytest.LogCaptureFixture
+) -> None:
+    with runner(tiny_export({"precision": "bf16"}), OPENVINO) as run:
+        assert run.execution["arithmetic"] == "fp32"
+    assert any("build" in record.message and "--runtime openvino" in record.message for record in caplog.records)
+
+
+def test_the_parity_chain_holds(
+    tiny_bundle: Bundle, copied: Copied, images: np.ndarray, record_property: Callable[[str, object], None]
+) -> None:
+    report = verify(built(copied(tiny_bundle)), OPENVINO, images, progress=False)
+    assert [(link.name, link.measured) for link in report.links if not link.passed] == []
+    record_property("support", "algm segmenter/mask_transformer openvino verified")
+
+
+@pytest.mark.parametrize("runtime", [OPENVINO, "onnxruntime-cpu"])
+def test_a_bundle_in_bf16_is_proven(bf16_bundle: Bundle, images: np.ndarray, runtime: str) -> None:
+    report = verify(bf16_bundle, runtime, images[:2], progress=False)
+    assert [(link.name, link.measured) for link in report.links if not link.passed] == []
+
+
+def test_labels_with_merges_and_without(labels_bundle: Bundle, copied: Copied, images: np.ndarray) -> None:
+    bundle = copied(labels_bundle)
+    for one, merges in ((bundle, 2), (variant_bundle(bundle, "dense", ()), 0)):
+        found = outputs_of(one, images)
+        with runner(one, "torch") as run:
+            expected = run.infer({"image": images})
+        assert (found["labels"].dtype, found["token_counts"].shape) == (np.uint8, (3, merges))
+        np.testing.assert_array_equal(found["token_counts"], expected["token_counts"])
+        assert (found["labels"] == expected["labels"]).mean() > 0.999
+
+
+def test_threads_share_a_runner(tiny_bundle: Bundle, copied: Copied, images: np.ndarray) -> None:
+    with runner(built(copied(tiny_bundle)), OPENVINO) as run:
+        alone = [run.infer({"image": image[None]}) for image in images]
+        with ThreadPoolExecutor(3) as pool:
+            together = list(pool.map(lambda image: run.infer({"image": image[None]}), [*images] * 4))
+        for index, found in enumerate(together):
+            for name, value in alone[index % 3].items():
+                np.testing.assert_array_equal(found[name], value)
+
+
+def test_broken_files_and_unknown_options_are_refused(tiny_bundle: Bundle, copied: Copied) -> None:
+    with pytest.raises(BuildError, match="openvino has no build option precision"):
+        runner_type(OPENVINO).build(tiny_bundle, precision="bf16")
+    bundle = copied(tiny_bundle)
+    with bundle.add(OWN) as path:
+        path.write_bytes(b"no graph")
+    with (
+        pytest.raises(BundleError, match=r"expected a graph that OpenVINO .* can load, it says"),
+        runner(Bundle.open(bundle.path), OPENVINO),
+    ):
+        pass
+
+
+def test_nothing_is_told_to_others() -> None:
+    runner_type(OPENVINO)
+    assert not [name for name in sys.modules if name.partition(".")[0] == "openvino_telemetry"]
