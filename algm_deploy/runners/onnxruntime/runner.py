@@ -189,7 +189,7 @@ class OnnxRuntimeCudaRunner(OnnxRuntimeRunner):
         recipe = self.bundle.recipe
         if self.segments and recipe.merging.static and recipe.output == "labels":
             return recipe.max_batch
-        row = recipe.network.embed_dim * (2 if recipe.precision == "fp16" else 4)
+        row = recipe.network.embed_dim * (2 if recipe.precision in ("fp16", "fp8") else 4)
         return min(GRAPH_BYTES // row, recipe.max_batch) if self.segments else 0
 
     @property
