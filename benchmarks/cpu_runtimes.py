@@ -1,6 +1,6 @@
 """Runtimes and precisions on one CPU in turns, dense and merged, on photos, batch 1.
 
-    python benchmarks/cpu_runtimes.py CHECKPOINT --images PHOTOS -o benchmarks/records/cpu_runtimes.json
+    python benchmarks/cpu_runtimes.py CHECKPOINT --images PHOTOS --calibrate OTHERS -o cpu_runtimes.json
     python benchmarks/cpu_runtimes.py CHECKPOINT --runs openvino:fp32 openvino:bf16 --images PHOTOS -o x.json
 
 A run is RUNTIME:PRECISION. Each precision is exported once, each runtime built and verified on two of the photos; one
@@ -36,9 +36,8 @@ from algm_deploy.pictures.sources import find_images
 from algm_deploy.runners.contract import Runner, runner
 from algm_deploy.timing.variants import variant_bundle, variant_runner
 
-RUNS = ("onnxruntime-cpu:fp32", "openvino:fp32", "openvino:bf16")
+RUNS = ("onnxruntime-cpu:fp32", "onnxruntime-cpu:int8", "openvino:fp32", "openvino:bf16", "openvino:int8")
 CLOCKS = {"wall_ms": time.perf_counter, "processor_ms": time.process_time}
-VARIANTS = ("dense", "merged")
 WARM_UP = 2
 FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_bf16", "amx_int8", "amx_fp16")
 
@@ -51,6 +50,7 @@ def main() -> None:
     parser.add_argument("--output-kind", choices=("labels", "scores"), default="labels")
     parser.add_argument("--runs", nargs="+", default=list(RUNS), metavar="RUNTIME:PRECISION")
     parser.add_argument("--images", type=Path, nargs="+", default=[], help="photos; default: synthetic scenes")
+    parser.add_argument("--calibrate", type=Path, nargs="+", default=[], help="photos that int8 measures ranges on")
     parser.add_argument("--count", type=int, default=3, help="how many photos")
     parser.add_argument("--repeats", type=int, default=9, help="timed runs of each network and photo")
     parser.add_argument("--work", type=Path, help="folder that keeps the bundles")
@@ -113,7 +113,8 @@ def bundle_of(precision: str, options: argparse.Namespace, folder: Path) -> Bund
     if (target / MANIFEST).is_file():
         return Bundle.open(target)
     settings = {"precision": precision, "output": options.output_kind}
-    return export(options.checkpoint, target, options.recipe, settings, tau=options.tau).bundle
+    photos = options.calibrate if precision == "int8" else None
+    return export(options.checkpoint, target, options.recipe, settings, tau=options.tau, calibrate=photos).bundle
 
 
 def timed(networks: dict[tuple[str, str], Runner], image: np.ndarray, repeats: int) -> dict[tuple[str, str], Any]:

@@ -51,6 +51,8 @@ class OpenVinoRunner(Runner):
         if self._compiled is None:
             return {}
         threads = str(self._compiled.get_property("INFERENCE_NUM_THREADS"))
+        if self.bundle.recipe.precision == "int8":
+            return {"arithmetic": "int8 where the graph is quantised, else fp32", "threads": threads}
         return {"arithmetic": "bf16" if self._low else "fp32", "threads": threads}
 
     @property
