@@ -81,7 +81,7 @@ def export(
     tau: float | None = None,
     gbm: float | None = None,
     budget: tuple[int | float, int | float] | None = None,
-    calibrate: Images | None = None,
+    calibrate: Images = (),
     source: str = "the call",
 ) -> Exported:
     """Exports a checkpoint to a bundle.
@@ -125,19 +125,20 @@ def export(
     return Exported(written, conflicts, (*content.notes, *_threshold_note(decided, layers), *_high_note(written)))
 
 
-def _calibration_windows(recipe: Recipe, images: Images | None) -> NDArray[Any] | None:
+def _calibration_windows(recipe: Recipe, images: Images) -> NDArray[Any] | None:
     """Windows to measure ranges on where the precision needs them.
 
     Raises:
         RecipeError: int8 without pictures, or pictures without int8.
     """
-    if (recipe.precision == "int8") != (images is not None):
-        raise RecipeError(
-            "expected photos to calibrate int8 on, got none: name some like those it will see (--calibrate PHOTOS)"
-            if images is None
-            else f"expected photos to calibrate on with int8 alone, got some for {recipe.precision}: leave them out"
-        )
-    return None if images is None else parity_windows(recipe, _pictures(images), CALIBRATION_PICTURES)
+    paths = _pictures(images)
+    if (recipe.precision == "int8") == bool(paths):
+        return parity_windows(recipe, paths, CALIBRATION_PICTURES) if paths else None
+    raise RecipeError(
+        f"expected photos to calibrate on with int8 alone, got some for {recipe.precision}: leave them out"
+        if paths
+        else "expected photos to calibrate int8 on, got none: name some like those it will see (--calibrate PHOTOS)"
+    )
 
 
 def _high_note(bundle: Bundle) -> tuple[str, ...]:

@@ -113,7 +113,7 @@ def bundle_of(precision: str, options: argparse.Namespace, folder: Path) -> Bund
     if (target / MANIFEST).is_file():
         return Bundle.open(target)
     settings = {"precision": precision, "output": options.output_kind}
-    photos = options.calibrate if precision == "int8" else None
+    photos = options.calibrate if precision == "int8" else ()
     return export(options.checkpoint, target, options.recipe, settings, tau=options.tau, calibrate=photos).bundle
 
 

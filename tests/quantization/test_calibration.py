@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import cv2
 import numpy as np
 import pytest
 import torch
@@ -164,14 +165,16 @@ def test_a_product_that_is_not_there(int8_bundle: Bundle) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "pictures", "message"),
-    [({"precision": "int8"}, None, "--calibrate"), ({}, [], "int8 alone")],
+    ("settings", "photos", "message"),
+    [({"precision": "int8"}, [], "--calibrate"), ({}, ["photo.png"], "int8 alone")],
 )
 def test_photos_and_precision_belong_together(
-    tiny_checkpoint: Path, tmp_path: Path, settings: dict[str, Any], pictures: Any, message: str
+    tiny_checkpoint: Path, tmp_path: Path, settings: dict[str, Any], photos: list[str], message: str
 ) -> None:
+    for name in photos:
+        cv2.imwrite(str(tmp_path / name), np.zeros((64, 96, 3), np.uint8))
     with pytest.raises(RecipeError, match=message):
-        export(tiny_checkpoint, tmp_path / "bundle", None, settings, calibrate=pictures)
+        export(tiny_checkpoint, tmp_path / "bundle", None, settings, calibrate=[tmp_path / name for name in photos])
     assert not (tmp_path / "bundle").exists()
 
 
