@@ -39,6 +39,7 @@ from algm_deploy.timing.variants import variant_bundle, variant_runner
 RUNS = ("onnxruntime-cpu:fp32", "onnxruntime-cpu:int8", "openvino:fp32", "openvino:bf16", "openvino:int8")
 CLOCKS = {"wall_ms": time.perf_counter, "processor_ms": time.process_time}
 WARM_UP = 2
+PAUSE_S = 0.1  # until idle threads of the network before sleep: ONNX Runtime's wait in a loop for more work first
 FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_bf16", "amx_int8", "amx_fp16")
 
 
@@ -123,6 +124,7 @@ def timed(networks: dict[tuple[str, str], Runner], image: np.ndarray, repeats: i
     found: dict[tuple[str, str], Any] = {}
     for repeat in range(repeats + WARM_UP):
         for key, network in networks.items():
+            time.sleep(PAUSE_S)
             before = {clock: read() for clock, read in CLOCKS.items()}
             outputs = network.infer({"image": image})
             after = {clock: read() for clock, read in CLOCKS.items()}
