@@ -263,9 +263,9 @@ def settings(command: Parser) -> None:
     command.add_argument(
         "--calibrate",
         type=path,
-        nargs="+",
-        metavar="PHOTO",
-        help="for int8: pictures or folders of pictures like those it will see, to measure ranges on",
+        action="append",
+        metavar="PHOTOS",
+        help="for int8: a picture or a folder of pictures like those it will see, to measure ranges on; may be repeated",
     )
     command.add_argument("--max-batch", type=positive, help="largest batch the bundle takes; default: the recipe's")
     command.add_argument(

@@ -189,6 +189,6 @@ def test_the_command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         raise RecipeError("seen")
 
     monkeypatch.setattr(deployment, "export", refuse)
-    flags = ["export", "x.pth", "-o", str(tmp_path / "b"), "--precision", "int8", "--calibrate", "day", "night"]
+    flags = ["export", "x.pth", "-o", str(tmp_path / "b"), "--precision", "int8", "--calibrate", "day", "--calibrate", "night"]
     assert main(flags) == 2
     assert given["calibrate"] == [Path("day"), Path("night")]

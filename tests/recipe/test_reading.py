@@ -210,7 +210,7 @@ WRONG = {
     "class_names": ('["sky", "road"]', "class_names for 3 classes, got 2"),
     "palette": ("[[1, 2], [3, 4], [5, 6]]", "3 whole numbers"),
     "output": ('"mask"', "labels or scores"),
-    "precision": ('"int8"', "fp32 or fp16 or bf16"),
+    "precision": ('"int4"', "fp32 or fp16 or bf16 or int8 or fp8"),
     "max_batch": ("0", "recipe.max_batch between 1 and 1024"),
     "published": ('{miou_percent = "high"}', "a finite number as published.miou_percent"),
     "network.family": ('"fcn"', "segmenter"),
@@ -251,6 +251,7 @@ WRONG = {
     "gates.label_agreement": ("99.9", "gates.label_agreement between 0 and 1"),
     "gates.excused_decisions": ("-0.1", "gates.excused_decisions between 0 and 1"),
     "gates.miou_drop_points": ('"0.1"', "a finite number"),
+    "gates.int8_label_agreement": ("2", "gates.int8_label_agreement between 0 and 1"),
 }
 
 
