@@ -44,6 +44,7 @@ def merge_titles(names: Sequence[str]) -> dict[str, str]:
 
 
 def _merge_title(name: str, alone: bool) -> str:
-    kind, layer, *part = name.split("_")
+    kind, *layer = name.split("_")  # early releases wrote kinds alone
+    part = layer[1:]
     title = "ToMe" if kind == "tome" else kind.upper()
-    return " ".join([title, *([] if alone else [layer]), *map(_PARTS.__getitem__, part)])
+    return " ".join([title, *([] if alone else layer[:1]), *map(_PARTS.__getitem__, part)])

@@ -128,7 +128,7 @@ def margins(bundle: Bundle, window: NDArray[np.uint8], maps: list[NDArray[np.int
     of a token that GBM merges, which decide what it joins.
     """
     recipe = bundle.recipe
-    replayed = [Replays(bundle, window[None])(0, maps)]
+    replayed = [Replays(bundle, window[None], bundle.recipe.precision)(0, maps)]
     clap = clap_facts(replayed, 0, recipe.merging, recipe.network)[0]
     gbm = gbm_facts(replayed, 1, recipe.merging, recipe.network)[0]
     merged = np.sort(clap.similarity[clap.similarity >= clap.limit].astype(np.float64))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from algm_deploy.errors import BundleError
 from algm_deploy.ops import reference
 from algm_deploy.parity.decisions import ClapFacts, GbmFacts, clap_problems, gbm_problems
 from algm_deploy.predictor import Predictor
-from algm_deploy.recipe.schema import MergePlan
+from algm_deploy.recipe.schema import MergePlan, Recipe
 from algm_deploy.report.page import write_report
 from algm_deploy.report.pictures import _chosen
 from algm_deploy.report.records import budget_words, plan_in_force, plan_name
@@ -57,7 +58,12 @@ def test_the_flag_exports_budgets(tiny_checkpoint: Path, tmp_path: Path, capsys:
 
 def test_the_function_exports_budgets(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[MergePlan] = []
-    monkeypatch.setattr(deployment, "write_bundle", lambda content, recipe, *rest: written.append(recipe.merging))
+
+    def write(content: object, recipe: Recipe, *rest: object) -> object:
+        written.append(recipe.merging)
+        return SimpleNamespace(manifest=SimpleNamespace(quantization=None))
+
+    monkeypatch.setattr(deployment, "write_bundle", write)
     export(tiny_checkpoint, tmp_path / "bundle", None, {}, budget=(0.5, 7))
     found = written[0]
     assert (found.clap, found.clap_budget, found.gbm, found.gbm_budget) == ("budget", 0.5, "budget", 7)

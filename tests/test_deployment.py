@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -50,7 +51,12 @@ def test_bundle_names_the_classes_of_its_data_set(tiny_bundle: Bundle) -> None:
 def _stopped(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Lets `export` decide everything and write nothing; returns what it would have written."""
     written: list[object] = []
-    monkeypatch.setattr("algm_deploy.deployment.write_bundle", lambda *arguments: written.append(arguments[1]))
+
+    def write(*arguments: object) -> object:
+        written.append(arguments[1])
+        return SimpleNamespace(manifest=SimpleNamespace(quantization=None))
+
+    monkeypatch.setattr("algm_deploy.deployment.write_bundle", write)
     return written
 
 

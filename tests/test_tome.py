@@ -157,7 +157,7 @@ def test_the_map_of_another_part_is_found_out(around: Bundle) -> None:
     maps = [found[f"token_map_{name}"][0] for name in names]
     assert "splits tokens" in (map_problem(maps, 1) or "")
     assert map_problem(maps, 1, lasting=False) is None
-    replayed, network = Replays(around, images)(0, maps), around.recipe.network
+    replayed, network = Replays(around, images, "fp32")(0, maps), around.recipe.network
     (facts,) = tome_facts([replayed], 1, AROUND, network)
     before = replayed.truth[1].map[0].numpy()
     assert tome_problems(facts, before, maps[1], 1) == []

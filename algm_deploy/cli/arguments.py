@@ -265,7 +265,7 @@ def settings(command: Parser) -> None:
         type=path,
         action="append",
         metavar="PHOTOS",
-        help="for int8: a picture or a folder of pictures like those it will see, to measure ranges on; may be repeated",
+        help="for int8: photo or folder of photos like those it will see, to measure ranges on; may come again",
     )
     command.add_argument("--max-batch", type=positive, help="largest batch the bundle takes; default: the recipe's")
     command.add_argument(

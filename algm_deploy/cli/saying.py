@@ -59,10 +59,10 @@ def silence(stream: TextIO) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def say(line: str = "") -> None:
-    """A line of the result."""
+def say(line: str = "", at_once: bool = False) -> None:
+    """A line of the result; `at_once`: not only when the command ends."""
     with output():
-        print(line)
+        print(line, flush=at_once)
 
 
 def say_json(value: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -136,9 +135,7 @@ def serve(options: argparse.Namespace) -> int:
 
     def listening(address: str) -> None:
         note(options, f"{runtime} on {predictor.device_name}, batches of {predictor.batch}; Ctrl-C stops it")
-        say(address)
-        with output():
-            sys.stdout.flush()
+        say(address, at_once=True)
 
     with (
         Predictor(bundle, runtime, device=options.device, batch=options.batch, **given) as predictor,

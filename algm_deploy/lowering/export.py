@@ -90,8 +90,9 @@ def base_onnx(deployed: Deployed, plan: MergePlan, image_dtype: str = "uint8") -
 
 
 def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
-    written = {name: _bare_node(name) for name in SCHEMAS} | {"quantized": _quantized, "dequantized": _dequantized}
-    return {getattr(torch.ops.algm, name).default: translate for name, translate in written.items()}
+    bare = {getattr(torch.ops.algm, name).default: _bare_node(name) for name in SCHEMAS}
+    standard = torch.ops.algm_standard
+    return bare | {standard.quantized.default: _quantized, standard.dequantized.default: _dequantized}
 
 
 def _quantized(x: Any, scale: Any, zero_point: Any) -> Any:

@@ -45,8 +45,8 @@ class QuantizedLinear(nn.Module):
         self.register_buffer("zero_point", torch.tensor(zero_point, dtype=torch.int8), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = torch.ops.algm.dequantized(self.levels, self.steps).to(x.dtype)
-        out: Tensor = torch.ops.algm.quantized(x, self.scale, self.zero_point) @ weight + self.bias
+        weight = torch.ops.algm_standard.dequantized(self.levels, self.steps).to(x.dtype)
+        out: Tensor = torch.ops.algm_standard.quantized(x, self.scale, self.zero_point) @ weight + self.bias
         return out
 
 

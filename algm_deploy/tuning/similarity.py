@@ -170,6 +170,13 @@ class _Recorder(nn.Module):
         return tokens
 
 
+class _Unread(nn.Module):
+    """In place of the MLP behind the last attention: nobody reads what it would give."""
+
+    def forward(self, rows: Tensor, length: Tensor | None = None) -> Tensor:
+        return rows
+
+
 def dense_encoder(bundle: Bundle, last: int) -> VisionTransformer:
     """The encoder of a bundle that takes pixels, in fp32, cut after the attention of block `last`."""
     recipe = bundle.recipe
@@ -177,7 +184,7 @@ def dense_encoder(bundle: Bundle, last: int) -> VisionTransformer:
     encoder.blocks = encoder.blocks[:last]
     for block in encoder.blocks:
         block.merge = _Recorder()
-    encoder.blocks[-1].mlp = nn.Identity()  # nobody reads what follows the last attention
+    encoder.blocks[-1].mlp = _Unread()
     return encoder.eval()
 
 

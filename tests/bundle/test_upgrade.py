@@ -107,9 +107,10 @@ def test_what_the_bundle_keeps_itself_is_the_same(name: str) -> None:
     merging = before["recipe"]["merging"]
     before["recipe"]["merging"] = {
         **merging,
-        **{"gbm": merging.pop("gbm_mode"), "clap": "threshold", "clap_budget": 0, "gbm_budget": 0},
+        **{"gbm": merging.pop("gbm_mode"), "clap": "threshold", "clap_budget": 0, "gbm_budget": 0, "tome_share": []},
     }
     del before["recipe"]["merging"]["gbm_mode"]
+    before["recipe"]["gates"]["int8_label_agreement"] = 0.99
     assert json.loads(json.dumps(to_table(manifest.recipe))) == before["recipe"]
     assert json.loads(msgspec.json.encode(manifest.environment)) == before["environment"]
     assert json.loads(msgspec.json.encode(manifest.signature)) == before["signature"]

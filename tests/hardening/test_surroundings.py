@@ -255,10 +255,11 @@ WORDS: dict[str, list[str]] = {
 WITHOUT_NAMES = {"list", "doctor", "build-native"}
 IN_THE_WAY: dict[str, list[str]] = {"demo": ONE, "prove": [B, "--runtime", "tensorrt-rtx"]}
 """Commands of many steps, which other tests run, and what they are told beside the folder to write."""
+UNTIL_STOPPED = {"serve"}  # tests/serving tries it
 
 
 def test_every_command_is_tried() -> None:
-    assert {*WORDS, *WITHOUT_NAMES, *IN_THE_WAY} == set(COMMANDS)
+    assert {*WORDS, *WITHOUT_NAMES, *IN_THE_WAY, *UNTIL_STOPPED} == set(COMMANDS)
 
 
 @pytest.mark.parametrize("command", WORDS)

@@ -55,7 +55,7 @@ def test_a_layer_computes_with_levels() -> None:
     assert int(ours.levels.abs().max()) == WEIGHT_LEVELS
     np.testing.assert_allclose(ours(x).detach(), expected, rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(
-        torch.ops.algm.quantized(x, ours.scale, ours.zero_point), reference(x.numpy(), 0.05, 3)
+        torch.ops.algm_standard.quantized(x, ours.scale, ours.zero_point), reference(x.numpy(), 0.05, 3)
     )
 
 
@@ -189,6 +189,17 @@ def test_the_command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         raise RecipeError("seen")
 
     monkeypatch.setattr(deployment, "export", refuse)
-    flags = ["export", "x.pth", "-o", str(tmp_path / "b"), "--precision", "int8", "--calibrate", "day", "--calibrate", "night"]
+    flags = [
+        "export",
+        "x.pth",
+        "-o",
+        str(tmp_path / "b"),
+        "--precision",
+        "int8",
+        "--calibrate",
+        "day",
+        "--calibrate",
+        "night",
+    ]
     assert main(flags) == 2
     assert given["calibrate"] == [Path("day"), Path("night")]

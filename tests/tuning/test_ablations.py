@@ -140,11 +140,12 @@ def test_gbm_of_the_tokens_themselves_is_gbm(tiny_bundle: Bundle, image: Tensor)
     for layer in plan.gbm_layers:
         block = varied.blocks[layer - 1]
         block.merge = GbmVariant(plan, layer, 1, ALGM, block)
-    (_, published), (_, same) = (one(image, merge_inputs(0.9, 1.0)) for one in (encoder, varied))
-    for one, other in zip(published, same, strict=True):
+    (published, stages), (same, others) = (one(image, merge_inputs(0.9, 1.0)) for one in (encoder, varied))
+    for one, other in zip(stages, others, strict=True):
         assert torch.equal(one.map, other.map)
         assert torch.equal(one.size, other.size)
-        torch.testing.assert_close(one.values, other.values, rtol=0, atol=0)
+    for tokens, varied_tokens in zip(published, same, strict=True):
+        torch.testing.assert_close(tokens.values, varied_tokens.values, rtol=0, atol=0)
 
 
 def test_variants_combine(tiny_bundle: Bundle, image: Tensor) -> None:

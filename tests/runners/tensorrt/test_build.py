@@ -449,7 +449,7 @@ def test_refused_options_say_why(options: dict[str, Any], runtime: str, message:
 def test_every_option_of_an_engine_is_one_of_a_runtime() -> None:
     """And a runner's `build` takes them by name, as the command line hands them on."""
     known = {name for row in RUNTIMES.values() for name in row.build_options}
-    assert known == {"precision", *(field.name for field in fields(EngineOptions))}
+    assert known == {"precision", "stretches", *(field.name for field in fields(EngineOptions))}
 
 
 def test_a_runner_builds_with_the_options_of_its_row(tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
