@@ -18,14 +18,14 @@ import msgspec
 
 from algm_deploy.bundle.files import ONNX, write_atomically
 from algm_deploy.bundle.manifest import MANIFEST
-from algm_deploy.bundle.records import Engine
+from algm_deploy.bundle.records import Engine, EngineStretches
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.demo.run import labelled_pictures
 from algm_deploy.deployment import bench, build, compare, evaluate, note_not_run, verify
 from algm_deploy.doctor.rules import diagnose
 from algm_deploy.doctor.text import for_people
 from algm_deploy.environment import environment
-from algm_deploy.errors import AlgmDeployError, BundleError, GateError, NotExecutedError
+from algm_deploy.errors import AlgmDeployError, BuildError, BundleError, GateError, NotExecutedError
 from algm_deploy.lowering.tensorrt import TENSORRT_ONNX
 from algm_deploy.native_libraries import made_from
 from algm_deploy.predictor import takes_whole_frames
@@ -37,6 +37,7 @@ from algm_deploy.wording import counted
 
 PROOF, LOG, POLYGRAPHY = "proof.json", "builder.log", "polygraphy"
 OPEN = "open, which compares an engine's first run with PyTorch's results"
+PARTS = "open the engines of the parts between merges, compared likewise"
 Result = Literal["started", "done", "failed", "not done"]
 _INSPECT = "from polygraphy.tools import main; raise SystemExit(main())"
 
@@ -69,8 +70,9 @@ def prove(
 ) -> Proof:
     """Builds a bundle for a runtime, opens, verifies, evaluates, times and reports it, and writes `folder`.
 
-    A step that fails leaves out those that need it and is told, not raised. Where nothing here can execute what was
-    built, the manifest says so.
+    Where the runtime can also be built in parts (`build --stretches`), both forms are built and opened; the other steps
+    take the one that a user gets. A step that fails leaves out those that need it and is told, not raised. Where
+    nothing here can execute what was built, the manifest says so.
 
     Args:
         bundle: takes the records of the steps.
@@ -112,6 +114,8 @@ def prove(
         missing = missing or ("" if done else proof.not_executed or f"{name} failed")
     step("evaluate", lambda: _evaluate(bundle, runtime, progress), missing or _no_labels_for(bundle))
     step("time", lambda: _time(bundle, runtime, progress), missing)
+    if _in_parts(bundle, runtime):  # last, so that it cannot take the others with it
+        step(PARTS, lambda: _open(bundle, runtime, parts=True), "" if executed else missing)
     if proof.not_executed:
         note_not_run(bundle, runtime, proof.not_executed)
     step("files for Polygraphy", lambda: _exchange(bundle, runtime, folder, executed))
@@ -135,21 +139,52 @@ def _finish(proof: Proof, part: Part, run: Callable[[], str]) -> None:
 
 
 def _build(bundle: Bundle, runtime: str, folder: Path) -> str:
+    kept = bundle.path / "reports" / f"build-{runtime}.log"  # of a builder that crashed
+    kept.unlink(missing_ok=True)
+    (folder / LOG).unlink(missing_ok=True)
     try:
-        lines = build(bundle, runtime)
+        lines, engines = _built(bundle, runtime)
     finally:
-        kept = bundle.path / "reports" / f"build-{runtime}.log"  # of a builder that crashed
         if kept.is_file():
             shutil.copyfile(kept, folder / LOG)
-    if engine := bundle.found(Engine, runtime):
-        layers = [f"layer: {name} ({kind})" for name, kind in engine.builder_layers]
-        (folder / LOG).write_text("\n".join([*engine.log, *layers, ""]), encoding="utf-8")
+    if engines:
+        with (folder / LOG).open("a", encoding="utf-8") as log:
+            log.writelines(f"{line}\n" for engine in engines for line in _log_of(engine))
     return "; ".join(line.strip() for line in lines)
 
 
-def _open(bundle: Bundle, runtime: str) -> str:
-    with runner(bundle, runtime) as run:
-        return f"on {run.device_name}"
+def _built(bundle: Bundle, runtime: str) -> tuple[list[str], list[Engine]]:
+    """What was built, in lines for people and in records: both forms, or the single engine where parts are refused."""
+    if not _in_parts(bundle, runtime):
+        return build(bundle, runtime), _single(bundle, runtime)
+    try:
+        lines = build(bundle, runtime, stretches=True)
+    except BuildError as error:
+        lines = build(bundle, runtime)
+        return [*lines, f"no engines of the parts between merges: {error}"], _single(bundle, runtime)
+    parts = bundle.found(EngineStretches, runtime)
+    assert parts is not None
+    return lines, [*([] if parts.single_refused else _single(bundle, runtime)), *parts.engines]
+
+
+def _in_parts(bundle: Bundle, runtime: str) -> bool:
+    """Whether the bundle's network can be built in parts, too: not where token counts are known beforehand."""
+    return "stretches" in row_of(runtime).build_options and not bundle.recipe.merging.static
+
+
+def _single(bundle: Bundle, runtime: str) -> list[Engine]:
+    engine = bundle.found(Engine, runtime)
+    return [engine] if engine else []
+
+
+def _log_of(engine: Engine) -> list[str]:
+    return [*engine.log, *(f"layer: {name} ({kind})" for name, kind in engine.builder_layers)]
+
+
+def _open(bundle: Bundle, runtime: str, **options: bool) -> str:
+    with runner(bundle, runtime, **options) as run:
+        how = [f"on {run.device_name}", *(f"{name}: {value}" for name, value in run.execution.items())]
+        return ", ".join(how) + (f"; refused: {run.refused}" if run.refused else "")
 
 
 def _verify(bundle: Bundle, runtime: str, progress: bool) -> str:

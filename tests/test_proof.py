@@ -18,14 +18,14 @@ from typing import Any
 import pytest
 
 from algm_deploy import proof as proof_module
-from algm_deploy.bundle.records import Link, Parity
+from algm_deploy.bundle.records import Engine, EngineMerge, EngineStretches, Link, Parity, ParsedNetwork
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.cli import main
 from algm_deploy.deployment import compare
-from algm_deploy.errors import BuildError, NotExecutedError
+from algm_deploy.errors import BuildError, BundleError, NotExecutedError
 
 NO_GPU = "the engine is built and not executed: torch finds no CUDA device here"
-LEFT_OUT = [proof_module.OPEN, "verify", "evaluate", "time"]
+LEFT_OUT = [proof_module.OPEN, "verify", "evaluate", "time", proof_module.PARTS]
 Prove = Callable[..., tuple[int, dict[str, str], str]]
 
 
@@ -42,7 +42,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     """A build that does nothing, a chain that holds, one speed; files that hold nothing, Polygraphy shows nothing."""
-    monkeypatch.setattr(proof_module, "build", lambda *_: ["built"])
+    monkeypatch.setattr(proof_module, "build", both_forms)
     monkeypatch.setattr(proof_module, "verify", lambda *_, **__: parity(True))
     speed = SimpleNamespace(variant="merged", batch_ms_mean_of_medians=1.5, stable=True)
     monkeypatch.setattr(proof_module, "bench", lambda *_, **__: [speed])
@@ -50,6 +50,35 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proof_module, "diagnose", list)
     shown = SimpleNamespace(returncode=0, stdout="==== ONNX Model ====", stderr="")
     monkeypatch.setattr(proof_module, "subprocess", SimpleNamespace(run=lambda *_, **__: shown))
+
+
+def engine(layer: str) -> Engine:
+    return Engine(
+        runtime="tensorrt-rtx",
+        version="1.7.1",
+        precision="fp16",
+        batches=(1, 2, 2),
+        compute_capabilities=("8.9",),
+        version_compatible=False,
+        hardware_compatible=False,
+        onnx_hash="0" * 64,
+        plugin_sources=None,
+        engine_bytes=1,
+        parsed_network=ParsedNetwork(plugins=()),
+        builder_layers=((layer, "kernel"),),
+        build_seconds=1.0,
+    )
+
+
+def both_forms(bundle: Bundle, runtime: str, stretches: bool = False) -> list[str]:
+    """Stands in for a builder."""
+    if runtime == "tensorrt-rtx":
+        bundle.record(engine("whole"))
+    if stretches:
+        merge = EngineMerge(kind="clap", inputs=("a",), outputs=("b",), attributes=())
+        parts = (engine("part 1"), engine("part 2"))
+        bundle.record(EngineStretches(runtime=runtime, engines=parts, merges=(merge,)))
+    return ["built"]
 
 
 def keep(bundle: Bundle, *, runtimes: tuple[str, str], count: int, output: Path) -> None:
@@ -81,7 +110,7 @@ def prove(bundle: Bundle, folder: Path, capsys: pytest.CaptureFixture[str]) -> P
 
 
 @contextmanager
-def no_device(*_: Any) -> Iterator[None]:
+def no_device(*_: Any, **__: Any) -> Iterator[None]:
     raise NotExecutedError(NO_GPU)
     yield
 
@@ -102,8 +131,8 @@ def test_without_a_gpu_it_says_what_was_not_done(
 def test_a_builder_that_crashes_leaves_its_log(
     prove: Prove, bundle: Bundle, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def crash(*_: Any) -> list[str]:
-        (bundle.path / "reports").mkdir()
+    def crash(*_: Any, **__: Any) -> list[str]:
+        (bundle.path / "reports").mkdir(exist_ok=True)
         (bundle.path / "reports" / "build-tensorrt-rtx.log").write_text("step: built the engine\n")
         raise BuildError("its builder ended by SIGSEGV")
 
@@ -113,6 +142,40 @@ def test_a_builder_that_crashes_leaves_its_log(
     assert {results[name] for name in LEFT_OUT} == {"not done"}
     assert "build failed" in said
     assert (folder / "builder.log").read_text() == "step: built the engine\n"
+
+
+@contextmanager
+def on_a_device(bundle: Bundle, runtime: str, parts: bool = False) -> Iterator[SimpleNamespace]:
+    if parts:
+        raise BundleError("the parts differ first in the labels")
+    yield SimpleNamespace(device_name="a card", execution={"engines": "2"}, refused="the single engine is foreign")
+
+
+def test_both_forms_are_built_and_opened(prove: Prove, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proof_module, "runner", on_a_device)
+    code, results, said = prove("tensorrt-rtx")
+    assert "on a card, engines: 2; refused: the single engine is foreign" in said
+    assert "the parts differ first in the labels" in said
+    assert (code, results[proof_module.PARTS]) == (BundleError.exit_code, "failed")
+    assert results["verify"] == results["time"] == "done", "the other form holds"
+    layers = [f"layer: {name} (kernel)" for name in ("whole", "part 1", "part 2")]
+    assert (folder / "builder.log").read_text().splitlines() == layers
+
+
+def test_parts_that_are_refused_leave_the_single_engine(
+    prove: Prove, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build(bundle: Bundle, runtime: str, stretches: bool = False) -> list[str]:
+        if stretches:
+            raise BuildError("part 2 was refused")
+        return both_forms(bundle, runtime)
+
+    monkeypatch.setattr(proof_module, "build", build)
+    monkeypatch.setattr(proof_module, "runner", no_device)
+    _, results, said = prove("tensorrt-rtx")
+    assert results["build"] == "done"
+    assert "built; no engines of the parts between merges: part 2 was refused" in said
+    assert (folder / "builder.log").read_text() == "layer: whole (kernel)\n"
 
 
 def test_where_it_executes(prove: Prove, folder: Path) -> None:

@@ -67,6 +67,8 @@ class Runner(ABC):
     failures: ClassVar[tuple[type[Exception], ...]] = (MemoryError, RuntimeError)  # while a network runs
     provider: ClassVar[str | None] = None
     """Name of the execution provider, of runtimes that have several."""
+    refused: str | None = None
+    """Why something else runs than what would run first, once the runner is open; None where nothing was refused."""
 
     def __init__(self, bundle: Bundle, device: str | None = None) -> None:
         self.bundle = bundle
@@ -441,6 +443,6 @@ def runner_type(runtime: str) -> type[Runner]:
     return found
 
 
-def runner(bundle: Bundle, runtime: str, device: str | None = None) -> Runner:
-    """A closed runner for a bundle; `device` as for `Runner`."""
-    return runner_type(runtime)(bundle, device=device)
+def runner(bundle: Bundle, runtime: str, device: str | None = None, **options: Any) -> Runner:
+    """A closed runner for a bundle; `device` as for `Runner`, `options` those that the runtime's own runner takes."""
+    return runner_type(runtime)(bundle, device=device, **options)

@@ -145,16 +145,23 @@ class TensorRTRunner(Runner):
     Opening raises NotExecutedError where no device here can run the engine, and BundleError, with the command that
     rebuilds it, where the engine is stale or foreign, or computes something else than PyTorch. That is compared when an
     engine is opened for the first time on a machine (`digest.py`). Where the bundle holds engines for the parts between
-    merges as well, those run in place of one that is refused, which one line says.
+    merges as well, those run in place of one that is refused, which one line says; with `parts` they run in any case.
     """
 
     runtime = "tensorrt"
 
     def __init__(
-        self, bundle: Bundle, device: str | None = None, *, contexts: int = 1, cuda: Cuda | None = None
+        self,
+        bundle: Bundle,
+        device: str | None = None,
+        *,
+        contexts: int = 1,
+        parts: bool = False,
+        cuda: Cuda | None = None,
     ) -> None:
         super().__init__(bundle, device)
         self._contexts = contexts
+        self._parts_alone = parts
         self._cuda = cuda or Cuda()
         self._session: _Session | None = None
         self._stack = ExitStack()
@@ -188,16 +195,23 @@ class TensorRTRunner(Runner):
         single = self.bundle.found(Engine, self.runtime)
         parts = self.bundle.found(EngineStretches, self.runtime)
         forms = []
-        if single is not None and not (parts and parts.single_refused):
+        if single is not None and not (self._parts_alone or (parts and parts.single_refused)):
             forms.append(_Form({self.row().own: single}))
         if parts is not None:
             files = _stretch_files(self.runtime, parts)
             forms.append(_Form(dict(zip(files, parts.engines, strict=True)), parts.merges))
         if not forms:
+            wanted = "engine of the parts between merges" if self._parts_alone else "engine"
             raise BundleError(
-                f"{self.bundle.path} holds no engine for {self.runtime}: build one with `{self.build_command}`"
+                f"{self.bundle.path} holds no {wanted} for {self.runtime}: build one with `{self.build_command}`"
             )
         return forms
+
+    @property
+    def build_command(self) -> str:
+        """The command that builds anew what the bundle holds."""
+        both = self._parts_alone or self.bundle.found(EngineStretches, self.runtime) is not None
+        return f"{super().build_command}{' --stretches' if both else ''}"
 
     @property
     def executable(self) -> str:
@@ -217,6 +231,7 @@ class TensorRTRunner(Runner):
         self.device = self._cuda.device
         _check_device(self.runtime, f"{capability[0]}.{capability[1]}")
         with DEVICE.shared(), self._cuda.current(), ExitStack() as stack:
+            self.refused = None
             logger, log = stack.enter_context(listening(trt))
             stack.callback(setattr, self, "_session", None)
             for place, form in enumerate(forms, 1):
@@ -227,6 +242,7 @@ class TensorRTRunner(Runner):
                     self._session = None
                     if place == len(forms):
                         raise
+                    self.refused = str(error)
                     say_once(f"{error}; until then the engines of its parts run, with the merges between them")
             self._stack = stack.pop_all()
 

@@ -219,8 +219,10 @@ def test_parts_run_where_the_single_engine_fails(
     with open_runner(bundle) as run:
         assert run.executable == PARTS[0]
         assert run.execution == {"engines": "3, with a merge between every two"}
+        assert said in str(run.refused)
     (line,) = caplog.messages
     assert said in line
+    assert "--stretches`" in line, "what rebuilds it rebuilds both forms"
     assert line.endswith("until then the engines of its parts run, with the merges between them")
 
 
@@ -249,7 +251,17 @@ def test_a_working_single_engine_goes_first(built: Any, caplog: pytest.LogCaptur
     with open_runner(bundle) as run:
         assert run.executable == ROW.own
         assert run.execution == {}
+        assert run.refused is None
     assert caplog.messages == []
+
+
+def test_parts_run_where_they_are_asked_for(built: Any, labels_bundle: Bundle) -> None:
+    bundle, _, _ = built(faultless)
+    with TensorRTRunner(bundle, parts=True, cuda=HostDevice()) as run:
+        assert run.executable == PARTS[0]
+        assert run.refused is None
+    with pytest.raises(BundleError, match=r"no engine of the parts between merges .* --stretches`"):
+        TensorRTRunner(labels_bundle, parts=True, cuda=HostDevice()).__enter__()
 
 
 def test_parts_that_fail_as_well_are_refused(built: Any, monkeypatch: pytest.MonkeyPatch) -> None:
