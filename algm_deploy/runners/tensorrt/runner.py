@@ -17,7 +17,7 @@ from torch import Tensor
 from algm_deploy.bundle.records import Engine, EngineMerge, EngineStretches
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.environment import environment
-from algm_deploy.errors import BundleError, NotExecutedError, RuntimeUnavailableError
+from algm_deploy.errors import AlgmDeployError, BundleError, NotExecutedError, RuntimeUnavailableError
 from algm_deploy.native_libraries import require_library, say_once
 from algm_deploy.ops.native_kernels import LIBRARY, Kernels
 from algm_deploy.runners.contract import CPU, Runner
@@ -145,7 +145,8 @@ class TensorRTRunner(Runner):
     Opening raises NotExecutedError where no device here can run the engine, and BundleError, with the command that
     rebuilds it, where the engine is stale or foreign, or computes something else than PyTorch. That is compared when an
     engine is opened for the first time on a machine (`digest.py`). Where the bundle holds engines for the parts between
-    merges as well, those run in place of one that is refused, which one line says; with `parts` they run in any case.
+    merges as well, those run in place of one that is refused or fails, which one line says; with `parts` they run in
+    any case.
     """
 
     runtime = "tensorrt"
@@ -238,12 +239,12 @@ class TensorRTRunner(Runner):
                 try:
                     self._take(form, trt, capability, logger, log)
                     break
-                except BundleError as error:
+                except AlgmDeployError as error:  # of any kind: where size tensors fail, so may the run itself
                     self._session = None
                     if place == len(forms):
                         raise
                     self.refused = str(error)
-                    say_once(f"{error}; until then the engines of its parts run, with the merges between them")
+                    say_once(f"{error}; meanwhile the engines of its parts run, with the merges between them")
             self._stack = stack.pop_all()
 
     def _take(self, form: _Form, trt: Any, capability: tuple[int, int], logger: Any, log: Log) -> None:
