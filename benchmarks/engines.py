@@ -2,7 +2,8 @@
 
     python benchmarks/engines.py BUNDLE... --precision fp16 -o benchmarks/records/engines_rtx.json
 
-Each bundle is copied before it is built. Seconds are the builder's own, on a machine that the record does not compare.
+Each bundle is copied before it is built. Seconds are the builder's own. The record is written after every GPU, and rows
+that it holds already stay, unless the same engine is built again.
 """
 
 from __future__ import annotations
@@ -11,16 +12,31 @@ import argparse
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from algm_deploy.bundle.files import write_atomically
 from algm_deploy.bundle.records import Engine
 from algm_deploy.bundle.store import Bundle
+from algm_deploy.environment import environment
 from algm_deploy.report.tables import markdown_table, tuned_rows
 from algm_deploy.runners.tensorrt.build import RTX_TARGETS, EngineOptions, build_with_stretches
 
-HEADER = ("network", "precision", "GPUs", "engine", "MB", "s", "layers", "attention in parts", "rows it is tuned for")
+HEADER = (
+    "network",
+    "precision",
+    "GPUs",
+    "engine",
+    "MB",
+    "s",
+    "layers",
+    "attention in parts",
+    "rows it is tuned for",
+    "release",
+)
+KEY = HEADER[:4]
 
 
 def main() -> None:
@@ -32,9 +48,17 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, required=True)
     options = parser.parse_args()
     targets = [RTX_TARGETS] if options.together else [(one,) for one in RTX_TARGETS]
-    rows = [row for bundle in options.bundles for gpus in targets for row in built(bundle, options.precision, gpus)]
-    print(markdown_table(HEADER, rows))
-    options.output.write_text(json.dumps([dict(zip(HEADER, row, strict=True)) for row in rows], indent=1) + "\n")
+    kept = json.loads(options.output.read_text(encoding="utf-8"))["rows"] if options.output.exists() else []
+    rows = {tuple(row[name] for name in KEY): row for row in kept}
+    for bundle in options.bundles:
+        for gpus in targets:
+            for figures in built(bundle, options.precision, gpus):
+                row = dict(zip(HEADER, figures, strict=True))
+                rows[tuple(row[name] for name in KEY)] = row
+            record = {"schema_version": 1, "environment": asdict(environment()), "rows": [*rows.values()]}
+            with write_atomically(options.output) as path:
+                path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print(markdown_table(HEADER, [[*row.values()] for row in rows.values()]))
 
 
 def built(path: Path, precision: Any, gpus: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
@@ -53,7 +77,7 @@ def built(path: Path, precision: Any, gpus: tuple[str, ...]) -> Iterator[tuple[s
 def _figures(engine: Engine) -> tuple[str, ...]:
     size, seconds = f"{engine.engine_bytes / 1e6:.1f}", f"{engine.build_seconds:.1f}"
     layers, in_parts = str(len(engine.builder_layers)), str(engine.attention_in_parts)
-    return size, seconds, layers, in_parts, tuned_rows(engine)
+    return size, seconds, layers, in_parts, tuned_rows(engine), engine.version
 
 
 if __name__ == "__main__":
