@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -181,7 +181,7 @@ def _log_of(engine: Engine) -> list[str]:
     return [*engine.log, *(f"layer: {name} ({kind})" for name, kind in engine.builder_layers)]
 
 
-def _open(bundle: Bundle, runtime: str, **options: bool) -> str:
+def _open(bundle: Bundle, runtime: str, **options: Any) -> str:
     with runner(bundle, runtime, **options) as run:
         how = [f"on {run.device_name}", *(f"{name}: {value}" for name, value in run.execution.items())]
         return ", ".join(how) + (f"; refused: {run.refused}" if run.refused else "")
