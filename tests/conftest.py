@@ -214,15 +214,23 @@ def labels_bundle(tiny_export: Callable[..., Bundle]) -> Bundle:
 
 
 @pytest.fixture(scope="session")
-def int8_bundle(tiny_checkpoint: Path, made_once: Callable[..., Path]) -> Bundle:
+def int8_bundle(tiny_checkpoint: Path, tiny_bundle: Bundle, made_once: Callable[..., Path]) -> Bundle:
     """The tiny network in int8, calibrated on drawn scenes, every product quantised; shared."""
+    import cv2
+
     from algm_deploy.bundle.store import Bundle
-    from algm_deploy.deployment import export
+    from algm_deploy.deployment import export, parity_windows
 
     settings = {"precision": "int8", "gates.int8_label_agreement": 0.0}
-    return Bundle.open(
-        made_once("tiny-int8", lambda target: export(tiny_checkpoint, target, None, settings, calibrate=[]))
-    )
+
+    def make(target: Path) -> None:
+        photos = target.with_name("tiny-int8-photos")
+        photos.mkdir()
+        for index, window in enumerate(parity_windows(tiny_bundle.recipe, [], 8)):
+            cv2.imwrite(str(photos / f"{index}.png"), window.transpose(1, 2, 0)[..., ::-1])
+        export(tiny_checkpoint, target, None, settings, calibrate=[photos])
+
+    return Bundle.open(made_once("tiny-int8", make))
 
 
 @pytest.fixture(scope="session")

@@ -264,7 +264,8 @@ def settings(command: Parser) -> None:
         "--calibrate",
         type=path,
         action="append",
-        metavar="PHOTOS",
+        default=[],
+        metavar="PHOTO",
         help="for int8: photo or folder of photos like those it will see, to measure ranges on; may come again",
     )
     command.add_argument("--max-batch", type=positive, help="largest batch the bundle takes; default: the recipe's")

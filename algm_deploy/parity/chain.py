@@ -179,7 +179,7 @@ class _Chain:
         decisions = [self._decisions.link(runs, self._labels.count_difference)] if plan.layers else []
         return [
             operators_link(plan, network, self._first),
-            graph_link(self._bundle),
+            graph_link(self._bundle, self._run.executable),
             self._numbers.link(runs),
             *decisions,
             self._labels.link(len(self._images)),

@@ -10,7 +10,6 @@ from typing import Any, get_args
 import numpy as np
 import onnx
 
-from algm_deploy.bundle.records import Quantization
 from algm_deploy.bundle.signature import Signature, Tensor, signature_of
 from algm_deploy.errors import BundleError
 from algm_deploy.lowering.portable import operator_of
@@ -41,17 +40,6 @@ def graph_facts(path: Path) -> dict[str, Any]:
             for node in model.graph.node
             if node.domain == DOMAIN
         ],
-        "quantizers": _quantizers(model.graph),
-    }
-
-
-def _quantizers(graph: onnx.GraphProto) -> dict[str, list[float]]:
-    """Scale and zero point of every quantised input, by the name of its product."""
-    small = {t.name: t for t in graph.initializer if t.data_location == onnx.TensorProto.DEFAULT}
-    return {
-        node.name.rpartition("/")[0]: [float(onnx.numpy_helper.to_array(small[name])) for name in node.input[1:]]
-        for node in graph.node
-        if node.op_type == "QuantizeLinear" and all(name in small for name in node.input[1:])
     }
 
 
@@ -73,22 +61,6 @@ def graph_problems(facts: dict[str, Any], recipe: Recipe) -> list[str]:
             problems.append(f"encoder: expected {wanted_node}, found {node}")
     surplus = [node for node in facts["algm_nodes"][len(expected_nodes) :] if node["operator"] in get_args(Merge)]
     return problems + [f"decoder: expected no merging, found {node}" for node in surplus]
-
-
-def quantization_problems(facts: dict[str, Any], quantization: Quantization | None) -> list[str]:
-    """Where a graph quantises other products than the manifest says, or otherwise; empty where it does not."""
-    products = quantization.products if quantization else ()
-    wanted = {product.name: [product.scale, float(product.zero_point)] for product in products}
-    found = facts["quantizers"]
-    problems = [
-        f"{name}: expected scale and zero point {wanted.get(name)}, found {found.get(name)}"
-        for name in sorted(wanted.keys() | found.keys())
-        if wanted.get(name) != found.get(name)
-    ]
-    numbers = facts["operators"].get("DequantizeLinear", 0)
-    if numbers != 2 * len(wanted):  # of each input, and of each weight
-        problems.append(f"expected {2 * len(wanted)} tensors of levels, found {numbers}")
-    return problems
 
 
 def signature_problems(found: Signature, recipe: Recipe) -> list[str]:

@@ -22,7 +22,8 @@ from algm_deploy.ops import reference
 from algm_deploy.ops.clap import window_similarity
 from algm_deploy.ops.gbm import WORST, first_source, gbm_similarity, undefined
 from algm_deploy.ops.tome import SEMANTICS, tome_similarity
-from algm_deploy.parity.graph import graph_facts, graph_problems, quantization_problems, signature_problems
+from algm_deploy.parity.graph import graph_facts, graph_problems, signature_problems
+from algm_deploy.parity.levels import level_problems
 from algm_deploy.parity.replay import Replayed, merges_in, rms
 from algm_deploy.recipe.schema import DENSE, MergePlan, Network
 
@@ -169,11 +170,12 @@ def _largest_difference(given: list[NDArray[Any]], exact: list[NDArray[Any]]) ->
 # --- link 3 -----------------------------------------------------------------------------------------------------------
 
 
-def graph_link(bundle: Bundle) -> Link:
-    """The exported graph and the manifest's signature are what the recipe asks for."""
+def graph_link(bundle: Bundle, executed: str) -> Link:
+    """The exported graph and the manifest's signature are what the recipe asks for; what is quantised there, and in
+    the `executed` file where that is a graph in ONNX, is what the manifest and the weights give."""
     facts = graph_facts(bundle.file(ONNX))
     problems = signature_problems(bundle.signature, bundle.recipe) + graph_problems(facts, bundle.recipe)
-    problems += quantization_problems(facts, bundle.manifest.quantization)
+    problems += level_problems(bundle, dict.fromkeys([ONNX, *([executed] if executed.endswith(".onnx") else [])]))
     return Link(
         number=3,
         name="graph",

@@ -1,0 +1,145 @@
+"""Link 3 of a bundle in int8: every number of its quantised products is, in the graphs that run, what it has to be.
+
+Rounding tips values from one level to the next, so link 4 has to let much pass. Hence scales, zero points, levels and
+steps, and the norms and biases that balancing changed, are compared here with those that the manifest and the bundle's
+weights give, bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import NodeProto, numpy_helper
+
+from algm_deploy.bundle.store import Bundle
+from algm_deploy.errors import BundleError
+from algm_deploy.models.loading import load_network
+from algm_deploy.models.quantized import QuantizedLinear
+from algm_deploy.models.vit import Block, VitNetwork
+
+Numbers = dict[str, np.ndarray]
+"""By module and kind, such as `encoder.blocks.0.attn.qkv.steps`: scale, zero_point, levels (K, N), steps and bias (N)
+of a quantised product, weight and bias of a norm of blocks."""
+NORMS = ("norm1", "norm2")
+# Where nodes that take a product's bias take it; an Add has it on either side.
+_BIAS = {"BiasGelu": 1, "MultiHeadAttention": 3, "SkipLayerNormalization": 4}
+_NORM = {"LayerNormalization": 1, "SkipLayerNormalization": 2}  # where they take their weight
+_WORDS = {"zero_point": "zero point", "levels": "levels of the weight", "steps": "steps of the weight"}
+
+
+def level_problems(bundle: Bundle, files: Iterable[str]) -> list[str]:
+    """Where graphs of a bundle quantise other products than the manifest says, or otherwise; empty where none does.
+
+    Raises:
+        BundleError: a graph or its weights cannot be read.
+    """
+    wanted = expected_numbers(load_network(bundle)) if bundle.manifest.quantization else {}
+    return [f"{file}: {problem}" for file in files for problem in _problems(bundle.file(file), wanted)]
+
+
+def expected_numbers(model: VitNetwork) -> Numbers:
+    """What a graph of a quantised network has to hold."""
+    found: Numbers = {}
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedLinear):
+            kinds = ("scale", "zero_point", "levels", "steps", "bias")
+            found |= {f"{name}.{kind}": getattr(module, kind).numpy() for kind in kinds}
+        elif isinstance(module, Block):
+            for norm in NORMS:
+                found |= {f"{name}.{norm}.{k}": v.numpy() for k, v in getattr(module, norm).named_parameters()}
+    return found
+
+
+def _problems(path: Path, wanted: Numbers) -> Iterator[str]:
+    try:
+        graph = _Graph(path)
+        found = graph.products() | graph.norms(wanted)
+    except (OSError, ValueError, onnx.checker.ValidationError) as error:
+        raise BundleError(f"{path}: expected a graph with its weights: {str(error).splitlines()[0]:.200}") from error
+    for name in sorted(wanted.keys() | found.keys()):
+        yield from _difference(name, wanted.get(name), found.get(name))
+    products = sum(name.endswith(".levels") for name in wanted)
+    for op_type, count in (("QuantizeLinear", products), ("DequantizeLinear", 2 * products)):
+        if (there := sum(node.op_type == op_type for node in graph.nodes)) != count:
+            yield f"expected {count} nodes {op_type}, found {there}"
+
+
+class _Graph:
+    """A graph whose initializers may lie in a file beside it."""
+
+    def __init__(self, path: Path) -> None:
+        graph = onnx.load(path, load_external_data=False).graph
+        self.nodes, self._folder = graph.node, str(path.parent)
+        self._tensors = {tensor.name: tensor for tensor in graph.initializer}
+        self._makers = {name: node for node in graph.node for name in node.output}
+        self._users: dict[str, list[NodeProto]] = {}
+        for node in graph.node:
+            for name in node.input:
+                self._users.setdefault(name, []).append(node)
+
+    def products(self) -> Numbers:
+        """Numbers of every product of levels, as its nodes read them; the name is that of the product's node."""
+        found: Numbers = {}
+        for node in self.nodes:
+            inputs = [self._makers.get(name) for name in node.input] if node.op_type == "MatMul" else []
+            if any(maker is not None and maker.op_type == "DequantizeLinear" for maker in inputs):
+                product = node.name.rpartition("/")[0]
+                found |= {f"{product}.{kind}": array for kind, array in self._product(node, inputs)}
+        return found
+
+    def _product(self, node: NodeProto, inputs: list[NodeProto | None]) -> Iterator[tuple[str, np.ndarray]]:
+        values, weight = inputs
+        for kind, name in zip(("levels", "steps"), weight.input if weight else (), strict=False):
+            yield kind, self._numbers(name)
+        quantizer = self._makers.get(values.input[0]) if values else None
+        if values and quantizer and quantizer.op_type == "QuantizeLinear":
+            for kind, wrote, reads in zip(("scale", "zero_point"), quantizer.input[1:], values.input[1:], strict=True):
+                yield kind, self._numbers(wrote)
+                if wrote != reads:
+                    yield f"{kind} to read", self._numbers(reads)
+        if (bias := self._bias(node.output[0])) is not None:
+            yield "bias", self._numbers(bias)
+
+    def _bias(self, value: str) -> str | None:
+        for user in self._users.get(value, []):
+            if user.op_type == "Split":
+                return self._bias(user.output[0])
+            names = [user.input[_BIAS[user.op_type]]] if user.op_type in _BIAS else user.input
+            return next((name for name in names if name in self._tensors), None)
+        return None
+
+    def norms(self, wanted: Numbers) -> Numbers:
+        """Weight and bias of the norms that are asked for."""
+        found: Numbers = {}
+        for node in self.nodes:
+            name, first = node.name.rpartition("/")[0], _NORM.get(node.op_type)
+            if first is not None and f"{name}.weight" in wanted:
+                found[f"{name}.weight"], found[f"{name}.bias"] = map(self._numbers, node.input[first : first + 2])
+        return found
+
+    def _numbers(self, name: str) -> np.ndarray:
+        if name not in self._tensors:
+            raise ValueError(f"{name} is no constant")
+        return numpy_helper.to_array(self._tensors[name], self._folder)
+
+
+def _difference(name: str, wanted: np.ndarray | None, found: np.ndarray | None) -> Iterator[str]:
+    product, _, kind = name.rpartition(".")
+    told = f"{product}: expected {_WORDS.get(kind, kind)}"
+    if wanted is None or found is None or (wanted.shape, wanted.dtype) != (found.shape, found.dtype):
+        yield f"{told} {_short(wanted)}, found {_short(found)}"
+    elif not np.array_equal(wanted, found):
+        places = np.argwhere(wanted != found)
+        place = tuple(int(index) for index in places[0])
+        where = f" {place}" if place else ""
+        more = f" ({len(places)} of {wanted.size} differ)" if place else ""
+        yield f"{told}{where} {wanted[place]}, found {found[place]}{more}"
+
+
+def _short(numbers: np.ndarray | None) -> str:
+    if numbers is None:
+        return "none"
+    return str(numbers) if numbers.ndim == 0 else f"{numbers.dtype} of shape {numbers.shape}"

@@ -1,0 +1,124 @@
+"""Link 3 of int8: no number of a quantised product may be another, in the portable graph or in a runtime's own."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from parity_cases import edit_manifest, rewrite
+
+from algm_deploy.bundle.files import ONNX
+from algm_deploy.bundle.store import Bundle
+from algm_deploy.errors import BundleError
+from algm_deploy.lowering.onnxruntime import write_onnxruntime_onnx
+from algm_deploy.parity.levels import level_problems
+from algm_deploy.parity.links import graph_link
+from algm_deploy.runners.registry import row_of
+
+OWN = row_of("onnxruntime-cpu").own
+PRODUCT = "encoder.blocks.3.mlp.fc2"
+
+
+@pytest.fixture(scope="module")
+def built(int8_bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    bundle = Bundle.open(shutil.copytree(int8_bundle.path, tmp_path_factory.mktemp("levels") / "bundle"))
+    write_onnxruntime_onnx(bundle, "cpu", False, OWN)
+    return bundle
+
+
+def node_of(model: onnx.ModelProto, name: str) -> onnx.NodeProto:
+    return next(node for node in model.graph.node if node.name == name)
+
+
+def changed(model: onnx.ModelProto, folder: Path, name: str, change: Callable[[np.ndarray], Any]) -> str:
+    """Adds a constant that is another one changed; returns its name."""
+    tensor = next(tensor for tensor in model.graph.initializer if tensor.name == name)
+    array = onnx.numpy_helper.to_array(tensor, str(folder))
+    new = np.asarray(change(array.copy())).astype(array.dtype)
+    assert not np.array_equal(new, array)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(new, f"{name}.changed"))
+    return f"{name}.changed"
+
+
+def first(change: Callable[[Any], Any]) -> Callable[[np.ndarray], np.ndarray]:
+    """Changes one number of many."""
+
+    def apply(array: np.ndarray) -> np.ndarray:
+        array.flat[0] = change(array.flat[0])
+        return array
+
+    return apply
+
+
+Q, WEIGHT, READ = (f"{PRODUCT}/{kind}" for kind in ("QuantizeLinear", "DequantizeLinear", "DequantizeLinear_2"))
+WRONG = {
+    "a scale": (Q, 1, lambda x: x * 1.001, f"{PRODUCT}: expected scale 0."),
+    "a clipped outlier": (Q, 1, lambda x: x / 8, f"{PRODUCT}: expected scale 0."),
+    "a zero point": (Q, 2, lambda x: x + 1, f"{PRODUCT}: expected zero point "),
+    "a scale to read by": (READ, 1, lambda x: x * 1.001, f"{PRODUCT}: expected scale to read none, found 0."),
+    "a step": (WEIGHT, 1, first(lambda x: x * 2), f"{PRODUCT}: expected steps of the weight (0,) 0."),
+    "a level": (WEIGHT, 0, first(lambda x: x - 1), f"{PRODUCT}: expected levels of the weight (0, 0) "),
+    "a norm": ("encoder.blocks.1.norm1/LayerNormalization", 1, first(lambda x: x * 2), "norm1: expected weight (0,) "),
+    "a bias": ("encoder.blocks.1.norm2/LayerNormalization", 2, first(lambda x: x + 1), "norm2: expected bias (0,) "),
+}
+
+
+@pytest.mark.parametrize("file", [ONNX, OWN])
+def test_graphs_hold_what_they_have_to(built: Bundle, file: str) -> None:
+    assert graph_link(built, file).passed
+
+
+@pytest.mark.parametrize("file", [ONNX, OWN])
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_number(built: Bundle, copied: Callable[..., Bundle], file: str, case: str) -> None:
+    name, place, change, message = WRONG[case]
+    bundle = copied(built)
+    model = onnx.load(bundle.path / file, load_external_data=False)
+    node = node_of(model, name)
+    node.input[place] = changed(model, bundle.path, node.input[place], change)
+    rewrite(bundle, file, model.SerializeToString())
+    link = graph_link(Bundle.open(bundle.path), file)
+    assert not link.passed
+    assert any(problem.startswith(f"{file}: ") and message in problem for problem in link.facts["problems"])
+
+
+@pytest.mark.parametrize("op_type", ["Add", "MultiHeadAttention", "BiasGelu"])
+def test_the_bias_of_a_product(built: Bundle, copied: Callable[..., Bundle], op_type: str) -> None:
+    bundle = copied(built)
+    model = onnx.load(bundle.path / OWN, load_external_data=False)
+    node = next(n for n in model.graph.node if n.op_type == op_type and any(i.endswith(".bias") for i in n.input))
+    place = [name.endswith(".bias") for name in node.input].index(True)
+    node.input[place] = changed(model, bundle.path, node.input[place], first(lambda x: x + 1))
+    rewrite(bundle, OWN, model.SerializeToString())
+    assert any("expected bias (0,)" in problem for problem in level_problems(Bundle.open(bundle.path), [OWN]))
+
+
+def test_a_product_that_is_not_quantised(built: Bundle, copied: Callable[..., Bundle]) -> None:
+    bundle = copied(built)
+    model = onnx.load(bundle.path / ONNX, load_external_data=False)
+    x = node_of(model, Q).input[0]
+    node_of(model, f"{PRODUCT}/MatMul").input[0] = x
+    rewrite(bundle, ONNX, model.SerializeToString())
+    assert f"{ONNX}: {PRODUCT}: expected scale" in "\n".join(level_problems(Bundle.open(bundle.path), [ONNX]))
+
+
+def test_a_graph_in_int8_that_is_not_asked_for(built: Bundle, copied: Callable[..., Bundle]) -> None:
+    bundle = copied(built)
+    edit_manifest(bundle, lambda manifest: manifest.pop("quantization"))
+    found = "\n".join(level_problems(Bundle.open(bundle.path), [ONNX]))
+    assert f"{PRODUCT}: expected steps of the weight none, found float32 of shape (64,)" in found
+    assert "expected 0 nodes QuantizeLinear, found 24" in found
+
+
+def test_weights_that_are_not_there(built: Bundle, copied: Callable[..., Bundle]) -> None:
+    bundle = copied(built)
+    model = onnx.load(bundle.path / ONNX, load_external_data=False)
+    node_of(model, WEIGHT).input[0] = "nothing"
+    rewrite(bundle, ONNX, model.SerializeToString())
+    with pytest.raises(BundleError, match="nothing is no constant"):
+        level_problems(Bundle.open(bundle.path), [ONNX])
