@@ -15,8 +15,9 @@ from algm_deploy.errors import PlanError
 from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.loading import load_network
 from algm_deploy.models.vit import SLOTS, Block, KeepTokens, MergeInputs, Model, Tokens, VitNetwork, share_parameters
-from algm_deploy.ops._rows import merge_rows, row_of, sum_rows
+from algm_deploy.ops._rows import merge_rows, row_of, sum_rows, wide
 from algm_deploy.ops.clap import rows_left
+from algm_deploy.ops.elvit import elvit_centroids, nearest, restoring_weights, squared_distances
 from algm_deploy.ops.gbm import most_joins
 from algm_deploy.ops.tome import most_merges
 from algm_deploy.recipe.schema import MergePlan, Method, Recipe, Size, merged_parts
@@ -96,15 +97,90 @@ class Unmerge(nn.Module):
 
     def forward(self, tokens: Tokens, inputs: MergeInputs) -> Tokens:
         patches = torch.ops.algm.unmerge(tokens.values, tokens.map, 0)
-        values = torch.cat([tokens.values[:, : self.prefix], patches], 1)
-        rows = torch.arange(self.prefix, values.shape[1], device=values.device)
-        return Tokens(
-            values,
-            size=tokens.size.new_ones(values.shape[:2]),
-            map=rows.expand_as(tokens.map),
-            length=torch.full_like(tokens.length, values.shape[1]),
-            padded=False,
-        )
+        return every_patch(torch.cat([tokens.values[:, : self.prefix], patches], 1), tokens)
+
+
+def every_patch(values: Tensor, tokens: Tokens) -> Tokens:
+    """Values (B, P + N, C) of the prefix and every patch as the sequence that `tokens` were before all merges."""
+    patches = tokens.map.shape[1]
+    rows = torch.arange(values.shape[1] - patches, values.shape[1], device=values.device)
+    return Tokens(
+        values,
+        size=tokens.size.new_ones(values.shape[:2]),
+        map=rows.expand_as(tokens.map),
+        length=torch.full_like(tokens.length, values.shape[1]),
+        padded=False,
+    )
+
+
+class Elvit(nn.Module):
+    """ELViT's clustering in the slot after a block. A row stands for as many patches as all others."""
+
+    def __init__(self, plan: MergePlan, grid: Size, prefix: int) -> None:
+        super().__init__()
+        self.plan, self.grid, self.prefix = plan, grid, prefix
+
+    @property
+    def attributes(self) -> tuple[Any, ...]:
+        """The operator's, in its order."""
+        plan = self.plan
+        rules = plan.elvit_iterations, plan.elvit_window, plan.elvit_temperature, plan.elvit_neighbours
+        return list(self.grid), list(plan.elvit_grid), self.prefix, *rules, plan.semantics
+
+    def forward(self, tokens: Tokens, inputs: MergeInputs | None) -> Tokens:
+        values, map, weights = torch.ops.algm.elvit(tokens.values, *self.attributes)
+        return self.clustered(tokens, values, map, weights)
+
+    def clustered(self, tokens: Tokens, values: Tensor, map: Tensor, weights: Tensor) -> Tokens:
+        """The sequence of those centroids, which comes from `tokens`."""
+        rows = self.prefix + math.prod(self.plan.elvit_grid)
+        size = tokens.size[:, :rows] * (math.prod(self.grid) / math.prod(self.plan.elvit_grid))
+        length = torch.full_like(tokens.length, rows)
+        return Tokens(values, size, map, length, padded=False, within=tokens.within, weights=weights)
+
+
+class Restore(nn.Module):
+    """Every patch is made of the rows that were near to it, between encoder and decoder, where a merge was before."""
+
+    def __init__(self, prefix: int) -> None:
+        super().__init__()
+        self.prefix = prefix
+
+    def forward(self, tokens: Tokens, inputs: MergeInputs) -> Tokens:
+        if tokens.weights is None:
+            return tokens
+        return every_patch(torch.ops.algm.elvit_restore(tokens.values, tokens.weights, self.prefix), tokens)
+
+
+class ElvitReplay(Elvit):
+    """ELViT's clustering where a recorded map says which centroid is the farthest that counts for each patch.
+
+    The others that count are the nearest ones beside it: so a runtime that takes the next centroid for the last one,
+    a hair farther, is followed.
+    """
+
+    def __init__(self, index: int, plan: MergePlan, grid: Size, prefix: int) -> None:
+        super().__init__(plan, grid, prefix)
+        self.index = index
+
+    def forward(self, tokens: Tokens, inputs: MergeInputs | None) -> Tokens:
+        assert inputs is not None
+        plan, forced = self.plan, inputs.maps[self.index]
+        distance, found = elvit_distances(tokens.values, plan, self.grid, self.prefix)
+        last = forced[..., None] - self.prefix
+        others = nearest(distance.scatter(2, last, torch.inf), plan.elvit_neighbours - 1)
+        chosen = torch.cat([others, last], 2)
+        weights = restoring_weights(distance, chosen, plan.elvit_temperature, plan.semantics)
+        values = torch.cat([tokens.values[:, : self.prefix], found.to(tokens.values.dtype)], 1)
+        return self.clustered(tokens, values, forced, weights)
+
+
+def elvit_distances(values: Tensor, plan: MergePlan, grid: Size, prefix: int) -> tuple[Tensor, Tensor]:
+    """Squared distances (B, N, M) of patches and the centroids (B, M, D) they become, and those; at least fp32."""
+    patches = wide(values)[:, prefix:]
+    rules = plan.elvit_iterations, plan.elvit_window, plan.elvit_temperature
+    found = elvit_centroids(patches, grid, plan.elvit_grid, *rules)
+    return squared_distances(patches, found), found
 
 
 class KeepFirst(nn.Module):
@@ -156,7 +232,10 @@ def insert_merging(model: Model, plan: MergePlan) -> Model:
         merged.blocks[layer - 1].merge = Clap(plan, encoder.grid, encoder.prefix, budgets.get(layer, 0))
     for layer in plan.gbm_layers:
         merged.blocks[layer - 1].merge = Gbm(plan, layer, encoder.prefix, budgets.get(layer, 0))
-    if plan.counts_in:
+    if plan.method == "elvit":
+        _fill(merged, plan, lambda _: Elvit(plan, encoder.grid, encoder.prefix))
+        encoder.outlet = Restore(encoder.prefix)
+    elif plan.counts_in:
         merges = tome_merges(plan, encoder.grid[0] * encoder.grid[1], encoder.prefix)
         _fill(merged, plan, lambda index: Tome(merges[plan.layers[index]], encoder.prefix))
     if plan.method == "tome" and plan.layers:
@@ -237,7 +316,10 @@ def count_sizes(merged: VitNetwork) -> None:
 def replay_merging(model: Model, plan: MergePlan) -> Model:
     """A copy of `model` that merges where `plan` does, by the token maps handed in with `MergeInputs.maps`."""
     replaying = insert_merging(model, plan)
-    prefix = replaying.encoder.prefix
+    prefix, grid = replaying.encoder.prefix, replaying.encoder.grid
+    if plan.method == "elvit":
+        _fill(replaying, plan, lambda index: ElvitReplay(index, plan, grid, prefix))
+        return replaying
     plain = plan.gbm_layers if plan.semantics == "paper" else ()
     _fill(replaying, plan, lambda index: Replay(index, prefix, weighted=plan.layers[index] not in plain))
     return replaying
@@ -247,7 +329,7 @@ def truncate(model: Model, rows: Mapping[int, int], method: Method = "algm") -> 
     """A copy of `model` that keeps the first `rows[layer]` rows, prefix counted, in each of these 1-based layers.
 
     Of `method` it keeps what is no merge: with ToMe, attention by sizes and a decoder that gets every patch; blockwise,
-    that attention and MLP give every row a result.
+    that attention and MLP give every row a result; with ELViT, that the decoder gets every patch.
     """
     truncated = share_parameters(model)
     for layer, count in rows.items():
@@ -255,6 +337,8 @@ def truncate(model: Model, rows: Mapping[int, int], method: Method = "algm") -> 
             setattr(truncated.blocks[layer - 1], SLOTS[part], KeepFirst(count, truncated.encoder.prefix))
     if method == "tome":
         count_sizes(truncated)
+    elif method == "elvit":
+        truncated.encoder.outlet = Unmerge(truncated.encoder.prefix)
     return truncated
 
 

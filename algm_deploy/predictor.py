@@ -351,8 +351,8 @@ def given_thresholds(bundle: Bundle, tau: float | None, gbm: float | None, dense
         raise BundleError("expected dense, which merges nothing, or a threshold (tau, gbm), got both: leave one out")
     if plan.counts_in and plan.layers:
         raise BundleError(
-            "expected merges that wait for a similarity, ToMe merges a constant number of tokens: export with --set "
-            f"merging.{plan.counts_in}=[] for the dense network"
+            "expected merges that wait for a similarity, those of this bundle take a constant number of tokens: export "
+            "with --dense for the dense network"
         )
     if plan.budgeted:
         raise BundleError(

@@ -166,7 +166,7 @@ def test_the_map_of_another_part_is_found_out(around: Bundle) -> None:
 
 
 def test_dense_by_thresholds_is_refused(bundle: Bundle) -> None:
-    with pytest.raises(BundleError, match=r"merge.* constant number of tokens: export with --set merging.tome_r=\[\]"):
+    with pytest.raises(BundleError, match=r"merge.* constant number of tokens: export with --dense"):
         Predictor(bundle, "onnxruntime-cpu", dense=True)
     with pytest.raises(BundleError, match="merge plan reads no clap_threshold"):
         Predictor(bundle, "onnxruntime-cpu", tau=0.9)

@@ -295,7 +295,8 @@ _SETTINGS = {
     "max_batch": "max_batch",
 }
 _WITHOUT_MERGES = {
-    f"merging.{name}": getattr(DENSE, name) for name in ("clap_layers", "gbm_layers", "tome_r", "tome_share", "method")
+    f"merging.{name}": getattr(DENSE, name)
+    for name in ("clap_layers", "gbm_layers", "tome_r", "tome_share", "elvit_layer", "method")
 }
 
 

@@ -11,7 +11,7 @@ from algm_deploy.recipe.reading import recipe, recipe_names, recipe_rows
 
 def list_recipes(_: argparse.Namespace) -> int:
     """Recipes that come with the package."""
-    from algm_deploy.report.records import tome_words
+    from algm_deploy.report.records import method_words
     from algm_deploy.report.tables import text_table
 
     rows = []
@@ -22,7 +22,7 @@ def list_recipes(_: argparse.Namespace) -> int:
         kinds = {"CLAP": plan.clap_layers, "GBM": plan.gbm_layers}
         layers = "; ".join(f"{kind} {arguments.listed(found)}" for kind, found in kinds.items() if found)
         if plan.counts_in:
-            layers = f"ToMe, {tome_words(plan)}"
+            layers = method_words(plan)
         tau = f"{plan.clap_threshold:g}" if plan.clap_layers else "-"
         published = facts.published.get("miou_percent")
         miou = f"{published:g}" if published else "-"

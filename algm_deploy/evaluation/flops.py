@@ -8,6 +8,7 @@ The published tables call these multiply-adds "GFLOPs"; in floating-point operat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,7 +20,10 @@ from algm_deploy.recipe.schema import MergePlan, Network
 
 @dataclass(frozen=True)
 class MultiplyAdds:
-    """Multiply-adds of one window by part; `merging` is the product of similarities of GBM or ToMe."""
+    """Multiply-adds of one window by part.
+
+    `merging` is the product of similarities of GBM or ToMe, or what ELViT multiplies to cluster and to restore.
+    """
 
     patch_embedding: int
     encoder: int
@@ -53,7 +57,8 @@ def multiply_adds(network: Network, plan: MergePlan, tokens_after_merge: Sequenc
     counts = _counts(plan, patches, tokens_after_merge)
     encoder, merging, leaving = _encoder(network, plan, counts, patches)
     levels = [leaving[layer] for layer in network.stages or (network.encoder_depth,)]
-    if plan.counts_in:  # ToMe hands every patch to the decoder
+    if plan.counts_in:  # these methods hand every patch to the decoder
+        merging += _restoring(network, plan, patches, levels)
         levels = [patches] * len(levels)
     height, width = network.image_size
     return MultiplyAdds(
@@ -89,6 +94,11 @@ def _encoder(network: Network, plan: MergePlan, counts: dict[int, int], tokens: 
             encoder, merging, leaving[layer] = encoder + both, merging + similarities, tokens
             continue
         encoder += attention(tokens + network.prefix, network.embed_dim)
+        if layer in counts and plan.method == "elvit":
+            encoder += mlp(tokens + network.prefix, network.embed_dim)
+            merging += _clustering(network, plan, tokens)
+            leaving[layer] = tokens = counts[layer]
+            continue
         if layer in counts and plan.merge_in(layer) != "clap":
             # ToMe compares the mean over heads of keys.
             merging += _similarities(network, tokens, network.heads if plan.method == "tome" else 1)
@@ -105,6 +115,18 @@ def _around(network: Network, left: int, patches: int) -> tuple[int, int]:
     rows = left + network.prefix
     both = attention(rows, network.embed_dim) + mlp(rows, network.embed_dim)
     return both + 2 * NORM * (patches - left) * network.embed_dim, 2 * _similarities(network, patches)
+
+
+def _clustering(network: Network, plan: MergePlan, patches: int) -> int:
+    """Multiply-adds of ELViT's clustering: distances and means in each iteration, and the distances to restore by."""
+    return (2 * plan.elvit_iterations + 1) * patches * math.prod(plan.elvit_grid) * network.embed_dim
+
+
+def _restoring(network: Network, plan: MergePlan, patches: int, levels: Sequence[int]) -> int:
+    """Multiply-adds of restoring every patch from the tokens of each level; a copy of one token costs none."""
+    if plan.method != "elvit":
+        return 0
+    return sum(patches * tokens * network.embed_dim for tokens in levels if tokens < patches)
 
 
 def _similarities(network: Network, patches: int, heads: int = 1) -> int:

@@ -2,7 +2,7 @@
 
 Parameter names are those of the official Segmenter checkpoints (rstrudel/segmenter, segm/model/vit.py). A block
 computes attention, then hands its tokens to a slot, then runs its MLP: that is where ALGM merges. Two more slots stand
-around attention and around the MLP, for merges that end with them.
+around attention and around the MLP, for merges that end with them, and one after the block.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Tokens(NamedTuple):
     values (B, S, D); size (B, S) fp32, patches a row stands for; map (B, N) int64, row of every patch; length (B)
     int64, valid rows. `padded`: images differ in length, so attention has to be told. `keys` (B, S, K): what a merge
     compares where it is not the values, such as the keys of the block's attention, their mean over heads. `within`: the
-    merges inside the last block that ended there, of which nothing is seen in the other fields.
+    merges inside the last block that ended there, of which nothing is seen in the other fields. `weights` (B, N, S less
+    the prefix) fp32: what the rows count in each patch, where no single one stands for it.
     """
 
     values: Tensor
@@ -43,6 +44,7 @@ class Tokens(NamedTuple):
     padded: bool
     keys: Tensor | None = None
     within: tuple[Merged, ...] = ()
+    weights: Tensor | None = None
 
     @property
     def merged(self) -> Merged:
@@ -125,8 +127,8 @@ class Mlp(nn.Module):
         return out
 
 
-# The slot of a block for a merge that ends with a part of it, or with none.
-SLOTS: dict[Part, str] = {"": "merge", "attention": "attention_merge", "mlp": "mlp_merge"}
+# The slot of a block for a merge that ends with a part of it, or with none, or that comes at its end.
+SLOTS: dict[Part, str] = {"": "merge", "attention": "attention_merge", "mlp": "mlp_merge", "end": "end_merge"}
 
 
 class Block(nn.Module):
@@ -134,7 +136,8 @@ class Block(nn.Module):
 
     What `merge` leaves between attention and MLP goes on. `attention_merge` and `mlp_merge` are given the normalised
     rows that enter attention or the MLP, which runs on what they leave; every row gets its result back, and the
-    residual is that of all rows. `proportional`: attention counts the patches of a row (ToMe).
+    residual is that of all rows. `end_merge` is given what the block makes. `proportional`: attention counts the
+    patches of a row (ToMe).
     """
 
     def __init__(self, dim: int, heads: int, eps: float = 1e-5) -> None:
@@ -144,6 +147,7 @@ class Block(nn.Module):
         self.merge: nn.Module = KeepTokens()
         self.attention_merge: nn.Module = KeepTokens()
         self.mlp_merge: nn.Module = KeepTokens()
+        self.end_merge: nn.Module = KeepTokens()
         self.proportional = False
         self.norm2 = nn.LayerNorm(dim, eps)
         self.mlp = Mlp(dim, 4 * dim)
@@ -158,7 +162,9 @@ class Block(nn.Module):
         tokens = self.merge(tokens._replace(values=tokens.values + mixed, keys=keys), inputs)
         x = self.norm2(tokens.values)
         changed, second = _run_merged(self.mlp, self.mlp_merge, tokens._replace(values=x), inputs)
-        return tokens._replace(values=tokens.values + changed, within=(*first, *second))
+        tokens = tokens._replace(values=tokens.values + changed, within=(*first, *second))
+        merged: Tokens = self.end_merge(tokens, inputs)
+        return merged
 
 
 def _run_merged(
@@ -218,7 +224,7 @@ class VisionTransformer(nn.Module):
         for layer, block in enumerate(self.blocks, 1):
             tokens = block(tokens, inputs)
             stages += tokens.within
-            if not isinstance(block.merge, KeepTokens):
+            if not (isinstance(block.merge, KeepTokens) and isinstance(block.end_merge, KeepTokens)):
                 stages.append(tokens.merged)
             if layer in self.outputs:
                 outputs.append(self.outlet(tokens._replace(values=self.norm(tokens.values)), inputs))

@@ -6,10 +6,21 @@ registered here once: a second registration of the same name would silently drop
 
 from algm_deploy.ops.attention import attention
 from algm_deploy.ops.clap import clap
+from algm_deploy.ops.elvit import elvit, elvit_restore
 from algm_deploy.ops.gbm import gbm
 from algm_deploy.ops.label_map import label_map
 from algm_deploy.ops.proportional_attention import proportional_attention
 from algm_deploy.ops.tome import tome
 from algm_deploy.ops.unmerge import unmerge
 
-__all__ = ["attention", "clap", "gbm", "label_map", "proportional_attention", "tome", "unmerge"]
+__all__ = [
+    "attention",
+    "clap",
+    "elvit",
+    "elvit_restore",
+    "gbm",
+    "label_map",
+    "proportional_attention",
+    "tome",
+    "unmerge",
+]

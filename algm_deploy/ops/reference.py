@@ -5,6 +5,11 @@ from algm_deploy.ops.clap import reference as clap
 from algm_deploy.ops.clap import reference_decisions as clap_decisions
 from algm_deploy.ops.clap import reference_rows as clap_rows
 from algm_deploy.ops.clap import reference_similarity as window_similarity
+from algm_deploy.ops.elvit import reference as elvit
+from algm_deploy.ops.elvit import reference_centroids as elvit_centroids
+from algm_deploy.ops.elvit import reference_distances as squared_distances
+from algm_deploy.ops.elvit import reference_nearest as nearest
+from algm_deploy.ops.elvit import reference_restore as elvit_restore
 from algm_deploy.ops.gbm import reference as gbm
 from algm_deploy.ops.gbm import reference_decisions as gbm_decisions
 from algm_deploy.ops.gbm import reference_most_similar as most_similar
@@ -22,6 +27,9 @@ __all__ = [
     "clap",
     "clap_decisions",
     "clap_rows",
+    "elvit",
+    "elvit_centroids",
+    "elvit_restore",
     "gbm",
     "gbm_decisions",
     "gbm_rows",
@@ -29,7 +37,9 @@ __all__ = [
     "gbm_split",
     "label_map",
     "most_similar",
+    "nearest",
     "proportional_attention",
+    "squared_distances",
     "tome",
     "tome_order",
     "unmerge",

@@ -13,8 +13,26 @@ import numpy as np
 
 from algm_deploy.bundle.records import Link
 from algm_deploy.bundle.signature import Signature
-from algm_deploy.parity.decisions import Ints, clap_problems, differing, gbm_problems, map_problem, tome_problems
-from algm_deploy.parity.replay import Doubles, Error, Replayed, clap_facts, error_of, gbm_facts, tome_facts, torch_maps
+from algm_deploy.parity.decisions import (
+    Ints,
+    clap_problems,
+    differing,
+    elvit_problems,
+    gbm_problems,
+    map_problem,
+    tome_problems,
+)
+from algm_deploy.parity.replay import (
+    Doubles,
+    Error,
+    Replayed,
+    clap_facts,
+    elvit_facts,
+    error_of,
+    gbm_facts,
+    tome_facts,
+    torch_maps,
+)
 from algm_deploy.recipe.schema import MergePlan, Recipe
 from algm_deploy.runners.contract import Array
 
@@ -202,6 +220,9 @@ class Decisions:
         if merge == "clap":
             clap = clap_facts(replays, stage, plan, network)
             return [clap_problems(f, m, plan, network.grid, network.prefix) for f, m in zip(clap, maps, strict=True)]
+        if merge == "elvit":
+            elvit = elvit_facts(replays, stage, plan, network)
+            return [elvit_problems(f, m, network.prefix) for f, m in zip(elvit, maps, strict=True)]
         before = [replay.truth[stage].map[0].numpy() for replay in replays]
         if merge == "tome":
             tome = tome_facts(replays, stage, plan, network)
@@ -334,11 +355,11 @@ class Labels:
 
 
 def output_problem(
-    outputs: Mapping[str, Array], signature: Signature, images: int, prefix: int, lasting: bool = True
+    outputs: Mapping[str, Array], signature: Signature, images: int, prefix: int, plan: MergePlan
 ) -> str | None:
     """Why the outputs for a batch of `images` cannot be compared, or contradict each other; None where they can.
 
-    `signature` names the outputs that were asked for; `lasting` as for `map_problem`.
+    `signature` names the outputs that were asked for.
     """
     for tensor in signature.outputs:
         found = outputs.get(tensor.name)
@@ -347,12 +368,23 @@ def output_problem(
         if came != expected:
             return f"expected {tensor.name} {expected}, got {came}"
     maps = [outputs[f"token_map_{name}"] for name in signature.merges]
+    if not plan.standing:
+        return _part_map_problem(maps, outputs["token_counts"], prefix)
     for image in range(images):
-        if problem := map_problem([m[image] for m in maps], prefix, lasting):
+        if problem := map_problem([m[image] for m in maps], prefix, plan.lasting):
             return f"image {image} of {images}: {problem}"
     counts = [m.max(1) + 1 - prefix for m in maps]
     if any((outputs["token_counts"][:, i] != count).any() for i, count in enumerate(counts)):
         return "the token counts contradict the token maps"
+    return None
+
+
+def _part_map_problem(maps: Sequence[Array], counts: Array, prefix: int) -> str | None:
+    """The same of maps (B, N) that name for each patch one of the tokens that stand for it in part."""
+    for index, token_map in enumerate(maps):
+        row = token_map - prefix
+        if (row < 0).any() or (row >= counts[:, index, None]).any():
+            return f"token map {index} names tokens that the token counts do not have"
     return None
 
 

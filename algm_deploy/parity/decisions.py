@@ -66,6 +66,16 @@ class GbmFacts:
         return replace(self, least=least)
 
 
+@dataclass(frozen=True, eq=False)
+class ElvitFacts:
+    """What ELViT decides on for one image: squared distances (N, M) of patches and centroids, how many centroids each
+    patch is restored from, and the noise of the distances."""
+
+    distance: Floats
+    neighbours: int
+    noise: float
+
+
 def map_problem(maps: list[Ints], prefix: int, lasting: bool = True) -> str | None:
     """Why the token maps (N,) of one image, in the order of the merges, cannot be the maps of any merge.
 
@@ -85,10 +95,12 @@ def differing(before: Ints, ours: Ints, other: Ints, stage: int, plan: MergePlan
     """How many decisions of one merge differ between two token maps (N,) behind it, and how many there are.
 
     `before` is the map in front of the merge. CLAP decides for each window whether it merges, GBM and ToMe for each
-    token that may which other it joins, if any. Merged windows, and tokens that stay, in another order count once for
-    each that would have to be moved.
+    token that may which other it joins, if any, ELViT for each patch which centroid is the last that counts. Merged
+    windows, and tokens that stay, in another order count once for each that would have to be moved.
     """
     layer, prefix = plan.layers[stage], network.prefix
+    if plan.merge_in(layer) == "elvit":
+        return int((ours != other).sum()), len(ours)
     if plan.merge_in(layer) == "clap":
         a, b = (_merged_windows(token_map, plan, network.grid) for token_map in (ours, other))
         count, total = len(np.setxor1d(a, b)), len(window_members(network.grid, plan.window))
@@ -169,6 +181,16 @@ def tome_problems(facts: GbmFacts, before: Ints, after: Ints, prefix: int) -> li
         if (rise := (in_order - np.minimum.accumulate(in_order)).max(initial=0)) > facts.noise:
             problems.append(f"ToMe: two tokens that stay are in the wrong order, {rise:.1e} apart")
     return problems
+
+
+def elvit_problems(facts: ElvitFacts, token_map: Ints, prefix: int) -> list[str]:
+    """What in ELViT's choice for one image the noise cannot explain; empty when it is excused."""
+    if not np.isfinite(facts.noise):
+        return ["ELViT: distances are not finite"]
+    last = np.sort(facts.distance, axis=1)[:, facts.neighbours - 1]
+    taken = np.take_along_axis(facts.distance, (token_map - prefix)[:, None], 1)[:, 0]
+    gap = np.abs(taken - last).max(initial=0)
+    return [f"ELViT: a patch's farthest centroid is {gap:.1e} away from the right one"] if gap > facts.noise else []
 
 
 class _Join(NamedTuple):

@@ -81,6 +81,8 @@ def _encoder_nodes(recipe: Recipe) -> list[dict[str, Any]]:
     """The `algm` nodes of the encoder in order: an attention a block, and the merge where the plan has one."""
     network, plan = recipe.network, recipe.merging
     if plan.counts_in and plan.layers:
+        if plan.method == "elvit":
+            return _elvit_nodes(network, plan)
         return _tome_nodes(network, plan) if plan.lasting else _blockwise_nodes(network, plan)
     common = {"prefix": network.prefix, "semantics": plan.semantics, "batch": plan.batch}
     budgets = merge_budgets(plan, network.grid, network.prefix)
@@ -122,6 +124,30 @@ def _blockwise_nodes(network: Network, plan: MergePlan) -> list[dict[str, Any]]:
             nodes += [tome, _attention_node(network), unmerge, tome, unmerge]
         else:
             nodes.append(_attention_node(network))
+    return nodes
+
+
+def _elvit_nodes(network: Network, plan: MergePlan) -> list[dict[str, Any]]:
+    """The nodes of an encoder with ELViT, which restores what it hands to the decoder."""
+    nodes = []
+    for layer in range(1, network.encoder_depth + 1):
+        nodes.append(_attention_node(network))
+        if layer == plan.elvit_layer:
+            nodes.append(
+                {
+                    "operator": "elvit",
+                    "grid": list(network.grid),
+                    "centroids": list(plan.elvit_grid),
+                    "prefix": network.prefix,
+                    "iterations": plan.elvit_iterations,
+                    "window": plan.elvit_window,
+                    "temperature": plan.elvit_temperature,
+                    "neighbours": plan.elvit_neighbours,
+                    "semantics": plan.semantics,
+                }
+            )
+        if layer >= plan.elvit_layer and layer in (network.stages or (network.encoder_depth,)):
+            nodes.append({"operator": "elvit_restore", "prefix": network.prefix})
     return nodes
 
 

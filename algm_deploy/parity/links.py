@@ -13,7 +13,7 @@ from torch import Tensor
 from algm_deploy.bundle.files import ONNX
 from algm_deploy.bundle.records import Link
 from algm_deploy.bundle.store import Bundle
-from algm_deploy.merging import insert_merging, merge_inputs
+from algm_deploy.merging import Elvit, elvit_distances, insert_merging, merge_inputs
 from algm_deploy.models.deployed import NORMALIZATIONS, Deployed
 from algm_deploy.models.loading import DTYPES, load_network
 from algm_deploy.models.scores import upsample_scores
@@ -104,7 +104,9 @@ def operators_link(plan: MergePlan, network: Network, replays: Sequence[Replayed
 
 def _compared(plan: MergePlan, layer: int, network: Network, tokens: Tokens) -> tuple[float, bool]:
     """Largest difference of similarities, and whether the token maps are equal on PyTorch's similarities."""
-    return {"clap": _clap, "gbm": _gbm, "tome": _tome}[plan.merge_in(layer)](plan, layer, network, tokens)
+    return {"clap": _clap, "gbm": _gbm, "tome": _tome, "elvit": _elvit}[plan.merge_in(layer)](
+        plan, layer, network, tokens
+    )
 
 
 def _clap(plan: MergePlan, layer: int, network: Network, tokens: Tokens) -> tuple[float, bool]:
@@ -148,6 +150,21 @@ def _tome(plan: MergePlan, layer: int, network: Network, tokens: Tokens) -> tupl
     row, _ = reference.gbm_rows(merged, targets, rows, length, prefix, SEMANTICS)
     row = reference.tome_order(given, merged, row, prefix)
     return _largest_difference(given, exact), np.array_equal(ours, np.take_along_axis(row, tokens.map.numpy(), 1))
+
+
+def _elvit(plan: MergePlan, layer: int, network: Network, tokens: Tokens) -> tuple[float, bool]:
+    """Centroids and distances, relative to the longest patch and its square."""
+    prefix, count = network.prefix, plan.elvit_neighbours
+    values = tokens.values.float()
+    rules = plan.elvit_iterations, plan.elvit_window, plan.elvit_temperature
+    distance, found = (part.numpy() for part in elvit_distances(values, plan, network.grid, prefix))
+    patches = values[:, prefix:].numpy()
+    ours = torch.ops.algm.elvit(values, *Elvit(plan, network.grid, prefix).attributes)[1].numpy()
+    exact = reference.squared_distances(patches, found)
+    again = reference.elvit_centroids(patches, network.grid, plan.elvit_grid, *rules)
+    length = float(np.linalg.norm(patches, axis=2).max())
+    errors = np.abs(distance - exact).max() / length**2, np.abs(found - again).max() / length
+    return max(map(float, errors)), np.array_equal(ours, prefix + reference.nearest(distance, count)[..., -1])
 
 
 def _of_sources(

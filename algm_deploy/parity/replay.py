@@ -17,7 +17,15 @@ import torch
 from numpy.typing import NDArray
 
 from algm_deploy.bundle.store import Bundle
-from algm_deploy.merging import Replay, merge_budgets, merge_inputs, replay_merging, tome_merges
+from algm_deploy.merging import (
+    ElvitReplay,
+    Replay,
+    elvit_distances,
+    merge_budgets,
+    merge_inputs,
+    replay_merging,
+    tome_merges,
+)
 from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.fp8 import use_fp8
 from algm_deploy.models.loading import DTYPES, load_network
@@ -25,9 +33,10 @@ from algm_deploy.models.scores import Scores, upsample_scores
 from algm_deploy.models.vit import Tokens, VitNetwork
 from algm_deploy.ops._rows import wide
 from algm_deploy.ops.clap import clap_decisions, clap_rows, window_similarity
+from algm_deploy.ops.elvit import nearest
 from algm_deploy.ops.gbm import gbm_decisions, gbm_rows, gbm_scores, gbm_similarity, gbm_threshold
 from algm_deploy.ops.tome import SEMANTICS, tome_rows, tome_similarity
-from algm_deploy.parity.decisions import ClapFacts, GbmFacts, Ints
+from algm_deploy.parity.decisions import ClapFacts, ElvitFacts, GbmFacts, Ints
 from algm_deploy.parity.jitter import jittered
 from algm_deploy.recipe.schema import MergePlan, Network, Precision
 
@@ -105,7 +114,7 @@ class _ReplayNetwork:
         change(self._model)
         self._entering: list[Tokens] = []
         for module in self._model.modules():
-            if isinstance(module, Replay):
+            if isinstance(module, Replay | ElvitReplay):
                 module.register_forward_pre_hook(lambda _, args: self._entering.append(args[0]))
 
     @torch.inference_mode()
@@ -176,6 +185,18 @@ def tome_facts(replays: Sequence[Replayed], stage: int, plan: MergePlan, network
     return _counted_facts(replays, stage, plan, network, SEMANTICS)
 
 
+def elvit_facts(replays: Sequence[Replayed], stage: int, plan: MergePlan, network: Network) -> list[ElvitFacts]:
+    """Distances and their noise."""
+    facts = []
+    for replay in replays:
+        exact, rounded = (
+            elvit_distances(tokens[stage].values, plan, network.grid, network.prefix)[0][0]
+            for tokens in (replay.truth, replay.baseline)
+        )
+        facts.append(ElvitFacts(exact.numpy(), plan.elvit_neighbours, _noise(exact, rounded)))
+    return facts
+
+
 def _counted_facts(
     replays: Sequence[Replayed], stage: int, plan: MergePlan, network: Network, semantics: str
 ) -> list[GbmFacts]:
@@ -201,7 +222,7 @@ def _lowest(similarity: torch.Tensor, count: int) -> float:
 
 def merges_in(plan: MergePlan, layer: int, network: Network) -> int:
     """How many tokens or windows merge in a layer where the plan says it: with ToMe, or by a budget; else 0."""
-    if plan.counts_in:
+    if plan.merge_in(layer) == "tome":
         return tome_merges(plan, network.grid[0] * network.grid[1], network.prefix)[layer]
     return merge_budgets(plan, network.grid, network.prefix).get(layer, 0)
 
@@ -216,6 +237,9 @@ def torch_maps(entering: Sequence[Tokens], stage: int, plan: MergePlan, network:
         best, match = tome_similarity(_keys(tokens), prefix)
         r = merges_in(plan, layer, network)
         return list(tome_rows(best, match, r, tokens.values.shape[1], prefix).gather(1, tokens.map).numpy())
+    if merge == "elvit":
+        distance, _ = elvit_distances(tokens.values, plan, grid, prefix)
+        return list((prefix + nearest(distance, plan.elvit_neighbours)[..., -1]).numpy())
     if merge == "clap":
         similarity = window_similarity(tokens.values, grid, window, prefix)
         threshold, budget = torch.tensor(plan.clap_threshold), merges_in(plan, layer, network)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from algm_deploy.errors import PlanError, RecipeError
@@ -17,9 +17,9 @@ Batching = Literal["per_image", "batch_min"]
 TokenOrder = Literal["published", "raster"]
 ClapRule = Literal["threshold", "budget"]
 GbmRule = Literal["adaptive", "fixed", "budget"]
-Method = Literal["algm", "tome", "tome_blockwise"]
-Merge = Literal["clap", "gbm", "tome"]
-Part = Literal["", "attention", "mlp"]
+Method = Literal["algm", "tome", "tome_blockwise", "elvit"]
+Merge = Literal["clap", "gbm", "tome", "elvit"]
+Part = Literal["", "attention", "mlp", "end"]
 Resize = Literal["double", "single"]
 Output = Literal["labels", "scores"]
 Precision = Literal["fp32", "fp16", "bf16", "int8", "fp8"]
@@ -107,12 +107,21 @@ def patch_margins(size: Size, patch_size: int) -> tuple[Size, Size]:
 
 
 # The setting in which a method that merges as many tokens in every picture counts them.
-_COUNTED: dict[Method, str] = {"tome": "tome_r", "tome_blockwise": "tome_share"}
+_COUNTED: dict[Method, str] = {"tome": "tome_r", "tome_blockwise": "tome_share", "elvit": "elvit_layer"}
+# Where in a block a method merges, if not between attention and MLP: for each of these parts, or after the block.
+_PARTS: dict[Method, tuple[Part, ...]] = {"tome_blockwise": ("attention", "mlp"), "elvit": ("end",)}
 
 
 def merged_parts(method: Method) -> tuple[Part, ...]:
-    """The parts of a block that a method merges tokens for, or the one empty part where merged tokens go on."""
-    return ("attention", "mlp") if method == "tome_blockwise" else ("",)
+    """The parts of a block that a method merges tokens for, `end` where it merges after the block, or the one empty
+    part where it merges between attention and MLP."""
+    return _PARTS.get(method, ("",))
+
+
+def _reader(setting: str) -> str:
+    """The method that alone reads a setting of the merge plan, or none."""
+    counted = {name: method for method, name in _COUNTED.items()}
+    return counted.get(setting) or ("elvit" if setting.startswith("elvit_") else "")
 
 
 @dataclass(frozen=True)
@@ -132,6 +141,11 @@ class MergePlan:
     With method `tome_blockwise` merges do not last: attention runs on fewer tokens, then every token is back, and so
     for the MLP. `tome_share` says for each block from the first which share of the sequence, prefix counted, is merged
     away for both, none after its end. It is rounded down, and at most half. Nothing else is read either.
+
+    With method `elvit` the patches become, after block `elvit_layer`, the centroids of a grid of `elvit_grid` (rows,
+    columns): in each of `elvit_iterations` every patch is shared out among the centroids at most half of `elvit_window`
+    away, nearer ones more, sharply as `elvit_temperature` says. For the decoder every patch is restored from its
+    `elvit_neighbours` nearest centroids; `semantics` says how they are weighted (`ops/elvit.py`).
     """
 
     clap_layers: tuple[int, ...] = (1,)
@@ -149,6 +163,12 @@ class MergePlan:
     method: Method = "algm"
     tome_r: tuple[int, ...] = ()
     tome_share: tuple[float, ...] = ()
+    elvit_layer: int = 0
+    elvit_grid: Size = (0, 0)
+    elvit_neighbours: int = 20
+    elvit_iterations: int = 5
+    elvit_window: int = 5
+    elvit_temperature: float = 0.02
 
     def __post_init__(self) -> None:
         self._check_method()
@@ -195,11 +215,12 @@ class MergePlan:
                 f"method {self.method} has neither CLAP nor GBM, got a budget for them: set merging.{self.counts_in} "
                 "instead"
             )
-        for method, name in _COUNTED.items():
-            if self.method != method and getattr(self, name):
-                raise PlanError(
-                    f"merging.{name} is read by method {method}, got {getattr(self, name)} for {self.method}"
-                )
+        for item in fields(self):
+            value, reader = getattr(self, item.name), _reader(item.name)
+            if reader and self.method != reader and value != item.default:
+                raise PlanError(f"merging.{item.name} is read by method {reader}, got {value} for {self.method}")
+        if self.method == "elvit":
+            self._check_elvit()
         if any(r < 0 for r in self.tome_r):
             raise PlanError(f"merging.tome_r counts the tokens that vanish in each block, got {self.tome_r}")
         if not all(0 <= share <= 0.5 for share in self.tome_share):
@@ -208,16 +229,35 @@ class MergePlan:
                 "half of the tokens can merge with another"
             )
 
+    def _check_elvit(self) -> None:
+        if self.elvit_layer < 0:
+            raise PlanError(f"expected merging.elvit_layer from 1, or 0 to merge nowhere, got {self.elvit_layer}")
+        if self.elvit_layer and min(self.elvit_grid) < 1:
+            raise PlanError(
+                f"expected merging.elvit_grid as rows and columns of tokens, such as [28, 28], got {self.elvit_grid}"
+            )
+        if self.elvit_window < 1 or self.elvit_window % 2 == 0:
+            raise PlanError(f"expected an odd number as merging.elvit_window, got {self.elvit_window}")
+        if self.elvit_neighbours < 1 or not 0 <= self.elvit_iterations <= 100 or not 0 < self.elvit_temperature < 1e6:
+            raise PlanError(
+                "expected merging.elvit_neighbours from 1, merging.elvit_iterations from 0 to 100 and a positive "
+                f"merging.elvit_temperature, got {self.elvit_neighbours}, {self.elvit_iterations} and "
+                f"{self.elvit_temperature}"
+            )
+
     @property
     def counts_in(self) -> str:
-        """Where the plan says how many tokens merge, whatever the picture: `tome_r`, or empty where it does not so."""
+        """The setting by which a method merges as many tokens in every picture, such as `tome_r`; empty for others."""
         return _COUNTED.get(self.method, "")
 
     @property
     def places(self) -> tuple[tuple[int, Part], ...]:
         """Of every merge in the order they run its 1-based layer, and the part of the block it ends with, if one."""
-        counted = getattr(self, self.counts_in) if self.counts_in else ()
-        layers = (*self.clap_layers, *self.gbm_layers, *(layer for layer, count in enumerate(counted, 1) if count))
+        if self.method == "elvit":
+            layers: tuple[int, ...] = (self.elvit_layer,) if self.elvit_layer else ()
+        else:
+            counted = getattr(self, self.counts_in) if self.counts_in else ()
+            layers = (*self.clap_layers, *self.gbm_layers, *(layer for layer, count in enumerate(counted, 1) if count))
         return tuple((layer, part) for layer in sorted(layers) for part in merged_parts(self.method))
 
     @property
@@ -228,7 +268,12 @@ class MergePlan:
     @property
     def lasting(self) -> bool:
         """Whether tokens that merged stay so; otherwise they are back after the part of the block they merged for."""
-        return merged_parts(self.method) == ("",)
+        return self.method != "tome_blockwise"
+
+    @property
+    def standing(self) -> bool:
+        """Whether one token stands for each patch, which the token maps name; otherwise several do, each in part."""
+        return self.method != "elvit"
 
     @property
     def static(self) -> bool:
@@ -242,6 +287,8 @@ class MergePlan:
 
     def merge_in(self, layer: int) -> Merge:
         """What merges in one of `layers`."""
+        if self.method == "elvit":
+            return "elvit"
         if self.counts_in:
             return "tome"
         return "clap" if layer in self.clap_layers else "gbm"
@@ -335,9 +382,23 @@ class Recipe:
             raise RecipeError(
                 f"expected a merging.window within the grid {self.network.grid}, got {self.merging.window}"
             )
+        self._check_elvit()
         for key, listed in (("class_names", self.class_names), ("palette", self.palette)):
             if listed and len(listed) != self.network.classes:
                 raise RecipeError(f"expected {key} for {self.network.classes} classes, got {len(listed)}")
+
+    def _check_elvit(self) -> None:
+        plan, grid = self.merging, self.network.grid
+        if plan.method != "elvit" or not plan.layers:
+            return
+        rows, columns = plan.elvit_grid
+        if rows > grid[0] or columns > grid[1] or plan.elvit_grid == grid:
+            raise RecipeError(f"expected a merging.elvit_grid smaller than the grid {grid}, got {plan.elvit_grid}")
+        if plan.elvit_neighbours > rows * columns:
+            raise RecipeError(
+                f"expected merging.elvit_neighbours up to the {rows * columns} tokens of merging.elvit_grid, got "
+                f"{plan.elvit_neighbours}"
+            )
 
 
 def _check_ranges(section: str, facts: object, **ranges: tuple[float, float]) -> None:

@@ -28,9 +28,9 @@ from algm_deploy.report.records import (
     comparable,
     joined,
     measured,
+    method_words,
     plan_in_force,
     plan_name,
-    tome_words,
 )
 from algm_deploy.report.tuning import tuning_page
 from algm_deploy.runners.registry import RUNTIMES
@@ -76,7 +76,7 @@ def report_page(
     """The page as one HTML text."""
     report = Report(bundle, beside, published_beside(bundle.recipe, published))
     found = [tuning_page(one) for one in bundle.manifest.tunings]
-    shared = {"tables": tables, "counted": counted, "tome_words": tome_words, "budget_words": budget_words}
+    shared = {"tables": tables, "counted": counted, "method_words": method_words, "budget_words": budget_words}
     shared["thresholds"] = threshold_defaults(bundle.recipe.merging)
     return render("report.jinja", report=report, gallery=gallery, tuning_pages=found, **shared)
 

@@ -100,8 +100,16 @@ def plan_in_force(plan: MergePlan, thresholds: Mapping[str, float | str]) -> Mer
 _TOLD_BY_BUDGETS = ("clap", "clap_budget", "gbm_budget")
 
 
-def tome_words(plan: MergePlan) -> str:
-    """How much ToMe merges, in words: `r 16 in 12 blocks`, `20 % in 24 blocks, each by itself`, or block by block."""
+def method_words(plan: MergePlan) -> str:
+    """A method that merges as many tokens in every picture, in words: `ToMe, r 16 in 12 blocks`, `ToMe, 20 % in 24
+    blocks, each by itself`, or block by block; `ELViT, 28 x 28 tokens after block 10`."""
+    if plan.method == "elvit":
+        rows, columns = plan.elvit_grid
+        return f"ELViT, {rows} x {columns} tokens after block {plan.elvit_layer}"
+    return f"ToMe, {_tome_words(plan)}"
+
+
+def _tome_words(plan: MergePlan) -> str:
     if plan.lasting:
         return f"r {_by_block(list(map(str, plan.tome_r)), plan)}"
     return f"{_by_block([f'{100 * share:.3g} %' for share in plan.tome_share], plan)}, each by itself"
@@ -134,7 +142,7 @@ def plan_name(plan: MergePlan, reference: MergePlan) -> str:
     if not plan.layers:
         return "dense"
     if plan.counts_in:
-        return f"ToMe, {tome_words(plan)}"
+        return method_words(plan)
     if plan.budgeted:
         parts = [f"budget {budget_words(plan)}"]
     else:

@@ -17,35 +17,19 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from named_weights import weights
+from published_encoder import DATA, TOLERANCE, Encoder, published_encoder, published_images
 from torch import Tensor
 
 from algm_deploy.merging import insert_merging, merge_inputs, replay_merging, tome_merges
-from algm_deploy.models.vit import VitNetwork
-from algm_deploy.recipe.schema import MergePlan, Network
+from algm_deploy.recipe.schema import MergePlan
 
-DATA = Path(__file__).parents[1] / "data"
 SHARES = ("fifth", "third", "half")
 CASES = ("constant", "schedule", "one_block", "halves", "distilled", "no_cls")
-# Two fp32 implementations of four blocks; the tokens reach 3.
-TOLERANCE = 5e-6
-
-
-class Encoder(VitNetwork):
-    """An encoder without a decoder."""
-
-    def __init__(self, prefix: int) -> None:
-        network = Network("segmenter", 32, 4, 2, 5, (96, 96), extra_tokens=max(0, prefix - 1))
-        if not prefix:  # of a network that reads several blocks
-            network = replace(network, family="setr", decoder="mla", stages=(1, 2, 3, 4))
-        super().__init__(network)
-        self.encoder.outputs = (4,)
 
 
 class Case:
@@ -59,9 +43,7 @@ class Case:
             )
         self.prefix = facts["prefix"]
         self.plan = MergePlan((), (), method="tome", tome_r=tuple(facts["r"]))
-        self.model = Encoder(self.prefix).eval().requires_grad_(False)
-        shapes = {name: tuple(value.shape) for name, value in self.model.encoder.state_dict().items()}
-        self.model.encoder.load_state_dict(weights(shapes))
+        self.model = published_encoder(self.prefix)
 
     @property
     def unmerged(self) -> Tensor:
@@ -84,8 +66,7 @@ class Blockwise:
 
 @pytest.fixture(scope="module")
 def images() -> Tensor:
-    with np.load(DATA / "published" / "images.npz") as file:
-        return torch.from_numpy(file["images"]).float() / 255
+    return published_images()
 
 
 @pytest.mark.parametrize("name", CASES)

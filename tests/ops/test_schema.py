@@ -22,6 +22,17 @@ OTHERS = {
     "attention": {"heads": 2, "scale": 0.5},
     "proportional_attention": {"heads": 2, "scale": 0.5},
     "unmerge": {"prefix": 1},
+    "elvit": {
+        "grid": [4, 4],
+        "centroids": [2, 2],
+        "prefix": 1,
+        "iterations": 2,
+        "window": 3,
+        "temperature": 0.5,
+        "neighbours": 2,
+        "semantics": "code",
+    },
+    "elvit_restore": {"prefix": 1},
     "label_map": {"prefix": 1, "grid": [4, 4], "size": [8, 8]},
 }
 
@@ -44,6 +55,7 @@ INPUT_RANKS = {
     "qkv": 3,
     "values": 3,
     "scores": 3,
+    "weights": 3,
     "size": 2,
     "map": 2,
     "length": 1,
@@ -108,7 +120,9 @@ def test_bodies_are_portable(op: str, attributes: dict[str, Any], dtype: str) ->
 
 
 @pytest.mark.parametrize(
-    ("op", "attributes"), [*MERGES, ("tome", OTHERS["tome"])], ids=lambda value: value if isinstance(value, str) else ""
+    ("op", "attributes"),
+    [*MERGES, *((op, OTHERS[op]) for op in ("tome", "elvit"))],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_similarities_are_fp32_for_16_bit_tokens(op: str, attributes: dict[str, Any]) -> None:
     """Between tokens and their products stands a Cast to fp32, and statistics are fp64."""
