@@ -38,6 +38,7 @@ EVIDENCE, TABLE = RECORDS / "support.json", ROOT / "docs" / "support.md"
 TESTS = (
     "tests/test_families.py",
     "tests/test_tome.py",
+    "tests/test_elvit.py",
     "tests/models",
     "tests/parity",
     "tests/evaluation/test_datasets.py",
@@ -118,6 +119,8 @@ def page(claims: Claims) -> str:
             others("tome"),
             "\n## ToMe around attention and MLP\n",
             others("tome_blockwise"),
+            "\n## ELViT\n",
+            others("elvit"),
             TAIL,
         )
     )

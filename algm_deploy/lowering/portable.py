@@ -19,10 +19,19 @@ from algm_deploy.ops.bodies import BODIES, OPSET, Body
 from algm_deploy.ops.schema import DOMAIN, SCHEMAS, VERSION
 
 
+# ELViT leaves as many tokens in every picture.
+_STATIC = frozenset({"elvit", "elvit_restore"})
+
+
 def has_budget(node: ir.Node) -> bool:
     """Whether a node merges by the rule `budget`: a number that is known, so that all its shapes are."""
     rule = node.attributes.get("rule")
     return rule is not None and rule.as_string() == "budget"
+
+
+def is_static(node: ir.Node) -> bool:
+    """Whether TensorRT takes a node's body as it is: all its shapes are known, and it needs no plugin."""
+    return has_budget(node) or node.op_type in _STATIC
 
 
 def add_function_bodies(model: ir.Model, wanted: Callable[[ir.Node], bool] = lambda _: True) -> int:

@@ -4,7 +4,7 @@
 |---|---|
 | clap, gbm | plugin node with one more output, the 0-D INT32 size tensor that tells TensorRT the token count, and one
 more attribute, the count to tune for |
-| the same by a budget | standard operators, whose shapes are all known |
+| the same by a budget, ELViT | standard operators, whose shapes are all known |
 | unmerge | plugin node |
 | label_map | plugin node with int32 labels, then a Cast to uint8: TensorRT takes no 8-bit plugin output |
 | attention | `Attention` of opset 23, its mask made from the lengths |
@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import onnx
@@ -30,12 +31,12 @@ from algm_deploy.bundle.files import ONNX, ONNX_DATA, WEIGHTS
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import ExportError
 from algm_deploy.lowering.export import base_onnx
-from algm_deploy.lowering.portable import add_function_bodies, has_budget, operator_of
+from algm_deploy.lowering.portable import add_function_bodies, has_budget, is_static, operator_of
 from algm_deploy.lowering.tensorrt_precision import ONNX_TYPE, retype
 from algm_deploy.lowering.tensorrt_zero_points import centre_levels
 from algm_deploy.merging import deployed_network
 from algm_deploy.ops.schema import DOMAIN, VERSION, WORDS
-from algm_deploy.recipe.schema import Precision
+from algm_deploy.recipe.schema import Merge, Precision
 
 TENSORRT_ONNX = "model.tensorrt.onnx"
 OPSET = 23
@@ -43,6 +44,7 @@ PLUGIN_NAMESPACE = "algm_deploy"
 PLUGIN_VERSION = "2"
 MERGES = ("clap", "gbm")
 PLUGINS = (*MERGES, "unmerge", "label_map")
+TRANSLATED = (*PLUGINS, "attention")
 # The largest K of a TopK in every TensorRT release so far. A merge in standard operators sorts its windows with one.
 TOPK_LIMIT = 3840
 # Same name at opset 18 and 23, another meaning.
@@ -107,9 +109,9 @@ def tensorrt_from_base(
     Raises:
         ExportError: the graph holds an operator that cannot be translated, or another number of merges.
     """
-    model = ir.to_proto(_with_budget_bodies(base))
+    model = ir.to_proto(_with_static_bodies(base))
     _check_operators(model)
-    merges = [n.name for n in model.graph.node if n.domain == DOMAIN and operator_of(n.op_type) in MERGES]
+    merges = [n.name for n in model.graph.node if n.domain == DOMAIN and operator_of(n.op_type) in get_args(Merge)]
     if usual_rows and len(usual_rows) != len(merges):
         raise ExportError(f"expected usual rows for {len(merges)} merges, got {len(usual_rows)}: export again")
     labels = _label_types(model.graph)
@@ -131,8 +133,8 @@ def tensorrt_from_base(
     return _inlined(new), counts
 
 
-def _with_budget_bodies(base: ir.Model) -> ir.Model:
-    """A copy whose merges by a budget call functions, for any TensorRT to take as it is.
+def _with_static_bodies(base: ir.Model) -> ir.Model:
+    """A copy whose merges of known shapes call functions, for any TensorRT to take as they are.
 
     Raises:
         ExportError: a budget beyond what TopK sorts out.
@@ -144,7 +146,7 @@ def _with_budget_bodies(base: ir.Model) -> ir.Model:
                 f"node {node.name}: TensorRT sorts out at most {TOPK_LIMIT} values with TopK, this budget asks for "
                 f"{budget}: choose a smaller one, or a threshold"
             )
-    add_function_bodies(model, has_budget)
+    add_function_bodies(model, is_static)
     return model
 
 
@@ -159,8 +161,9 @@ def _inlined(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _check_operators(model: onnx.ModelProto) -> None:
+    bodies = {function.name for function in model.functions}
     for node in model.graph.node:
-        if node.domain == DOMAIN and operator_of(node.op_type) not in (*PLUGINS, "attention"):
+        if node.domain == DOMAIN and node.op_type not in bodies and operator_of(node.op_type) not in TRANSLATED:
             raise ExportError(
                 f"node {node.name} is {DOMAIN}.{node.op_type}, TensorRT has plugins for {', '.join(PLUGINS)} only: run "
                 "this bundle with onnxruntime-cpu or torch"

@@ -147,7 +147,8 @@ class PictureWriter:
             LABELS: labels_picture(prediction.labels, self.classes),
             OVERLAY: overlay(pixels, prediction.labels, self.classes),
         }
-        if self.predictor.signature.merges:
+        plan = self.predictor.bundle.recipe.merging
+        if plan.layers and plan.standing:
             panels, columns = token_panels(self.predictor, pixels, prediction, self.similarity_of)
             captions = (
                 TOKENS_CAPTION,

@@ -103,7 +103,8 @@ class Service:
         self._outputs = (
             protocol.LABELS,
             protocol.LABELS_PNG,
-            *((protocol.TOKENS_PNG, protocol.TOKEN_COUNTS) if merges else ()),
+            *((protocol.TOKENS_PNG,) if merges and recipe.merging.standing else ()),
+            *((protocol.TOKEN_COUNTS,) if merges else ()),
             protocol.PATCHES,
         )
         self._page = {path: (_page_file(file), kind) for path, (file, kind) in _PAGE.items()}
