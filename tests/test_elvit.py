@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 
 from algm_deploy.bundle.signature import signature_of
@@ -15,6 +16,7 @@ from algm_deploy.bundle.store import Bundle
 from algm_deploy.deployment import export, parity_windows
 from algm_deploy.errors import BundleError, PlanError, RecipeError
 from algm_deploy.evaluation.flops import multiply_adds
+from algm_deploy.lowering.tensorrt import write_tensorrt_onnx
 from algm_deploy.parity.chain import verify
 from algm_deploy.parity.comparison import output_problem
 from algm_deploy.parity.decisions import elvit_problems
@@ -129,6 +131,12 @@ def test_a_wrong_centroid_is_found_out(bundle: Bundle, outputs: dict[str, Array]
     beyond = outputs | {name: np.where(np.arange(token_map.size) == 3, network.prefix + 16, outputs[name])}
     assert output_problem(outputs, bundle.signature, 2, network.prefix, plan) is None
     assert "names tokens that" in (output_problem(beyond, bundle.signature, 2, network.prefix, plan) or "")
+
+
+def test_tensorrt_is_given_standard_operators(bundle: Bundle) -> None:
+    model = onnx.load(write_tensorrt_onnx(bundle, "fp32", [17])[0], load_external_data=False)
+    assert {node.op_type for node in model.graph.node if node.domain} == {"unmerge"}  # the tail
+    assert not model.functions
 
 
 def test_counts_are_the_same_in_every_picture(outputs: dict[str, Array]) -> None:

@@ -40,8 +40,8 @@ _NONE = 1e-16
 
 
 def pooling(cells: int, side: int) -> np.ndarray:
-    """Means (cells, side) fp32 of `cells` stretches of `side` places, which overlap where they do not divide it."""
-    mean = np.zeros((cells, side), np.float32)
+    """Means (cells, side) fp64 of `cells` stretches of `side` places, which overlap where they do not divide it."""
+    mean = np.zeros((cells, side))
     for cell in range(cells):
         first, end = cell * side // cells, -(-(cell + 1) * side // cells)
         mean[cell, first:end] = 1 / (end - first)
@@ -64,7 +64,7 @@ def elvit_centroids(
     """Centroids (B, M, D) of patches (B, N, D), at least fp32."""
     parts = [pooling(cells, side) for cells, side in zip(centroids, grid, strict=True)]
     down, across = (torch.from_numpy(part).to(patches) for part in parts)
-    columns = product(down, patches.unflatten(1, tuple(grid)).flatten(2)).unflatten(2, (grid[1], -1))
+    columns = product(down, patches.reshape(len(patches), grid[0], -1)).reshape(len(patches), centroids[0], grid[1], -1)
     found = product(across, columns).flatten(1, 2)
     far = [outside(cells, side, window) for cells, side in zip(centroids, grid, strict=True)]
     rows, sides = (torch.from_numpy(part).to(patches.device) for part in far)
@@ -123,7 +123,7 @@ def elvit(
 
 @elvit.register_fake
 def _(tokens: Tensor, grid: list[int], centroids: list[int], prefix: int, *_: Any) -> tuple[Tensor, ...]:
-    images, _, width = tokens.shape
+    images, width = tokens.shape[0], tokens.shape[2]
     patches, count = grid[0] * grid[1], centroids[0] * centroids[1]
     return (
         tokens.new_empty(images, prefix + count, width),
@@ -154,8 +154,8 @@ def onnx_body(body: Body, attributes: Mapping[str, Any], tokens: Value) -> list[
     temperature, count = attributes["temperature"], int(np.prod(attributes["centroids"]))
     (height, width), (down, across) = grid, centroids
     patches = body.fp32(body.rows(tokens, prefix, prefix + height * width))
-    columns = body("MatMul", pooling(down, height), body("Reshape", patches, [0, height, -1]))
-    found = body("MatMul", pooling(across, width), body("Reshape", columns, [0, down, width, -1]))
+    columns = body("MatMul", pooling(down, height).astype(np.float32), body("Reshape", patches, [0, height, -1]))
+    found = body("MatMul", pooling(across, width).astype(np.float32), body("Reshape", columns, [0, down, width, -1]))
     found = body("Reshape", found, [0, count, -1])
     far = [outside(*sides, attributes["window"]) for sides in zip(centroids, grid, strict=True)]
     apart = body("Or", far[0][:, None, :, None], far[1][None, :, None, :])
@@ -232,7 +232,8 @@ def reference_centroids(
 def reference_distances(patches: np.ndarray, centroids: np.ndarray) -> np.ndarray:
     """Squared distances (B, N, M) fp64, difference by difference."""
     between = patches.astype(np.float64)[:, :, None] - centroids.astype(np.float64)[:, None]
-    return np.square(between).sum(-1)
+    squared: np.ndarray = np.square(between).sum(-1)
+    return squared
 
 
 def reference_nearest(distance: np.ndarray, neighbours: int) -> np.ndarray:

@@ -238,7 +238,7 @@ def torch_maps(entering: Sequence[Tokens], stage: int, plan: MergePlan, network:
         r = merges_in(plan, layer, network)
         return list(tome_rows(best, match, r, tokens.values.shape[1], prefix).gather(1, tokens.map).numpy())
     if merge == "elvit":
-        distance, _ = elvit_distances(tokens.values, plan, grid, prefix)
+        distance, _ = elvit_distances(tokens.values, plan, network.grid, prefix)
         return list((prefix + nearest(distance, plan.elvit_neighbours)[..., -1]).numpy())
     if merge == "clap":
         similarity = window_similarity(tokens.values, grid, window, prefix)

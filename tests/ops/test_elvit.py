@@ -96,7 +96,9 @@ def test_windows_and_cells_are_those_of_pytorch() -> None:
     for cells, side in ((28, 40), (32, 48), (20, 30), (15, 30), (3, 7), (5, 6), (4, 4)):
         line = torch.randn(1, 1, side)
         pooled = torch.nn.functional.adaptive_avg_pool1d(line, cells)
-        torch.testing.assert_close(torch.from_numpy(pooling(cells, side)) @ line[0, 0], pooled[0, 0], atol=1e-6, rtol=0)
+        torch.testing.assert_close(
+            torch.from_numpy(pooling(cells, side)).float() @ line[0, 0], pooled[0, 0], atol=1e-6, rtol=0
+        )
         own = torch.nn.functional.interpolate(torch.arange(cells)[None, None].float(), size=side, mode="nearest")[0, 0]
         far = (own - torch.arange(cells)[:, None]).abs() > 2
         np.testing.assert_array_equal(outside(cells, side, 5), far.numpy())
