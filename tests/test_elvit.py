@@ -122,7 +122,8 @@ def test_another_graph_is_found_out(bundle: Bundle, change: Any) -> None:
 def test_a_wrong_centroid_is_found_out(bundle: Bundle, outputs: dict[str, Array]) -> None:
     network, plan, name = bundle.recipe.network, bundle.recipe.merging, "token_map_elvit_2"
     token_map = outputs[name][0]
-    replayed = Replays(bundle, parity_windows(bundle.recipe, [], 2))(0, [token_map])
+    replays = Replays(bundle, parity_windows(bundle.recipe, [], 2), bundle.recipe.precision)
+    replayed = replays(0, [token_map])
     (facts,) = elvit_facts([replayed], 0, plan, network)
     assert elvit_problems(facts, token_map, network.prefix) == []
     wrong = token_map.copy()
