@@ -100,9 +100,9 @@ def plans(plan: MergePlan, network: Network) -> dict[str, MergePlan]:
     depth, (rows, columns) = network.encoder_depth, network.grid
     found = {"dense": DENSE}
     found |= {f"algm threshold {tau:g}": replace(plan, clap_threshold=tau) for tau in THRESHOLDS}
-    budgeted = replace(plan, clap="budget", gbm="budget")
+    rules: dict[str, Any] = {"clap": "budget", "gbm": "budget"}
     found |= {
-        f"algm budget {windows:g} {tokens:g}": replace(budgeted, clap_budget=windows, gbm_budget=tokens)
+        f"algm budget {windows:g} {tokens:g}": replace(plan, **rules, clap_budget=windows, gbm_budget=tokens)
         for windows, tokens in BUDGETS
     }
     for share in SHARES:
