@@ -229,6 +229,21 @@ def thresholds(command: Parser) -> None:
     group.add_argument("--dense", action="store_true", help="merge nothing: what merging costs is the difference")
 
 
+def waiting(group: argparse._ArgumentGroup, queue: str) -> None:
+    """What a server takes; `queue`: what --queue counts."""
+    group.add_argument(
+        "--wait",
+        type=count,
+        default=2,
+        metavar="MS",
+        help="milliseconds that a picture waits for others to share its batch (default 2)",
+    )
+    group.add_argument(
+        "--queue", type=up_to(100_000), default=64, metavar="COUNT", help=f"how many {queue} (default 64)"
+    )
+    group.add_argument("--max-megapixels", type=up_to(170), default=50, metavar="MP", help="of a picture (default 50)")
+
+
 def as_json(command: Parser) -> None:
     """For programs."""
     command.add_argument("--json", action="store_true", help="print the record as JSON, and nothing else")

@@ -38,6 +38,7 @@ COMMANDS = (
     Command("compare", proving.compare, proving.compare_flags),
     Command("predict", using.predict, using.predict_flags),
     Command("serve", using.serve, using.serve_flags),
+    Command("serve-repository", using.serve_repository, using.serve_repository_flags),
     Command("report", using.report, using.report_flags),
     Command("list", upkeep.list_recipes, lambda _: None),
     Command("doctor", upkeep.doctor, upkeep.doctor_flags),

@@ -9,6 +9,7 @@ from pathlib import Path
 from algm_deploy.cli import arguments, proving
 from algm_deploy.cli.saying import note, output, say
 from algm_deploy.errors import ImageError, RuntimeUnavailableError
+from algm_deploy.runners.registry import TRITON_BACKENDS
 
 
 def predict_flags(command: arguments.Parser) -> None:
@@ -83,25 +84,9 @@ def serve_flags(command: arguments.Parser) -> None:
     group.add_argument(
         "--batch", type=arguments.positive, help="windows that go through the network at once; default: the bundle's"
     )
-    group.add_argument(
-        "--wait",
-        type=arguments.count,
-        default=2,
-        metavar="MS",
-        help="milliseconds that a picture waits for others to share its batch (default 2)",
-    )
-    group.add_argument(
-        "--queue",
-        type=arguments.up_to(100_000),
-        default=64,
-        metavar="PICTURES",
-        help="how many wait or run at a time; further ones are told to come again (default 64)",
-    )
+    arguments.waiting(group, "pictures that wait or run at a time; further ones are told to come again")
     group.add_argument(
         "--max-request", type=arguments.up_to(4096), default=32, metavar="MIB", help="of a request's body (default 32)"
-    )
-    group.add_argument(
-        "--max-megapixels", type=arguments.up_to(170), default=50, metavar="MP", help="of a picture (default 50)"
     )
     group.add_argument(
         "--grace",
@@ -142,6 +127,60 @@ def serve(options: argparse.Namespace) -> int:
         server(predictor, settings, listening) as running,
     ):
         running.run()
+    return 0
+
+
+def serve_repository_flags(command: arguments.Parser) -> None:
+    """Flags of serve-repository."""
+    arguments.bundle(command)
+    command.add_argument(
+        "-o", "--output", type=arguments.path, required=True, metavar="REPOSITORY", help="folder to add the model to"
+    )
+    command.add_argument(
+        "--backend",
+        choices=TRITON_BACKENDS,
+        default=TRITON_BACKENDS[0],
+        help="of Triton: python takes photos, and thresholds with each; the others windows, at one operating point "
+        "(default python)",
+    )
+    command.add_argument("--name", type=arguments.word, help="of the model in addresses; default: the folder's name")
+    arguments.runtime(command)
+    command.add_argument(
+        "--device", choices=("cpu", "cuda"), help="of the server's machine; default: the runtime's usual one here"
+    )
+    arguments.thresholds(command)
+    group = command.add_argument_group("batches and limits")
+    group.add_argument(
+        "--instances", type=arguments.up_to(64), default=1, help="of the network, on each GPU or the CPU (default 1)"
+    )
+    arguments.waiting(group, "requests that wait; further ones are refused")
+    command.add_argument(
+        "--seen-at",
+        type=arguments.path,
+        metavar="FOLDER",
+        help="where the server finds REPOSITORY, such as /models in its container; default: where it is written",
+    )
+
+
+def serve_repository(options: argparse.Namespace) -> int:
+    """A model for Triton Inference Server: the bundle, its configuration, warm-up and batching."""
+    from algm_deploy.bundle.store import Bundle
+    from algm_deploy.serving.triton_repository import Settings, write_repository
+
+    bundle = Bundle.open(options.bundle)
+    settings = Settings(
+        options.name or bundle.path.resolve().name,
+        options.backend,
+        options.runtime,
+        options.device,
+        options.instances,
+        options.wait / 1000,
+        options.queue,
+        options.max_megapixels * 1_000_000,
+        **arguments.given_thresholds(options),
+        seen_at=options.seen_at,
+    )
+    say(str(write_repository(bundle, options.output, settings)))
     return 0
 
 

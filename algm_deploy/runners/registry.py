@@ -3,6 +3,7 @@
     RUNTIMES                       every row by name, in the order in which they are shown
     row_of("tensorrt")             one row; an unknown name raises RuntimeUnavailableError and lists the known ones
     default_runtime(bundle.files)  name of the best runtime that can execute these files here
+    TRITON_BACKENDS                Triton's backends that serve a bundle: `python`, and those of the rows
 
     row.name, row.install          "tensorrt", and what pip installs for it: "'algm-deploy[tensorrt]'"
     row.package, row.module        what pip and Python call what it needs, and row.oldest, its smallest version
@@ -18,6 +19,7 @@
     row.capabilities               compute capabilities of the GPUs it takes, empty where any will do
     row.precision_of("fp8")        in what it executes a bundle of that precision
     row.libraries                  native libraries that it cannot do without
+    row.triton                     Triton's backend that executes its file without Python, None where there is none
     row.device_here()              name of the device it executes on when it is opened now, for records
 
 `runners.contract` makes runners of rows: `runner(bundle, name)`, `runner_type(name)`. Nothing is imported here but what
@@ -67,6 +69,7 @@ class Runtime:
     capabilities: tuple[str, ...] = ()
     fp8: bool = False
     libraries: tuple[str, ...] = ()
+    triton: str | None = None
 
     @property
     def install(self) -> str:
@@ -157,6 +160,7 @@ _ROWS = (
         files=("model.onnxruntime-cpu.onnx", ONNX),
         devices=("cpu",),
         rank=1,
+        triton="onnxruntime",
     ),
     Runtime(
         name="onnxruntime-cuda",
@@ -169,6 +173,7 @@ _ROWS = (
         segments="model.onnxruntime-cuda.stretch-*.onnx",
         devices=("cuda",),
         rank=4,
+        triton="onnxruntime",
     ),
     Runtime(
         name="openvino",
@@ -202,6 +207,7 @@ _ROWS = (
             "stretches",
         ),
         libraries=("trt_plugin",),
+        triton="tensorrt",
     ),
     Runtime(
         name="tensorrt-rtx",
@@ -219,6 +225,7 @@ _ROWS = (
     ),
 )
 RUNTIMES = {row.name: row for row in _ROWS}
+TRITON_BACKENDS = ("python", *dict.fromkeys(row.triton for row in _ROWS if row.triton))
 
 
 def row_of(runtime: str) -> Runtime:

@@ -9,12 +9,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from importlib.resources import files
-from io import BytesIO
 from typing import Any, TypeVar
 
-import cv2
 import numpy as np
-from numpy.typing import NDArray
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -24,12 +21,10 @@ from starlette.routing import Route
 
 from algm_deploy import __version__
 from algm_deploy.errors import AlgmDeployError, BundleError, ImageError, RequestError
-from algm_deploy.pictures.preprocessing import decoded_photo
-from algm_deploy.pictures.sliding import Pending, Prediction
+from algm_deploy.pictures.sliding import Pending
 from algm_deploy.predictor import Predictor, given_thresholds
-from algm_deploy.report.colors import classes_of
-from algm_deploy.report.pictures import labels_picture, tokens_picture
 from algm_deploy.serving import protocol
+from algm_deploy.serving.answers import Answers, token_rows
 from algm_deploy.serving.batching import Batcher
 from algm_deploy.serving.metrics import Metrics
 from algm_deploy.serving.protocol import Asked, Value
@@ -95,18 +90,8 @@ class Service:
         self._workers = workers
         self._bytes = 0
         self._pictures = 0
-        recipe = predictor.bundle.recipe
-        self._classes = classes_of(recipe)
-        self._patches = recipe.network.grid[0] * recipe.network.grid[1]
+        self._answers = Answers(predictor, limits.pixels)
         self.version = model_version(predictor)
-        merges = bool(predictor.signature.merges)
-        self._outputs = (
-            protocol.LABELS,
-            protocol.LABELS_PNG,
-            *((protocol.TOKENS_PNG,) if merges and recipe.merging.standing else ()),
-            *((protocol.TOKEN_COUNTS,) if merges else ()),
-            protocol.PATCHES,
-        )
         self._page = {path: (_page_file(file), kind) for path, (file, kind) in _PAGE.items()}
 
     def app(self, host: str) -> Starlette:
@@ -161,9 +146,9 @@ class Service:
     async def page_model(self, _: Request) -> Response:
         """The same, for the page, which does not know the model's name."""
         signature = self.predictor.signature
-        labels = "UINT8" if self.predictor.bundle.recipe.network.classes <= 255 else "INT32"
+        classes = self._answers.classes
         outputs = {
-            protocol.LABELS: (labels, [-1, -1, -1]),
+            protocol.LABELS: (self._answers.labels_dtype.upper(), [-1, -1, -1]),
             protocol.LABELS_PNG: ("BYTES", [-1]),
             protocol.TOKENS_PNG: ("BYTES", [-1]),
             protocol.TOKEN_COUNTS: ("INT64", [-1, len(signature.merges)]),
@@ -180,15 +165,16 @@ class Service:
                     {"name": protocol.ENCODED, "datatype": "BYTES", "shape": [-1]},
                 ],
                 "outputs": [
-                    {"name": name, "datatype": outputs[name][0], "shape": outputs[name][1]} for name in self._outputs
+                    {"name": name, "datatype": outputs[name][0], "shape": outputs[name][1]}
+                    for name in self._answers.outputs
                 ],
                 "parameters": {
                     "network": self.predictor.bundle.recipe.name,
                     "device": self.predictor.device_name,
                     "thresholds": {name: _finite(value) for name, value in defaults.items()},
                     "merges": list(merge_titles(signature.merges).values()),
-                    "classes": list(self._classes.names),
-                    "palette": [list(color) for color in self._classes.palette],
+                    "classes": list(classes.names),
+                    "palette": [list(color) for color in classes.palette],
                 },
             }
         )
@@ -211,7 +197,7 @@ class Service:
         most = self.limits.pictures
 
         def read(body: bytes) -> Asked:
-            return protocol.read_request(body, header, self._outputs, most)
+            return protocol.read_request(body, header, self._answers.outputs, most)
 
         asked, values = await self._predicted(request, read)
         content, headers = await self._in_thread(
@@ -242,12 +228,14 @@ class Service:
             self._pictures += pictures
             thresholds = given_thresholds(self.predictor.bundle, asked.tau, asked.gbm, asked.dense)
             given = {**{name: float(v) for name, v in self.predictor.thresholds.items()}, **thresholds}
-            waiting = await self._in_thread(lambda: self._prepared(asked))
+            waiting = await self._in_thread(lambda: self._answers.prepared(asked))
             done = await self._run(request, waiting, given, protocol.TOKENS_PNG in asked.outputs)
-            values = await self._in_thread(lambda: self._values(asked, done))
+            values = await self._in_thread(lambda: self._answers.values(asked, done))
         finally:
             self._pictures -= pictures
             self._bytes -= held
+        for patches, counts in token_rows(values):
+            self.metrics.count_tokens(self._answers.merges, counts, patches)
         return asked, values
 
     async def _body(self, request: Request) -> tuple[bytes, int]:
@@ -280,32 +268,6 @@ class Service:
         if self._pictures + pictures > self.limits.pictures:
             raise _full()
 
-    def _prepared(self, asked: Asked) -> list[Pending]:
-        """The pictures of a request, decoded and resized."""
-        found = []
-        for number, given in enumerate(asked.pictures, 1):
-            name = f"picture {number}"
-            if isinstance(given, bytes):
-                photo = decoded_photo(given, name, self.limits.pixels)
-            else:
-                photo = given
-                self._check_pixels(photo, name)
-            try:
-                found.append(self.predictor.prepared(photo))
-            except ImageError as error:
-                raise ImageError(f"{name}: {error}") from error
-        if protocol.LABELS in asked.outputs and len({one.size for one in found}) > 1:
-            raise RequestError(
-                f"expected pictures of one size for the output {protocol.LABELS}: ask for {protocol.LABELS_PNG}, or "
-                "send them one by one"
-            )
-        return found
-
-    def _check_pixels(self, photo: NDArray[np.uint8], name: str) -> None:
-        height, width = photo.shape[:2]
-        if height * width > self.limits.pixels:
-            raise ImageError(f"{name}: expected at most {self.limits.pixels} pixels, got {width}x{height}")
-
     async def _run(
         self, request: Request, pictures: Sequence[Pending], thresholds: Mapping[str, float], token_maps: bool
     ) -> list[Pending]:
@@ -322,33 +284,6 @@ class Service:
         finally:
             gone.cancel()
             done.cancel()
-
-    def _values(self, asked: Asked, pictures: Sequence[Pending]) -> dict[str, Value]:
-        """Outputs by name: those that were asked for, and the counts."""
-        predictions = [picture.prediction() for picture in pictures]
-        merges = self.predictor.signature.merges
-        counts = np.stack([one.token_counts.sum(0) for one in predictions])
-        patches = np.array([len(one.anchors) * self._patches for one in predictions], np.int64)
-        for row, total in zip(counts.tolist(), patches.tolist(), strict=True):
-            self.metrics.count_tokens(merges, row, total)
-        values: dict[str, Value] = {protocol.PATCHES: patches}
-        if merges:
-            values[protocol.TOKEN_COUNTS] = counts
-        if protocol.LABELS in asked.outputs:
-            values[protocol.LABELS] = np.stack([one.labels for one in predictions])
-        if protocol.LABELS_PNG in asked.outputs:
-            values[protocol.LABELS_PNG] = [self._labels_png(one) for one in predictions]
-        if protocol.TOKENS_PNG in asked.outputs:
-            drawn = zip(pictures, predictions, strict=True)
-            values[protocol.TOKENS_PNG] = [
-                _png(tokens_picture(self.predictor, picture.canvas, one)[..., ::-1]) for picture, one in drawn
-            ]
-        return values
-
-    def _labels_png(self, prediction: Prediction) -> bytes:
-        stream = BytesIO()
-        labels_picture(prediction.labels, self._classes).save(stream, "PNG", compress_level=1)
-        return stream.getvalue()
 
     # --- around all of them -------------------------------------------------------------------------------------------
 
@@ -428,11 +363,6 @@ def _finite(value: float) -> float | str:
 
 def _listed(value: Value) -> str:
     return ",".join(map(str, np.ravel(value)))
-
-
-def _png(picture: NDArray[np.uint8]) -> bytes:
-    """A BGR picture as PNG."""
-    return cv2.imencode(".png", picture)[1].tobytes()
 
 
 def _page_file(name: str) -> bytes:

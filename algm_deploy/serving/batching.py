@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Self
@@ -115,30 +115,43 @@ class Batcher:
         return taken
 
     def _run(self, batch: list[_Job]) -> None:
-        try:
-            started = time.perf_counter()
-            pictures = [job.picture for job in batch]
-            self.predictor.run_prepared(pictures, dict(batch[0].thresholds), token_maps=batch[0].token_maps)
-        except Exception as error:  # noqa: BLE001 - whatever it is belongs to the clients, and the thread goes on
-            self._failed(batch, error)
-            return
-        self._failures = 0
+        started = time.perf_counter()
+        pictures = [job.picture for job in batch]
+        errors = run_apart(self.predictor, pictures, dict(batch[0].thresholds), batch[0].token_maps)
         self._metrics.batch_seconds.observe(time.perf_counter() - started)
         self._metrics.batch_windows.observe(_windows(batch))
-        for job in batch:
-            job.future.set_result(job.picture)
+        for job, error in zip(batch, errors, strict=True):
+            if error is None:
+                self._failures = 0
+                job.future.set_result(job.picture)
+            else:
+                self._failures += not isinstance(error, GateError)  # which a picture alone can cause
+                job.future.set_exception(error)
 
-    def _failed(self, batch: list[_Job], error: Exception) -> None:
-        if len(batch) > 1:
-            for job in batch:
-                job.picture.restart()
-                self._run([job])
-            return
-        if not isinstance(error, GateError):  # which a picture alone can cause
-            self._failures += 1
-        told = error if isinstance(error, AlgmDeployError) else ExecutionError(f"the network failed: {error!s:.200}")
-        _LOG.error("a picture could not be predicted: %s", error, exc_info=told is not error)
-        batch[0].future.set_exception(told)
+
+def run_apart(
+    predictor: Predictor, pictures: Sequence[Pending], thresholds: Mapping[str, float], token_maps: bool
+) -> list[AlgmDeployError | None]:
+    """Runs pictures until they are done, in batches; for each the error where it could not be predicted.
+
+    Where that fails each of them runs again alone, so that only the one at fault fails.
+    """
+    try:
+        predictor.run_prepared(pictures, thresholds, token_maps=token_maps)
+    except Exception as error:  # noqa: BLE001 - whatever it is belongs to the clients, and their server goes on
+        if len(pictures) == 1:
+            return [_told(error)]
+        for picture in pictures:
+            picture.restart()
+        return [error for one in pictures for error in run_apart(predictor, [one], thresholds, token_maps)]
+    return [None] * len(pictures)
+
+
+def _told(error: Exception) -> AlgmDeployError:
+    """What the client is told; the log has it whole."""
+    told = error if isinstance(error, AlgmDeployError) else ExecutionError(f"the network failed: {error!s:.200}")
+    _LOG.error("a picture could not be predicted: %s", error, exc_info=told is not error)
+    return told
 
 
 def _windows(batch: list[_Job]) -> int:

@@ -31,7 +31,8 @@ from algm_deploy.cli.parser import parser
 from algm_deploy.errors import BundleError, GateError, ListenError
 from algm_deploy.predictor import Predictor
 from algm_deploy.report.pictures import final_tokens
-from algm_deploy.serving.app import Limits, Service
+from algm_deploy.serving.answers import Answers
+from algm_deploy.serving.app import Limits
 from algm_deploy.serving.server import Settings, server
 
 INFER = "/v2/models/net/infer"
@@ -253,7 +254,7 @@ def test_an_error_that_nobody_foresaw_is_logged_and_tells_no_detail(
     def broken(*_: Any) -> Any:
         raise LookupError("of /secret")
 
-    monkeypatch.setattr(Service, "_values", broken)
+    monkeypatch.setattr(Answers, "values", broken)
     status, found = client.infer(pixels(photos[0]))
     assert (status, "secret" in found["error"]) == (500, False)
     assert "/secret" in caplog.text
