@@ -109,19 +109,20 @@ inline void writePgm(const std::string &path, const Picture<int> &labels, int cl
     if (!file.flush()) throw std::runtime_error("cannot write " + path);
 }
 
-// One axis of a bilinear resize by half-pixel centres: the left neighbour, and the share of the right one.
+// One axis of a bilinear resize by half-pixel centres: both neighbours, and the share of the second one. Beyond the border
+// OpenCV takes one pixel across, and down a column the same pixel twice, which rounds differently.
 struct Taps {
     std::vector<int> left, right;
     std::vector<float> share;
-    Taps(int from, int to) {
+    Taps(int from, int to, bool across) {
         const double scale = static_cast<double>(from) / to;
         for (int i = 0; i < to; ++i) {
             const float place = static_cast<float>((i + 0.5) * scale - 0.5);
             const int low = static_cast<int>(std::floor(place));
-            const bool inside = low >= 0 && low < from - 1;
+            const bool outside = low < 0 || low >= from - 1;
             left.push_back(std::clamp(low, 0, from - 1));
-            right.push_back(inside ? low + 1 : left.back());
-            share.push_back(inside ? place - static_cast<float>(low) : 0.0F);
+            right.push_back(std::clamp(low + 1, 0, from - 1));
+            share.push_back(across && outside ? 0.0F : place - static_cast<float>(low));
         }
     }
 };
@@ -129,7 +130,7 @@ struct Taps {
 // Bilinear as OpenCV's INTER_LINEAR on float32.
 inline Picture<float> resized(const Picture<float> &from, int height, int width) {
     if (from.height == height && from.width == width) return from;
-    const Taps x(from.width, width), y(from.height, height);
+    const Taps x(from.width, width, true), y(from.height, height, false);
     const int channels = from.channels;
     Picture<float> to(height, width, channels);
     for (int i = 0; i < height; ++i)
@@ -158,7 +159,7 @@ inline Picture<uint8_t> resized(const Picture<uint8_t> &from, int height, int wi
             }
         return to;
     }
-    const Taps x(from.width, width), y(from.height, height);
+    const Taps x(from.width, width, true), y(from.height, height, false);
     auto weight = [](float share) { return static_cast<int>(std::lrint(share * 2048.0F)); };
     for (int i = 0; i < height; ++i)
         for (int j = 0; j < width; ++j)
