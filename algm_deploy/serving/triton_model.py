@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as triton
 
-from algm_deploy.errors import AlgmDeployError, RequestError
+from algm_deploy.errors import AlgmDeployError, BundleError, ImageError, RequestError
 from algm_deploy.pictures.sliding import Pending
 from algm_deploy.predictor import Predictor, given_thresholds
 from algm_deploy.serving.answers import Answers, token_rows
@@ -122,7 +122,9 @@ class TritonPythonModel:
 
     def _response(self, work: _Work) -> Any:
         if work.error:
-            return triton.InferenceResponse(error=triton.TritonError(str(work.error)))
+            fault = isinstance(work.error, ImageError | BundleError | RequestError) and not _is_ours(work.error)
+            code = triton.TritonError.INVALID_ARG if fault else triton.TritonError.INTERNAL
+            return triton.InferenceResponse(error=triton.TritonError(str(work.error), code))
         for patches, counts in token_rows(work.values):
             self._metrics.count(patches, counts)
         tensors = [triton.Tensor(name, _tensor(work.values[name])) for name in work.asked.outputs]
@@ -158,6 +160,11 @@ def _guarded(work: Callable[[], _Work]) -> _Work:
     except Exception:  # noqa: BLE001 - one request ends, the model goes on, and the log has it whole
         _LOG.exception("a request could not be answered")
         return _Work(error=RequestError("the model failed; the server's log tells more", 500))
+
+
+def _is_ours(error: AlgmDeployError) -> bool:
+    """Whether a request met a fault of the server's."""
+    return isinstance(error, RequestError) and error.status >= 500
 
 
 def _input(request: Any, name: str) -> Any:

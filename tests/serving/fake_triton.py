@@ -16,7 +16,10 @@ class TritonModelException(Exception):  # noqa: N818 - Triton's name
 
 @dataclass
 class TritonError:
+    INVALID_ARG: ClassVar[int] = 3
+    INTERNAL: ClassVar[int] = 1
     text: str
+    code: int
 
     def message(self) -> str:
         return self.text

@@ -162,7 +162,9 @@ def test_bad_requests_fail_alone(model: Any, photos: list[np.ndarray]) -> None:
         ),
         "pictures of one size": encoded(good, png_of(photos[1])),
     }
-    found = answers(model.execute([pixels(photo), *bad.values(), pixels(photos[1])]))
+    responses = model.execute([pixels(photo), *bad.values(), pixels(photos[1])])
+    assert {one.error.code for one in responses[1:-1]} == {fake_triton.TritonError.INVALID_ARG}
+    found = answers(responses)
     for words, told in zip(bad, found[1:-1], strict=True):
         assert isinstance(told, str)
         assert words in told
@@ -182,7 +184,9 @@ def test_an_error_that_nobody_foresaw_ends_one_request(
         return values(self, asked, pictures)
 
     monkeypatch.setattr(Answers, "values", broken)
-    told, mate = answers(model.execute([pixels(photos[0], ("tokens_png",)), pixels(photos[0])]))
+    responses = model.execute([pixels(photos[0], ("tokens_png",)), pixels(photos[0])])
+    assert responses[0].error.code == fake_triton.TritonError.INTERNAL
+    told, mate = answers(responses)
     assert "secret" not in told
     assert "/secret" in caplog.text
     assert mate["labels"].shape == (1, 128, 128)
