@@ -62,8 +62,9 @@ DISTRIBUTIONS = {
     "google": "protobuf",
     "yaml": "pyyaml",
 }
+# Triton Inference Server brings triton_python_backend_utils.
 # Triton comes with PyTorch's CUDA packages; the fused steps run in PyTorch's operators without it.
-OPTIONAL = {"onnxruntime", "openvino", "tensorrt", "tensorrt_rtx", "triton"} | {
+OPTIONAL = {"onnxruntime", "openvino", "tensorrt", "tensorrt_rtx", "triton", "triton_python_backend_utils"} | {
     "prometheus_client",
     "starlette",
     "uvicorn",

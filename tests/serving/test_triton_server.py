@@ -1,15 +1,14 @@
-"""A real Triton server, where there is one: photos over HTTP and gRPC, and what happens when it is killed."""
+"""A real Triton server, where there is one: photos over gRPC."""
 
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
 import venv
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +71,9 @@ def _wait(server: subprocess.Popen[bytes], log: Path) -> None:
     _, client = _client()
     for _ in range(6000):
         assert server.poll() is None, log.read_text()[-2000:]
-        try:
+        with suppress(Exception):  # it does not listen yet
             if client.is_model_ready("net"):
                 return
-        except Exception:  # noqa: BLE001 - it does not listen yet
-            pass
         time.sleep(0.1)
     raise AssertionError(log.read_text()[-2000:])
 
@@ -93,12 +90,10 @@ def ask(photo: np.ndarray, **given: float) -> dict[str, np.ndarray]:
     return {name: answer.as_numpy(name) for name in names}
 
 
-def test_a_server_answers_is_killed_and_answers_again(
-    start: Any, photos: list[np.ndarray], tiny_bundle: Bundle
-) -> None:
+def test_a_server_answers_as_predict(start: Any, photos: list[np.ndarray], tiny_bundle: Bundle) -> None:
     with Predictor(tiny_bundle, "onnxruntime-cpu") as network:
         wanted = [network.prediction(photo) for photo in photos]
-    with start() as server:
+    with start():
         for photo, one in zip(photos, wanted, strict=True):
             found = ask(photo)
             assert np.array_equal(found["labels"][0], one.labels)
@@ -106,14 +101,3 @@ def test_a_server_answers_is_killed_and_answers_again(
         assert ask(photos[0], tau=0.6)["token_counts"][0, 0] < wanted[0].token_counts[0, 0]
         with pytest.raises(Exception, match="expected a number as tau"):
             ask(photos[0], tau=float("nan"))
-        children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
-        os.kill(int(children[0]), signal.SIGKILL)  # the process that holds the network
-        with pytest.raises(Exception, match=r"."):  # that request is lost, and says so
-            ask(photos[0])
-        for _ in range(600):
-            try:
-                found = ask(photos[0])
-                break
-            except Exception:  # noqa: BLE001 - until the network is there again
-                time.sleep(0.1)
-        assert np.array_equal(found["labels"][0], wanted[0].labels)
