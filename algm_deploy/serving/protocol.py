@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from algm_deploy.errors import RequestError
+from algm_deploy.errors import BundleError, RequestError
 
 IMAGE, ENCODED = "image", "encoded_image"
 LABELS, LABELS_PNG, TOKENS_PNG, TOKEN_COUNTS, PATCHES = "labels", "labels_png", "tokens_png", "token_counts", "patches"
@@ -32,6 +33,19 @@ Value = NDArray[Any] | list[bytes]
 """A tensor of a message: numbers, or one byte string an element."""
 
 _DATATYPES = {"uint8": "UINT8", "int32": "INT32", "int64": "INT64"}
+
+
+def check_name(name: str) -> None:
+    """Refuses a name of a model that does not fit into addresses, or names a folder that is none of its own.
+
+    Raises:
+        BundleError: it is one.
+    """
+    if not re.fullmatch(r"[\w.-]{1,100}", name, re.ASCII) or not name.strip("."):
+        raise BundleError(
+            f"expected a name of letters, digits, dots, dashes and underscores for addresses, got {name!r:.120}: "
+            "choose one with --name"
+        )
 
 
 class _Tensor(msgspec.Struct, frozen=True):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,11 +13,12 @@ from threading import current_thread, main_thread
 import numpy as np
 import uvicorn
 
-from algm_deploy.errors import BundleError, ListenError
+from algm_deploy.errors import ListenError
 from algm_deploy.predictor import Predictor
 from algm_deploy.serving.app import Limits, Service
 from algm_deploy.serving.batching import Batcher
 from algm_deploy.serving.metrics import Metrics
+from algm_deploy.serving.protocol import check_name
 
 _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -100,11 +100,7 @@ def server(predictor: Predictor, settings: Settings, listening: Callable[[str], 
         RuntimeUnavailableError, ExecutionError: the network does not run.
     """
     name = settings.name or predictor.bundle.path.resolve().name
-    if not re.fullmatch(r"[\w.-]{1,100}", name, re.ASCII):
-        raise BundleError(
-            f"expected a name of letters, digits, dots, dashes and underscores for addresses, got {name!r:.120}: "
-            "choose one with --name"
-        )
+    check_name(name)
     _warm(predictor)
     metrics = Metrics()
     with (

@@ -6,7 +6,6 @@ Source: triton-inference-server/server, docs/user_guide/model_repository.md and 
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -23,7 +22,16 @@ from algm_deploy.errors import BundleError, RuntimeUnavailableError
 from algm_deploy.native_libraries import require_library
 from algm_deploy.predictor import given_thresholds
 from algm_deploy.runners.registry import RUNTIMES, TRITON_BACKENDS, Runtime, default_runtime, row_of
-from algm_deploy.serving.protocol import ENCODED, IMAGE, LABELS, LABELS_PNG, PATCHES, TOKEN_COUNTS, TOKENS_PNG
+from algm_deploy.serving.protocol import (
+    ENCODED,
+    IMAGE,
+    LABELS,
+    LABELS_PNG,
+    PATCHES,
+    TOKEN_COUNTS,
+    TOKENS_PNG,
+    check_name,
+)
 
 if TYPE_CHECKING:
     import onnx
@@ -80,11 +88,7 @@ def write_repository(bundle: Bundle, repository: Path, settings: Settings) -> Pa
         RuntimeUnavailableError: the runtime is none of the backend's.
         BuildError: a native library is missing.
     """
-    if not re.fullmatch(r"[\w.-]{1,100}", settings.name, re.ASCII) or not settings.name.strip("."):
-        raise BundleError(
-            "expected a name of letters, digits, dots, dashes and underscores for addresses, got "
-            f"{settings.name!r:.120}: choose one with --name"
-        )
+    check_name(settings.name)
     row = _row(bundle, settings)
     thresholds = given_thresholds(bundle, settings.tau, settings.gbm, settings.dense)
     target = repository / settings.name

@@ -248,6 +248,7 @@ WORDS: dict[str, list[str]] = {
     "report": [B, f"--output=-report {LATIN}.html", f"--images={P}", *ONE, *DATA, "--count", "2"],
     "tune rule": [B, f"--output=-rule {LATIN}.toml", *DATA],
     "tune threshold": [B, *ONE, *DATA, "--values", "0.9", "--slice", "^.{5}", f"--output=-tau {LATIN}.toml"],
+    "serve-repository": [B, *ONE, "--name", "network", f"--output=-models {LATIN}"],
     "tune budget": [B, *DATA, "--slice", "^.{5}", f"--output=-budget {LATIN}.toml"],
     "tune positions": [B, *DATA, "--slice", "^.{5}", f"--output=-gbm {LATIN}.toml"],
     "tune attention": [B, *DATA, "--limit", "1", f"--output=-attention {LATIN}.html"],
