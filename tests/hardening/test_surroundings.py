@@ -50,7 +50,7 @@ COMMANDS = tuple(commands(parser()))
 NAMES = {  # what every command needs; nothing of it is read here
     "demo": [], "list": [], "doctor": [], "build-native": [],
     "export": ["c", "-o", "b"], "deploy": ["c", "-o", "b"], "evaluate": ["b", "--data", "d"], "predict": ["b", "p"],
-    "prove": ["b"],
+    "prove": ["b"], "serve-repository": ["b", "-o", "r"],
     **{key: ["b", "--data", "d"] for key in ("tune threshold", "tune budget", "tune positions", "tune attention")},
 }  # fmt: skip
 
@@ -248,7 +248,7 @@ WORDS: dict[str, list[str]] = {
     "report": [B, f"--output=-report {LATIN}.html", f"--images={P}", *ONE, *DATA, "--count", "2"],
     "tune rule": [B, f"--output=-rule {LATIN}.toml", *DATA],
     "tune threshold": [B, *ONE, *DATA, "--values", "0.9", "--slice", "^.{5}", f"--output=-tau {LATIN}.toml"],
-    "serve-repository": [B, *ONE, "--name", "network", f"--output=-models {LATIN}"],
+    "serve-repository": [B, *ONE, "--name", "network", "--output=-models ü"],  # a bundle's own path is in UTF-8
     "tune budget": [B, *DATA, "--slice", "^.{5}", f"--output=-budget {LATIN}.toml"],
     "tune positions": [B, *DATA, "--slice", "^.{5}", f"--output=-gbm {LATIN}.toml"],
     "tune attention": [B, *DATA, "--limit", "1", f"--output=-attention {LATIN}.html"],
