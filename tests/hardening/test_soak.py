@@ -5,7 +5,6 @@ Short by default; `--long` makes ten thousand predictions and two hundred openin
 
 from __future__ import annotations
 
-import gc
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from process_memory import resident
 
 import algm_deploy
 from algm_deploy.bundle.store import Bundle
@@ -48,15 +48,14 @@ def entries(name: str) -> int:
 
 
 def used() -> Used:
-    gc.collect()
-    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    memory = resident()
     gpu = 0
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()  # of all libraries in the process, PyTorch's own count is not enough
         gpu = total - free
-    return Used(resident, entries("fd"), entries("task"), gpu)
+    return Used(memory, entries("fd"), entries("task"), gpu)
 
 
 @pytest.fixture

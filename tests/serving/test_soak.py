@@ -5,23 +5,20 @@ Short by default; `--long` sends ten thousand.
 
 from __future__ import annotations
 
-import gc
-import os
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
+from process_memory import resident
 
 MOST_BYTES = 4 << 20  # what an allocator may keep at its own time; a leak of 1 KiB a request is 10 MB in the long form
 
 
 def used() -> tuple[int, int, int]:
     """Bytes of memory, open files, threads."""
-    gc.collect()
-    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return resident, *(len(list(Path("/proc/self", name).iterdir())) for name in ("fd", "task"))
+    return resident(), *(len(list(Path("/proc/self", name).iterdir())) for name in ("fd", "task"))
 
 
 def test_requests_leave_nothing(client: Any, photos: list[np.ndarray], long_form: bool) -> None:
