@@ -54,6 +54,7 @@ from algm_deploy.tuning.photos import check_apart, halves
 from algm_deploy.tuning.search import Goal
 from algm_deploy.tuning.trial import Trial, miou_of
 
+WARM_UP = 6  # rounds
 VALUES = (0.853, 0.9, 0.9319, 0.95, 0.98, 0.995, 1.01)
 
 
@@ -229,6 +230,16 @@ def confusion_of(photo: Photo, scores: Tensor) -> Tensor:
 # ---------------------------------------------------------------------------------------------------------------- time
 
 
+def timed_on(bundle: Bundle, paths: Sequence[Path], options: argparse.Namespace) -> tuple[np.ndarray, Request]:
+    """Windows of photos to time a bundle on and how, after the parity chain passed on two of them."""
+    report = verify(bundle, "torch", images=paths, count=2, progress=False)
+    if not report.passed:
+        raise GateError(f"parity failed: {[one.measured for one in report.links if not one.passed]}")
+    windows = parity_windows(bundle.recipe, paths, options.count)
+    effort = Effort(warmup=WARM_UP, rounds=options.rounds, most_rounds=2 * options.rounds)
+    return windows, Request("mixed", len(windows), options.batch, effort)
+
+
 def add_times(options: argparse.Namespace) -> None:
     """Milliseconds of every point of a record on a device, on photos of the split that is held out."""
     record = json.loads(options.record.read_text(encoding="utf-8"))
@@ -236,12 +247,7 @@ def add_times(options: argparse.Namespace) -> None:
         found = tuning_of(record, checkpoint.resolve().name)
         paths = [one.image_path for one in open_dataset(options.dataset, options.data, found.held_out.split).samples]
         with exported(checkpoint, options, record["precision"]) as bundle:
-            report = verify(bundle, "torch", images=paths, count=2, progress=False)
-            if not report.passed:
-                raise GateError(f"parity failed: {[one.measured for one in report.links if not one.passed]}")
-            windows = parity_windows(bundle.recipe, paths, options.count)
-            effort = Effort(warmup=6, rounds=options.rounds, most_rounds=2 * options.rounds)
-            request = Request("mixed", len(windows), options.batch, effort)
+            windows, request = timed_on(bundle, paths, options)
             rows = [timed_row(bundle, one, windows, request) for one in found.thresholds]
         key = f"{device_name(torch.cuda.is_available())}, batch {options.batch}"
         times = record["times"].setdefault(key, {"environment": asdict(environment(devices=torch.cuda.is_available()))})

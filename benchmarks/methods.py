@@ -18,18 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from budgets import Evaluator, exported, write
+from budgets import Evaluator, exported, timed_on, write
 from msgspec import to_builtins
 
 from algm_deploy.bundle.records import Evaluation
-from algm_deploy.deployment import parity_windows, verify
 from algm_deploy.environment import device_name, environment
-from algm_deploy.errors import GateError
 from algm_deploy.evaluation.datasets import open_dataset
 from algm_deploy.recipe.schema import DENSE, MergePlan, Network
 from algm_deploy.report.tables import markdown_table
-from algm_deploy.timing.protocols import Pace, Request, paces
-from algm_deploy.timing.timers import Effort
+from algm_deploy.timing.protocols import Pace, paces
 from algm_deploy.tuning.trial import miou_of
 
 THRESHOLDS = (0.85, 0.95, 1.01)
@@ -50,12 +47,7 @@ def main() -> None:
         rows = {name: figures(evaluate(plan, dataset)) for name, plan in points.items()}
         if options.times:
             paths = [one.image_path for one in dataset.samples]
-            report = verify(bundle, "torch", images=paths, count=2, progress=False)
-            if not report.passed:
-                raise GateError(f"parity failed: {[one.measured for one in report.links if not one.passed]}")
-            windows = parity_windows(bundle.recipe, paths, options.count)
-            effort = Effort(warmup=2, rounds=options.rounds, most_rounds=2 * options.rounds)
-            request = Request("mixed", len(windows), options.batch, effort)
+            windows, request = timed_on(bundle, paths, options)
             merging = {name: plan for name, plan in points.items() if plan.layers}
             speeds = paces(bundle, tuple(merging.values()), windows, request, progress=False)
             for name, speed in zip(merging, speeds, strict=True):

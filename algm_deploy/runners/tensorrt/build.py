@@ -227,6 +227,8 @@ def engine_from_onnx(
         parsed = describe_network(trt, network)
         _check_plugins(parsed, expected)
         _check_precision(parsed, precision)
+        if precision == "int8":
+            _check_quantizers(parsed, model)
         config = _configure(trt, builder, options, runtime)
         _add_profile(builder, config, network, options, rows or {}, log)
         step("built the engine")
@@ -393,6 +395,18 @@ def _check_precision(parsed: ParsedNetwork, precision: Precision) -> None:
                     f"expected {precision} arithmetic, {count} {kind.lower()} layers are {dtype}: export with "
                     f"precision {precision}"
                 )
+
+
+def _check_quantizers(parsed: ParsedNetwork, model: Path) -> None:
+    """TensorRT read every quantiser of the graph in int8: the products behind them have no type of their own there."""
+    nodes = onnx.load(model, load_external_data=False).graph.node
+    asked = sum(node.op_type == "QuantizeLinear" for node in nodes)
+    read = parsed.layers.get("QUANTIZE", {}).get("INT8", 0)
+    if not asked == read > 0:
+        raise BuildError(
+            f"expected TensorRT to quantise what enters the products of the graph to int8, {asked} times, it does "
+            f"{read} times: export with precision int8, or take another release"
+        )
 
 
 # --- configuring and building ----------------------------------------------------------------------------------------

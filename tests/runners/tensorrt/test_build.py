@@ -387,6 +387,16 @@ def test_another_precision_than_asked(rtx: None, models: Any) -> None:
         build(models["labels", "fp32"], "fp16")
 
 
+def test_an_engine_in_int8_has_its_quantisers(rtx: None, models: Any, int8_bundle: Bundle, copied: Any) -> None:
+    options = EngineOptions(batches=(1, 2, 2), compute_capabilities=("8.9",))
+    quantization = int8_bundle.manifest.quantization
+    assert quantization is not None
+    layers = build_engine(copied(int8_bundle), "tensorrt-rtx", options, progress=False).parsed_network.layers
+    assert layers["QUANTIZE"] == {"INT8": len(quantization.products)}
+    with pytest.raises(BuildError, match=r"expected TensorRT to quantise .* 0 times"):
+        build(models["labels", "fp32"], "int8")
+
+
 def test_a_target_that_tensorrt_rtx_does_not_know(rtx: None, models: Any) -> None:
     with pytest.raises(BuildError, match=r"builds for compute capability .*8\.9.*, not 9\.0"):
         build(models["labels", "fp32"], compute_capabilities=("9.0",))
