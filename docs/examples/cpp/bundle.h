@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstdio>
 #include <fstream>
 #include <functional>
 #include <iterator>
@@ -261,4 +262,11 @@ inline Picture<int> labelMap(const Picture<uint8_t> &photo, const Protocol &prot
             if (rival.pixels[i] > best.pixels[i]) best.pixels[i] = rival.pixels[i], labels.pixels[i] = k;
     }
     return labels;
+}
+
+// Tokens after each merge, summed over the windows of a photo.
+inline void printCounts(const std::vector<int64_t> &counts) {
+    std::printf("tokens after each merge:");
+    for (const int64_t count : counts) std::printf(" %lld", static_cast<long long>(count));
+    std::printf("\n");
 }

@@ -89,9 +89,7 @@ void segment(const Arguments &given) {
         return all(found[0].GetTensorData<float>());
     };
     writePgm(given.labels, labelMap(readPpm(given.photo), protocol, network), protocol.classes);
-    std::printf("tokens after each merge:");
-    for (const int64_t count : counts) std::printf(" %lld", static_cast<long long>(count));
-    std::printf("\n");
+    printCounts(counts);
 }
 
 } // namespace

@@ -112,9 +112,7 @@ void segment(char **given) {
     };
     writePgm(given[5], labelMap(readPpm(given[4]), protocol, network), protocol.classes);
     check(cudaStreamDestroy(stream));
-    std::printf("tokens after each merge:");
-    for (const int64_t count : counts) std::printf(" %lld", static_cast<long long>(count));
-    std::printf("\n");
+    printCounts(counts);
 }
 
 } // namespace
