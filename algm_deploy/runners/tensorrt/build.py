@@ -402,7 +402,7 @@ def _check_quantizers(parsed: ParsedNetwork, model: Path) -> None:
     nodes = onnx.load(model, load_external_data=False).graph.node
     asked = sum(node.op_type == "QuantizeLinear" for node in nodes)
     read = parsed.layers.get("QUANTIZE", {}).get("INT8", 0)
-    if not asked == read > 0:
+    if read != asked:
         raise BuildError(
             f"expected TensorRT to quantise what enters the products of the graph to int8, {asked} times, it does "
             f"{read} times: export with precision int8, or take another release"

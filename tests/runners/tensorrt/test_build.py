@@ -24,6 +24,7 @@ import onnx.inliner
 import onnx_ir as ir
 import pytest
 import torch
+from msgspec import structs
 from onnx import TensorProto, helper, numpy_helper
 from toys import deployed_toy, toy, with_budgets
 from tqdm import tqdm
@@ -35,7 +36,7 @@ from algm_deploy.bundle.signature import merge_names
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BuildError, NotExecutedError, RuntimeUnavailableError
 from algm_deploy.lowering.portable import add_function_bodies
-from algm_deploy.lowering.tensorrt import merge_node, tensorrt_from_base
+from algm_deploy.lowering.tensorrt import TENSORRT_ONNX, merge_node, tensorrt_from_base
 from algm_deploy.recipe.schema import Output, Precision
 from algm_deploy.runners.registry import RUNTIMES, row_of
 from algm_deploy.runners.tensorrt import build as tensorrt_build
@@ -387,14 +388,16 @@ def test_another_precision_than_asked(rtx: None, models: Any) -> None:
         build(models["labels", "fp32"], "fp16")
 
 
-def test_an_engine_in_int8_has_its_quantisers(rtx: None, models: Any, int8_bundle: Bundle, copied: Any) -> None:
+def test_an_engine_in_int8_has_its_quantisers(rtx: None, int8_bundle: Bundle, copied: Any) -> None:
     options = EngineOptions(batches=(1, 2, 2), compute_capabilities=("8.9",))
     quantization = int8_bundle.manifest.quantization
     assert quantization is not None
-    layers = build_engine(copied(int8_bundle), "tensorrt-rtx", options, progress=False).parsed_network.layers
-    assert layers["QUANTIZE"] == {"INT8": len(quantization.products)}
+    bundle = copied(int8_bundle)
+    parsed = build_engine(bundle, "tensorrt-rtx", options, progress=False).parsed_network
+    assert parsed.layers["QUANTIZE"] == {"INT8": len(quantization.products)}
+    in_fp8 = structs.replace(parsed, layers=parsed.layers | {"QUANTIZE": {"FP8": len(quantization.products)}})
     with pytest.raises(BuildError, match=r"expected TensorRT to quantise .* 0 times"):
-        build(models["labels", "fp32"], "int8")
+        tensorrt_build._check_quantizers(in_fp8, bundle.file(TENSORRT_ONNX))
 
 
 def test_a_target_that_tensorrt_rtx_does_not_know(rtx: None, models: Any) -> None:
