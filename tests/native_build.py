@@ -23,8 +23,10 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 @cache
-def built(name: str, *architectures: int) -> Path:
+def built(name: str, *architectures: int, shared_bytes: int | None = None) -> Path:
     """A library for some GPU architectures, or for the CPU: the installed one, else one for the CPU alone.
+
+    With `shared_bytes` its kernels take a multiprocessor to have so much shared memory.
 
     The first process that asks for what is absent compiles it, into the cache beside what `find_library` finds, so that
     no test changes what the product runs with. Skips the test where a tool is missing.
@@ -34,11 +36,15 @@ def built(name: str, *architectures: int) -> Path:
         return found
     if lacks := missing_for(name, cuda):
         pytest.skip(f"needs {'; and '.join(lacks)}")
-    folder = cache_folder() / ("sm_" + "_".join(map(str, architectures)) if cuda else "cpu")
+    small = f"_{shared_bytes}" if shared_bytes else ""
+    folder = cache_folder() / ("sm_" + "_".join(map(str, architectures)) + small if cuda else "cpu")
     path = folder / LIBRARIES[name].file_name
     with locked(folder):
         if not path.is_file():
             # Both libraries of the CPU share what takes long to compile.
             others = [] if cuda else [n for n in ("kernels", "ort_custom_op") if not missing_for(n, cuda)]
-            build([name, *others], architectures, progress=False, folder=folder)
+            with pytest.MonkeyPatch.context() as patch:
+                if shared_bytes:
+                    patch.setenv("CUDAFLAGS", f"-DALGM_SHARED_BYTES={shared_bytes}")
+                build([name, *others], architectures, progress=False, folder=folder)
     return path

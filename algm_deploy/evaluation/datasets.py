@@ -162,7 +162,8 @@ class Spec:
 def open_dataset(name: str, root: Path, split: str | None = None, slice_by: str | None = None) -> Dataset:
     """Opens a data set by its registered name, or `folder`: photos, label PNGs and a `classes.json`.
 
-    `split` defaults to the one published figures use (`folder`: none, the photos lie directly in `images`).
+    `split` defaults to the one published figures use (`folder`: none, the photos lie directly in `images`, which
+    `all` means too).
     `slice_by` replaces the data set's own slices: "folder" groups by sub-folder; `FILE.csv:COLUMN` looks a sample's
     name, of the file's first column, up in a column by its title; anything else is a regular expression searched in the
     sample's name, whose first group (or whole match) is the slice.
@@ -244,7 +245,10 @@ def _folder_spec(root: Path, split: str | None) -> Spec:
         Layout("images/{split}", IMAGE_SUFFIXES, f"{labels}/{{split}}", ".png", lookup)
         for labels in ("annotations", "labels")
     )
-    return Spec(classes, {split or "all": split or "."}, layouts)
+    # The title of a data set without splits opens it again, unless a split of the user's is called so.
+    if split is None or (split == "all" and not (root / "images" / split).is_dir()):
+        return Spec(classes, {"all": "."}, layouts)
+    return Spec(classes, {split: split}, layouts)
 
 
 def _matching_layout(name: str, root: Path, split: str, spec: Spec) -> tuple[Layout, Path, dict[str, Path]]:

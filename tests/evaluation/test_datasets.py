@@ -250,10 +250,17 @@ def test_two_photos_with_one_label_file_are_refused(folder: Path) -> None:
 
 def test_a_folder_without_splits_is_called_what_it_is(folder: Path) -> None:
     assert open_dataset("folder", folder).title == "a folder of pictures"
+    assert open_dataset("folder", folder, "all").samples == open_dataset("folder", folder).samples
     assert open_dataset("folder", folder, "night").title == "folder night"
     halves = {split: dataset_title("folder", split) for split in ("all-first-half", "-first-half")}
     assert halves == {"all-first-half": "first half of a folder of pictures", "-first-half": "folder -first-half"}
     assert dataset_title("camvid", "val-second-half") == "second half of camvid val"
+
+
+def test_a_split_may_be_called_all(folder: Path) -> None:
+    for kind in ("images", "labels"):
+        (folder / kind / "night").rename(folder / kind / "all")
+    assert len(open_dataset("folder", folder, "all").samples) < len(open_dataset("folder", folder).samples)
 
 
 # -------------------------------------------------------------------------------------------------- wrong layouts

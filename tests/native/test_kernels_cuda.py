@@ -6,7 +6,7 @@ import ctypes
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import kernel_cases as cases
 import numpy as np
@@ -14,6 +14,7 @@ import pytest
 import torch
 from kernel_arrays import UNSUPPORTED, KernelError, Kernels
 from kernel_memory import DTYPES, DeviceMemory, HostMemory
+from native_build import built
 from operator_inputs import CLAP, GBM, exact_tokens, ones
 
 from algm_deploy.ops.clap import window_members
@@ -21,6 +22,22 @@ from algm_deploy.ops.kernel_library import clap_params, gbm_params
 from algm_deploy.ops.schema import WORDS
 
 pytestmark = pytest.mark.gpu
+
+
+# What a card of compute capability 8.6, 8.9 or 12.0, and one of 7.5, have for the blocks of a multiprocessor.
+OTHER_CARDS = {"code of 8.0": (80, None), "as on 8.9": (80, 100 << 10), "as on 7.5": (75, 64 << 10)}
+
+
+@pytest.fixture(scope="module", params=["this card", *OTHER_CARDS])
+def cuda_library(request: pytest.FixtureRequest) -> Path:
+    """The kernels for this card, and the code of earlier ones, which the driver translates for this one."""
+    if request.param == "this card":
+        return cast(Path, request.getfixturevalue("this_card_s_library"))
+    architecture, shared_bytes = OTHER_CARDS[request.param]
+    major, minor = torch.cuda.get_device_capability()
+    if architecture > 10 * major + minor:
+        pytest.skip(f"a card of compute capability {major}.{minor} runs no code for {architecture / 10}")
+    return built("kernels", architecture, shared_bytes=shared_bytes)
 
 
 @pytest.fixture(scope="module")

@@ -49,6 +49,13 @@ dim3 tile_grid(const algm_gbm_params &p) {
                 static_cast<unsigned>(p.batch));
 }
 
+// Shared memory of a multiprocessor of GeForce and RTX cards of compute capability 8.6, 8.9 and 12.0; those of data
+// centres have 164 KiB and more, Turing has 64. The system takes some of every block.
+constexpr int kLittleSharedBytes = 100 << 10, kReservedBytes = 1 << 10;
+
+template <class Tile>
+constexpr bool fits_a_small_multiprocessor = Tile::BLOCKS * (Tile::SHARED_BYTES + kReservedBytes) <= kLittleSharedBytes;
+
 // Tiles that the busiest multiprocessor computes.
 template <class Tile>
 int64_t rounds(const algm_gbm_params &p, int multiprocessors) {
@@ -64,7 +71,7 @@ struct MatchLaunch {
     Match *partial;
     RowCount count;
     void *stream;
-    int multiprocessors, shared_bytes;
+    int multiprocessors, shared_bytes, multiprocessor_bytes;
 
     template <class T, class Tile>
     int with_tile() const {
@@ -92,10 +99,22 @@ struct MatchLaunch {
 
     template <class T>
     int with_type(bool warpgroups) const {
-        return warpgroups
-                   ? with_best_tile<T, WarpgroupTile<1, 32, 6, 2>, WarpgroupTile<2, 64, 4, 1>,
-                                    WarpgroupTile<3, 192, 4, 1>>()
-                   : with_best_tile<T, WarpTile<32, 2, 2, 6, 4>, WarpTile<64, 2, 2, 3, 2>, WarpTile<160, 2, 4, 4, 1>>();
+        if (warpgroups)
+            return with_best_tile<T, WarpgroupTile<1, 32, 6, 2>, WarpgroupTile<2, 64, 4, 1>,
+                                  WarpgroupTile<3, 192, 4, 1>>();
+        if (multiprocessor_bytes <= kLittleSharedBytes) return with_fewer_stages<T>();
+        return with_best_tile<T, WarpTile<32, 2, 2, 6, 4>, WarpTile<64, 2, 2, 3, 2>, WarpTile<160, 2, 4, 4, 1>>();
+    }
+
+    // As many blocks of a tile side by side as above, and one fewer of the smallest.
+    template <class T>
+    int with_fewer_stages() const {
+        using Small = WarpTile<32, 2, 2, 3, 3>;
+        using Middle = WarpTile<64, 2, 2, 2, 2>;
+        using Large = WarpTile<160, 2, 4, 2, 1>;
+        static_assert(fits_a_small_multiprocessor<Small> && fits_a_small_multiprocessor<Middle> &&
+                      fits_a_small_multiprocessor<Large>);
+        return with_best_tile<T, Small, Middle, Large>();
     }
 
     template <class Tile>
@@ -133,10 +152,16 @@ int launch_matches(const algm_gbm_params &p, Sets *sets, const void *tokens, Mat
             return status;
     cudaFuncAttributes probe;
     if (const int status = status_of(cudaFuncGetAttributes(&probe, warpgroup_probe))) return status;
-    int multiprocessors = 0, shared_bytes = 0;
+    int multiprocessors = 0, shared_bytes = 0, multiprocessor_bytes = 0;
     if (const int status = device_attribute(cudaDevAttrMultiProcessorCount, &multiprocessors)) return status;
     if (const int status = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, &shared_bytes)) return status;
-    const MatchLaunch matches = {p, sets, tokens, partial, count, stream, multiprocessors, shared_bytes};
+    if (const int status = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, &multiprocessor_bytes))
+        return status;
+#ifdef ALGM_SHARED_BYTES  // the tests try what a smaller card would do
+    multiprocessor_bytes = ALGM_SHARED_BYTES, shared_bytes = ALGM_SHARED_BYTES - kReservedBytes;
+#endif
+    const MatchLaunch matches = {p,      sets,            tokens,       partial,             count,
+                                 stream, multiprocessors, shared_bytes, multiprocessor_bytes};
     if (!tensor) return matches.plain();
     const bool warpgroups = probe.maxThreadsPerBlock == kWarpgroup;
     return is_bf16 ? matches.with_type<__nv_bfloat16>(warpgroups) : matches.with_type<__half>(warpgroups);
