@@ -26,7 +26,7 @@ import torch
 from algm_deploy.bundle.signature import CLAP_THRESHOLD, GBM_THRESHOLD
 from algm_deploy.lowering.onnxruntime_segments import ROWS
 from algm_deploy.runners.onnxruntime.sessions import in_turn, numpy_dtype
-from algm_deploy.runners.turns import DEVICE, capturing
+from algm_deploy.runners.turns import DEVICES
 
 STEP = 32  # rows
 MOST_GRAPHS = 128  # of one segment
@@ -152,7 +152,7 @@ class SegmentedSession:
         to: torch.device | None = None,
     ) -> dict[str, torch.Tensor]:
         """As `CudaSession.run`."""
-        with DEVICE.alone():
+        with DEVICES.alone(self.device):
             axes, where = {"batch": len(image)}, to or self.device
             results = {
                 name: torch.empty(self._resolved(name, axes), dtype=self._dtypes[name], device=where)
@@ -164,7 +164,7 @@ class SegmentedSession:
 
     def warm_up(self, images: int = 1) -> GraphUse:
         """Captures every size that photos can lead to, for the calling thread, so that its later runs are all alike."""
-        with DEVICE.alone():
+        with DEVICES.alone(self.device):
             self._in_thread(self._capture_all, images)
         return self._use
 
@@ -256,7 +256,7 @@ class SegmentedSession:
         if step is None:
             step = segment.steps[key] = self._bound(segment, axes)
             self._use = self._use._replace(captured=self._use.captured + step.captured)
-            with capturing():
+            with DEVICES.capture():
                 segment.session.run_with_iobinding(step.binding, step.options)
         else:
             segment.session.run_with_iobinding(step.binding, step.options)

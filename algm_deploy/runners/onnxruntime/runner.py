@@ -43,7 +43,7 @@ from algm_deploy.runners.onnxruntime.sessions import (
     device_options,
     placement,
 )
-from algm_deploy.runners.turns import DEVICE
+from algm_deploy.runners.turns import DEVICES
 
 LIBRARY = "ort_custom_op"
 GRAPH_BYTES = 8192  # images times bytes of a token up to which CUDA graphs gain: in 16 bits 10 images of S, 4 of L
@@ -218,28 +218,28 @@ class OnnxRuntimeCudaRunner(OnnxRuntimeRunner):
 
     def placement(self, feeds: Mapping[str, Array]) -> Placement:
         """As on a CPU, on the runner's device."""
-        with DEVICE.alone(), torch.cuda.device(self.device):  # ONNX Runtime leaves its device the current one
+        with DEVICES.alone(self.device):
             return super().placement(feeds)
 
     def _provider_options(self) -> dict[str, str]:
         return CUDA_OPTIONS | device_options(self.device.index)
 
     def _open(self) -> None:
-        with DEVICE.alone(), torch.cuda.device(self.device):
+        with DEVICES.alone(self.device):
             if self.graph_images:
                 self._segmented = self._open_segments()
             else:
                 self._whole = self._open_whole()
 
     def _close(self) -> None:
-        with DEVICE.alone(), torch.cuda.device(self.device):  # sessions that end make theirs the current one
+        with DEVICES.alone(self.device):
             for session in (self._whole, self._segmented):
                 if session is not None:
                     session.close()
             self._whole = self._segmented = None
 
     def _session_for(self, images: int) -> CudaSession | SegmentedSession:
-        with DEVICE.alone(), torch.cuda.device(self.device):
+        with DEVICES.alone(self.device):
             if self._segmented is not None and images <= self.graph_images and self._segmented.claim(images):
                 return self._segmented
             if self._whole is None:

@@ -18,7 +18,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state
 from algm_deploy.bundle.signature import Signature
 from algm_deploy.errors import BundleError, RuntimeUnavailableError
 from algm_deploy.runners.contract import Array, Placement
-from algm_deploy.runners.turns import DEVICE
+from algm_deploy.runners.turns import DEVICES
 
 # Its errors share no base class.
 ORT_ERRORS: tuple[type[Exception], ...] = tuple(
@@ -186,7 +186,7 @@ class CudaSession:
             outputs: names.
             to: device of the results, if not this one.
         """
-        with DEVICE.alone(), torch.cuda.device(self.device):  # ONNX Runtime leaves its device the current one
+        with DEVICES.alone(self.device):
             results = self._run(image, thresholds, outputs)
             return {name: tensor.to(to or self.device) for name, tensor in results.items()}
 

@@ -25,7 +25,7 @@ from algm_deploy.runners.registry import row_of
 from algm_deploy.runners.tensorrt.build import EngineOptions, build_engine, build_with_stretches, require_tools
 from algm_deploy.runners.tensorrt.digest import first_difference, kept_digest, marker, output_names
 from algm_deploy.runners.tensorrt.library import Log, listening, load_bindings, load_plugins, plugin_sources
-from algm_deploy.runners.turns import DEVICE
+from algm_deploy.runners.turns import DEVICES
 
 _DTYPES = {
     "FLOAT": torch.float32,
@@ -231,7 +231,7 @@ class TensorRTRunner(Runner):
         capability = self._cuda.open(self.device)
         self.device = self._cuda.device
         _check_device(self.runtime, f"{capability[0]}.{capability[1]}")
-        with DEVICE.shared(), self._cuda.current(), ExitStack() as stack:
+        with DEVICES.shared(), self._cuda.current(), ExitStack() as stack:
             self.refused = None
             logger, log = stack.enter_context(listening(trt))
             stack.callback(setattr, self, "_session", None)
@@ -308,7 +308,7 @@ class TensorRTRunner(Runner):
         return _Part(engine, *_tensors(trt, engine))
 
     def _close(self) -> None:
-        with DEVICE.shared(), self._cuda.current():
+        with DEVICES.shared(), self._cuda.current():
             self._stack.close()
 
     def _infer(
@@ -322,7 +322,7 @@ class TensorRTRunner(Runner):
                 f"expected image of shape {low} to {high}, got {tuple(image.shape)}: send another batch or rebuild the "
                 "engine with a wider profile"
             )
-        with DEVICE.shared(), self._cuda.current():
+        with DEVICES.shared(), self._cuda.current():
             image = image if image.device == self.device else self._cuda.upload(image)
             inputs = {"image": image, **{name: self._scalar(session, v) for name, v in thresholds.items()}}
             with _lane(session) as lane:

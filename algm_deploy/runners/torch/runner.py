@@ -27,7 +27,7 @@ from algm_deploy.ops.native_kernels import LIBRARY, use_kernels
 from algm_deploy.recipe.schema import Precision
 from algm_deploy.runners.contract import Runner
 from algm_deploy.runners.torch.packed import Merged, PackedSegmenter, supports
-from algm_deploy.runners.turns import DEVICE
+from algm_deploy.runners.turns import DEVICES
 
 Made = Callable[[Bundle, torch.dtype], Deployed]
 FP8_SINCE = (8, 9)
@@ -106,7 +106,7 @@ class TorchRunner(Runner):
 
     def _turn(self) -> AbstractContextManager[None]:
         """Around whatever may take memory of a device."""
-        return DEVICE.shared() if self.device.type == "cuda" else nullcontext()
+        return DEVICES.shared() if self.device.type == "cuda" else nullcontext()
 
     def _infer(
         self, image: Tensor, thresholds: dict[str, float], outputs: Sequence[str], to: torch.device
