@@ -30,7 +30,7 @@ TIERS = (
     {"ops"},
     {"bundle"},
     {"recipe"},
-    {"environment", "native_libraries", "package_data", "wording"},
+    {"environment", "garbage", "native_libraries", "package_data", "wording"},
     {"errors"},
 )
 RANK = {name: rank for rank, names in enumerate(TIERS) for name in names}

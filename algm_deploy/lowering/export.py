@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from algm_deploy.bundle.signature import CLAP_THRESHOLD, GBM_THRESHOLD, merge_names, output_names, threshold_defaults
 from algm_deploy.errors import ExportError
+from algm_deploy.garbage import no_collection
 from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.vit import MergeInputs
 from algm_deploy.ops.bodies import OPSET
@@ -63,7 +64,8 @@ def base_onnx(deployed: Deployed, plan: MergePlan, image_dtype: str = "uint8") -
     image = torch.zeros(2, 3, *deployed.network.image_size, dtype=getattr(torch, image_dtype))
     example = image, tuple(torch.ones(()) for _ in names)
     dynamic: Any = ({0: torch.export.Dim("batch")}, tuple({} for _ in names))
-    with torch.no_grad(), _quiet():
+    # Tracing makes millions of objects that all stay until it ends: looking through them again and again finds nothing.
+    with torch.no_grad(), _quiet(), no_collection():
         try:
             entry = _Entry(deployed, plan).eval()
             program = torch.export.export(entry, example, dynamic_shapes=dynamic, strict=False)

@@ -8,13 +8,14 @@ ONNX Runtime captures. On one device its networks also take turns with each othe
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
+
+from algm_deploy.garbage import no_collection
 
 
 class Turns:
@@ -79,11 +80,5 @@ _CAPTURE = threading.RLock()  # one at a time in a process
 @contextmanager
 def capturing() -> Iterator[None]:
     """Around a capture: Python collects no garbage meanwhile, whose destructors may free memory of a device."""
-    with _CAPTURE:
-        collects = gc.isenabled()
-        gc.disable()
-        try:
-            yield
-        finally:
-            if collects:
-                gc.enable()
+    with _CAPTURE, no_collection():
+        yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Callable
 from typing import Any
@@ -202,3 +203,4 @@ def test_networks_that_cannot_be_exported(change: Callable[[Tensor], Tensor], me
         base_onnx(Deployed(model, network, "scores").eval(), DENSE)
     assert "\n" not in str(caught.value)
     assert "\x1b" not in str(caught.value)
+    assert gc.isenabled(), "an export that fails leaves the process as it was"
