@@ -11,6 +11,7 @@ import shutil
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -118,9 +119,18 @@ def translated(made_once: Callable[[str, Callable[[Path], object]], Path]) -> Ca
     one. Tests of what cannot be translated call `base_onnx` itself.
     """
     import onnx_ir as ir
+    from torch.onnx._internal.exporter._registration import onnxscript_apis
 
     from algm_deploy.lowering.export import base_onnx
     from algm_deploy.recipe.schema import MergePlan
+
+    torchlib = cache(onnxscript_apis.get_torchlib_ops)
+
+    def translate(target: Path, *network: Any) -> None:
+        """The exporter parses the sources of all operators that it knows for each network; here once a process."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(onnxscript_apis, "get_torchlib_ops", torchlib)
+            ir.save(base_onnx(*network), target)
 
     def read(value: object) -> object:
         return replace(value, clap_threshold=0.0, gbm_threshold=0.0) if isinstance(value, MergePlan) else value
@@ -133,8 +143,7 @@ def translated(made_once: Callable[[str, Callable[[Path], object]], Path]) -> Ca
         for name, tensor in network.state_dict().items():
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode() + tensor.float().numpy().tobytes())
         key = digest.hexdigest()
-        path = made_once(f"{key[:32]}.onnx", lambda target: ir.save(base_onnx(network, plan, image_dtype), target))
-        return ir.load(path)
+        return ir.load(made_once(f"{key[:32]}.onnx", lambda target: translate(target, network, plan, image_dtype)))
 
     return remembered
 
@@ -148,6 +157,17 @@ def translated_once(translated: Callable[..., ir.Model]) -> Iterator[None]:
         for user in (writing, tensorrt):
             patch.setattr(user, "base_onnx", translated)
         yield
+
+
+@pytest.fixture
+def untranslated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bundles are written with an empty graph, for tests of networks that the torch runtime alone runs."""
+    import onnx_ir as ir
+
+    def nothing(*_: object) -> ir.Model:
+        return ir.Model(ir.Graph([], [], nodes=[], opset_imports={"": 18}), ir_version=10)
+
+    monkeypatch.setattr("algm_deploy.lowering.writing.base_onnx", nothing)
 
 
 @pytest.fixture(scope="session")

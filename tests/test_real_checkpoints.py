@@ -24,6 +24,7 @@ def benchmark(root_dir: Path) -> ModuleType:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("untranslated")
 @pytest.mark.parametrize("checkpoint", ["segmenter_vit_s16_camvid", "segmenter_vit_s16_camvid_algm"])
 def test_published_outputs_are_reproduced(benchmark: ModuleType, shared_dir: Path, checkpoint: str) -> None:
     (found,) = benchmark.measure(shared_dir, checkpoint, ("torch",))
@@ -46,6 +47,7 @@ def test_onnxruntime_reproduces_them_too(benchmark: ModuleType, shared_dir: Path
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("untranslated")
 def test_another_order_of_tokens_is_not_explained_by_rounding(
     benchmark: ModuleType, shared_dir: Path, tmp_path: Path
 ) -> None:

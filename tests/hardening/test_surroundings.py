@@ -5,35 +5,28 @@ from __future__ import annotations
 import argparse
 import ast
 import io
-import logging
-import os
-import pty
+import json
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import chdir, redirect_stderr, redirect_stdout, suppress
+from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import numpy as np
 import pytest
+import stream_child
 from PIL import Image
-from tqdm import tqdm
+from stream_child import AWKWARD, LATIN, STREAMS
 
 from algm_deploy import cli
 from algm_deploy.bundle.records import Link, Parity
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.cli import making
 from algm_deploy.cli.parser import parser
-from algm_deploy.cli.saying import note, output, say, say_json, tell
-from algm_deploy.errors import BundleError
 from algm_deploy.pictures.shipped import scene
 from algm_deploy.pictures.video import video_writer
 from algm_deploy.timing import protocols
-
-LATIN = os.fsdecode(b"stra\xdfe \xfc")
-"""A name in Latin-1, as an old disk has it: no UTF-8."""
-AWKWARD = "-a b ü'" + "x" * 192
-"""A dash, spaces, an umlaut, a quote, 200 bytes."""
 
 
 def commands(below: argparse.ArgumentParser) -> Iterator[str]:
@@ -57,120 +50,36 @@ NAMES = {  # what every command needs; nothing of it is read here
 # --- streams ---------------------------------------------------------------------------------------------------------
 
 
-def stream(descriptor: int, encoding: str = "ascii") -> io.TextIOWrapper:
-    """As Python makes it of a descriptor in the C locale of old."""
-    return io.TextIOWrapper(open(descriptor, "wb", closefd=False), encoding, "strict", line_buffering=descriptor == 2)
+@pytest.fixture(scope="module")
+def in_child() -> Iterator[Callable[..., int]]:
+    """`in_child(streams, words)`: exit code of `algm-deploy WORDS` on such streams, as `stream_child` gives it."""
+    words = [sys.executable, stream_child.__file__]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
 
+        def call(streams: str, words: list[str], prepared: bool = True) -> int:
+            process.stdin.write(json.dumps([streams, words, prepared]) + "\n")
+            process.stdin.flush()
+            return int(process.stdout.readline())
 
-def lead(descriptor: int, place: str | int) -> None:
-    os.dup2(os.open(place, os.O_WRONLY) if isinstance(place, str) else place, descriptor)
-    setattr(sys, ("stdin", "stdout", "stderr")[descriptor], stream(descriptor))
-
-
-def close(descriptor: int) -> None:
-    os.close(descriptor)
-    setattr(sys, ("stdin", "stdout", "stderr")[descriptor], None)  # as Python starts without it
-
-
-def no_reader(descriptor: int) -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
-    lead(descriptor, writer)
-
-
-def broken_off(descriptor: int) -> None:
-    """The descriptor went away below Python's object, as a daemon does it."""
-    lead(descriptor, os.devnull)
-    os.close(descriptor)
-
-
-def terminal() -> None:
-    _, end = pty.openpty()
-    os.environ.update(NO_COLOR="1", TERM="dumb")
-    for descriptor in (1, 2):
-        lead(descriptor, end)
-
-
-# How the streams are, and the exit code of a command that succeeds and of one that fails.
-STREAMS: dict[str, tuple[Callable[[], object], int, int]] = {
-    "ASCII, strict": (lambda: None, 0, 2),
-    "stdout closed": (lambda: close(1), 0, 2),
-    "stderr closed": (lambda: close(2), 0, 2),
-    "all closed": (lambda: [close(descriptor) for descriptor in (0, 1, 2)], 0, 2),
-    "stdout broken off": (lambda: broken_off(1), 0, 2),
-    "stdout full": (lambda: lead(1, "/dev/full"), 2, 2),
-    "stderr full": (lambda: lead(2, "/dev/full"), 0, 2),
-    "no reader of stdout": (lambda: no_reader(1), 141, 2),
-    "no reader of stderr": (lambda: no_reader(2), 0, 2),
-    "terminal without colours": (terminal, 0, 2),
-}
-
-
-def work(options: argparse.Namespace) -> int:
-    """Says what commands say, in every way that they have, of files with any name."""
-    for name in (AWKWARD, LATIN, "街", "\ud800"):
-        say(name)
-        say_json({name: name})
-        note(options, name)
-        tell(name)
-        with output():
-            tqdm.write(name)
-        logging.getLogger("algm_deploy").warning("%s", name)
-    if options.verbose:
-        raise BundleError(f"expected a file, got {LATIN} ü")
-    return 0
-
-
-def in_child(arrange: Callable[[], object], words: list[str]) -> int:
-    """Exit code of `algm-deploy WORDS` in a forked process whose streams were arranged, and as it ends by itself.
-
-    A program that cannot write its streams out when it ends has Python's exit code 120.
-    """
-    child = os.fork()
-    if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    code = 99  # a traceback
-    with suppress(BaseException):
-        logging.lastResort = logging._StderrHandler(logging.WARNING)  # type: ignore[attr-defined]
-        sys.stdin = sys.__stdin__
-        for descriptor in (1, 2):
-            lead(descriptor, os.devnull)
-        arrange()
-        chosen = cli._options
-
-        def stubbed(arguments: list[str]) -> argparse.Namespace:
-            options = chosen(arguments)
-            options.run = work
-            return options
-
-        cli._options = stubbed  # type: ignore[assignment]
-        try:
-            code = cli.main(words)
-        except SystemExit as stopped:
-            code = int(stopped.code or 0)
-        try:
-            for one in (sys.stdout, sys.stderr):
-                one.flush()
-        except (OSError, ValueError):
-            code = 120
-    os._exit(code)
+        yield call
+        process.stdin.close()
 
 
 @pytest.mark.parametrize("streams", STREAMS)
-def test_no_stream_ends_a_command(streams: str) -> None:
-    arrange, done, failed = STREAMS[streams]
+def test_no_stream_ends_a_command(in_child: Callable[..., int], streams: str) -> None:
+    _, done, failed = STREAMS[streams]
     for command in COMMANDS:
         words = [*command.split(), *NAMES.get(command, ["b"])]
-        assert in_child(arrange, words) == done, command
-        assert in_child(arrange, [*words, "-v"]) == failed, command
-    assert in_child(arrange, ["predict", "b", "p", "--no-such-flag-ü"]) == 2
-    assert in_child(arrange, ["predict", "--help"]) == done
+        assert in_child(streams, words) == done, command
+        assert in_child(streams, [*words, "-v"]) == failed, command
+    assert in_child(streams, ["predict", "b", "p", "--no-such-flag-ü"]) == 2
+    assert in_child(streams, ["predict", "--help"]) == done
 
 
-def test_a_traceback_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "prepare_streams", lambda: None)
-    assert in_child(STREAMS["ASCII, strict"][0], ["list"]) == 99
-    assert in_child(STREAMS["stdout closed"][0], ["list"]) == 99
+@pytest.mark.parametrize("streams", ["ASCII, strict", "stdout closed"])
+def test_a_traceback_would_be_seen(in_child: Callable[..., int], streams: str) -> None:
+    assert in_child(streams, ["list"], prepared=False) == 99
 
 
 def test_only_one_module_writes_to_the_streams(root_dir: Path) -> None:

@@ -43,7 +43,7 @@ from algm_deploy.runners.tensorrt import build as tensorrt_build
 from algm_deploy.runners.tensorrt import library as tensorrt_library
 from algm_deploy.runners.tensorrt import polygraphy
 from algm_deploy.runners.tensorrt import runner as tensorrt_runner
-from algm_deploy.runners.tensorrt.build import EngineOptions, build_engine, engine_from_onnx
+from algm_deploy.runners.tensorrt.build import RTX_TARGETS, EngineOptions, build_engine, engine_from_onnx
 from algm_deploy.runners.tensorrt.digest import kept_digest
 from algm_deploy.runners.tensorrt.runner import TensorRTRtxRunner
 
@@ -245,7 +245,10 @@ def test_without_the_alias_the_parser_ends_the_process(rtx: None, models: Any) -
 def test_a_bundle_gets_its_engine(rtx: None, tiny_bundle: Bundle, tmp_path: Path) -> None:
     bundle = Bundle.open(shutil.copytree(tiny_bundle.path, tmp_path / "bundle"))
     TensorRTRtxRunner.build(bundle)
-    lines = TensorRTRtxRunner.build(bundle, stretches=True)  # building again replaces
+    (first,) = bundle.manifest.engines
+    assert first.compute_capabilities == RTX_TARGETS
+    # Building again replaces; for a single GPU, which takes less time.
+    lines = TensorRTRtxRunner.build(bundle, stretches=True, compute_capabilities=("8.9",))
     assert lines[0].endswith("bundle/engines/tensorrt-rtx.engine")
     assert "tensorrt-rtx" in lines[1]
     assert lines[2] == "plugins in the network: clap, gbm, unmerge"
@@ -259,6 +262,7 @@ def test_a_bundle_gets_its_engine(rtx: None, tiny_bundle: Bundle, tmp_path: Path
     rows = [tensor.shape[1] for tensor in parts.engines[1].parsed_network.inputs if len(tensor.shape) == 3]
     assert rows == [-1], "no size tensor: rows are an axis of an input"
     assert facts.batches == (1, bundle.recipe.max_batch, bundle.recipe.max_batch)
+    assert facts.compute_capabilities == ("8.9",)
     assert again.files["engines/tensorrt-rtx.engine"].made_from == {"model.tensorrt.onnx": facts.onnx_hash}
     assert facts.usual_rows_of == "2 drawn scenes"
     assert all(1 < rows < 65 for rows in facts.usual_rows.values())
