@@ -303,7 +303,12 @@ def long_form(request: pytest.FixtureRequest) -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips `gpu` tests, with the reason, where no CUDA device is present."""
+    """Files with long tests come first, so that processes that share them end together.
+
+    Skips `gpu` tests, with the reason, where no CUDA device is present.
+    """
+    long = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in long)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
