@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from algm_deploy.models import fp8
-from algm_deploy.models.fp8 import LARGEST, Fp8Linear, quantised, saturated, use_fp8, value_bounds
+from algm_deploy.models.fp8 import LARGEST, Fp8Linear, bounds, fitting, quantised, saturated, use_fp8
 from algm_deploy.models.vit import Block
 
 
@@ -58,15 +58,33 @@ def test_a_product_has_a_scale_a_row_and_a_channel() -> None:
     torch.testing.assert_close(Fp8Linear(layer, gain)(x), Fp8Linear(layer)(x) * gain, rtol=1e-5, atol=1e-4)
 
 
-def test_no_value_row_leaves_its_bounds() -> None:
-    """Also the row that looks most like a channel's weight."""
+def test_no_row_leaves_its_bounds() -> None:
+    """Also the row that looks most like a channel's weight; values of attention, and the MLP's first product."""
     made = block()
-    bounds = value_bounds(made.norm1, made.attn.qkv)
-    weight = made.attn.qkv.weight[-64:] * made.norm1.weight
-    x = torch.cat([rows(500, 64) * 30 + 5, weight, -weight])
-    values = made.attn.qkv(made.norm1(x))[:, -64:].abs()
-    assert (values <= bounds * (1 + 1e-5)).all()
-    assert (values.amax(0) > 0.7 * bounds).all(), "bounds that far off would waste the range"
+    for norm, layer in ((made.norm1, made.attn.qkv), (made.norm2, made.mlp.fc1)):
+        found, weight = bounds(norm, layer), layer.weight * norm.weight
+        x = torch.cat([rows(500, 64) * 30 + 5, weight, -weight])
+        made_of = layer(norm(x)).abs()
+        assert (made_of <= found * (1 + 1e-5)).all()
+        assert (made_of.amax(0) > 0.7 * found).all(), "bounds that far off would waste the range"
+
+
+def test_channels_are_brought_into_range_by_powers_of_two() -> None:
+    fit = fitting(torch.tensor([448.0, 449.0, 1.0, 1e-9, 0.0]))
+    assert fit.tolist() == [1.0, 0.5, 256.0, 512.0, 512.0], "what hardly differs from zero is not blown up"
+    assert fitting(torch.zeros(2)).isfinite().all()
+
+
+def test_fitted_channels_keep_their_digits() -> None:
+    """Channels of very different sizes, which one scale a row would lose."""
+    layer = nn.Linear(64, 48).requires_grad_(False)
+    sizes = torch.logspace(-3, 3, 64)
+    layer.weight.div_(sizes)
+    x = rows(20, 64) * sizes
+    truth = layer(x)
+    fitted = Fp8Linear(layer, fit=fitting(x.abs().amax(0)))
+    lost = Fp8Linear(layer)
+    assert (fitted(x) - truth).norm() < 0.06 * truth.norm() < (lost(x) - truth).norm()
 
 
 @pytest.mark.parametrize("projected", [False, True])

@@ -42,10 +42,10 @@ from algm_deploy.runners.torch.fused import (
     attention_fp8,
     fits_attention,
     fits_moving,
-    gelu_fp8,
     packed,
     patches,
     product_fp8,
+    product_gelu_fp8,
     residual_norm,
     residual_norm_fp8,
     unit,
@@ -187,8 +187,11 @@ def _mixed(block: Attention, x: Tensor | Quantised, layout: Layout) -> Tensor:
 
 
 def _transformed(mlp: Mlp, x: Tensor | Quantised, layout: Layout) -> Tensor:
-    hidden = _product(mlp.fc1, x)
-    return _product(mlp.fc2, gelu_fp8(hidden) if _on_fp8_units(mlp.fc2) else F.gelu(hidden))
+    if not _on_fp8_units(mlp.fc1):
+        return _product(mlp.fc2, F.gelu(_product(mlp.fc1, x)))
+    first, second = mlp.fc1, cast("Fp8Linear", mlp.fc2)
+    assert isinstance(x, Quantised) and second.fit is not None
+    return product_fp8(product_gelu_fp8(x, first, second.fit), second)
 
 
 def _decides(slot: nn.Module | None) -> bool:

@@ -185,7 +185,8 @@ def test_steps_write_what_their_operators_quantise_to(width: int) -> None:
         affine = norm.weight.float(), norm.bias.float()
         assert_same_digits(found, quantised(F.layer_norm(total.float(), (width,), *affine, norm.eps)))
     hidden = rows(77, 4 * width) * 3
-    assert_same_digits(torch_fused.gelu_fp8(hidden), quantised(F.gelu(hidden.float())))
+    fit = torch.logspace(1, 6, 4 * width, base=2.0, device="cuda")
+    assert_same_digits(torch_fused.gelu_fp8(hidden, fit), saturated(F.gelu(hidden.float()) * fit))
     heads = width // 64
     qkv, starts = rows(150, 3 * width) * 40, torch.tensor([0, 100, 101, 140], dtype=torch.int32, device="cuda")
     where = qkv, starts, 3, 100, heads, 0.01
@@ -202,6 +203,21 @@ def test_products_use_both_scales_and_the_bias() -> None:
     x = rows(77, 384) * torch.logspace(-1, 1, 77, device="cuda")[:, None]
     found, expected = torch_fused.product_fp8(quantised(x), low), low(x.float())
     assert ((found - expected).norm(dim=1) < 0.01 * expected.norm(dim=1)).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("count", "width", "hidden"), [(77, 64, 256), (300, 192, 768), (16416, 384, 1536), (129, 80, 208)])
+def test_a_product_ends_with_gelu(count: int, width: int, hidden: int) -> None:
+    """Also where tiles reach beyond rows, channels or what is summed over."""
+    pytest.importorskip("triton")
+    layer = nn.Linear(width, hidden).to("cuda", torch.float16).requires_grad_(False)
+    layer.weight.mul_(torch.logspace(-1, 1, hidden, device="cuda")[:, None])
+    low, given = Fp8Linear(layer), quantised(rows(count, width) * torch.logspace(-1, 1, count, device="cuda")[:, None])
+    fit = torch.logspace(0, 4, hidden, base=2.0, device="cuda")
+    hidden_rows = given.values.float() @ low.weight.float().mT * given.scale * low.scale + low.bias
+    expected = saturated(F.gelu(hidden_rows) * fit)
+    assert_same_digits(torch_fused.product_gelu_fp8(given, low, fit), expected)
+    assert_same_digits(torch_fused.gelu_fp8(torch_fused.product_fp8(given, low), fit), expected)
 
 
 @pytest.mark.gpu
