@@ -42,6 +42,7 @@ from algm_deploy.runners.torch.fused import (
     attention_fp8,
     fits_attention,
     fits_moving,
+    linear_gelu,
     packed,
     patches,
     product_fp8,
@@ -188,7 +189,8 @@ def _mixed(block: Attention, x: Tensor | Quantised, layout: Layout) -> Tensor:
 
 def _transformed(mlp: Mlp, x: Tensor | Quantised, layout: Layout) -> Tensor:
     if not _on_fp8_units(mlp.fc1):
-        return _product(mlp.fc2, F.gelu(_product(mlp.fc1, x)))
+        assert isinstance(x, Tensor)
+        return _product(mlp.fc2, linear_gelu(x, mlp.fc1))
     first, second = mlp.fc1, cast("Fp8Linear", mlp.fc2)
     assert isinstance(x, Quantised) and second.fit is not None
     return product_fp8(product_gelu_fp8(x, first, second.fit), second)

@@ -206,7 +206,9 @@ def test_products_use_both_scales_and_the_bias() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("count", "width", "hidden"), [(77, 64, 256), (300, 192, 768), (16416, 384, 1536), (129, 80, 208)])
+@pytest.mark.parametrize(
+    ("count", "width", "hidden"), [(77, 64, 256), (300, 192, 768), (16416, 384, 1536), (129, 80, 208)]
+)
 def test_a_product_ends_with_gelu(count: int, width: int, hidden: int) -> None:
     """Also where tiles reach beyond rows, channels or what is summed over."""
     pytest.importorskip("triton")

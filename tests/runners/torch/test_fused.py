@@ -59,6 +59,30 @@ def test_norms_err_no_more_than_the_operators(width: int, dtype: torch.dtype, mo
     assert_no_worse(found, expected, F.normalize(x.double(), dim=-1).view(found.shape))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("count", "width", "hidden"), [(77, 64, 256), (129, 72, 200), (1025, 384, 1536)])
+def test_a_product_ends_with_gelu(
+    count: int, width: int, hidden: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where tiles reach beyond rows, channels or what is summed over; a row that is NaN stays alone."""
+    monkeypatch.setattr(torch_fused, "_LEAST_TURNS", 0)
+    layer = nn.Linear(width, hidden).to("cuda", dtype).requires_grad_(False)
+    layer.weight.copy_(rows(hidden, width) / width**0.5)
+    x = rows(count, width, dtype=dtype)
+    x[-1] = torch.nan
+    found, expected = (each[:-1] for each in both(monkeypatch, lambda: torch_fused.linear_gelu(x, layer)))
+    assert_no_worse(found, expected, F.gelu(F.linear(x[:-1].double(), layer.weight.double(), layer.bias.double())))
+
+
+def test_rows_of_one_picture_take_two_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(*_: object) -> None:
+        raise AssertionError("one kernel, which is slower here")
+
+    monkeypatch.setattr(torch_fused, "_launch_product_gelu", launch)
+    layer = nn.Linear(384, 1536).to("cuda", torch.float16).requires_grad_(False)
+    assert torch_fused.linear_gelu(rows(1025, 384, dtype=torch.float16), layer).shape == (1025, 1536)
+
+
 def test_large_rows_do_not_overflow() -> None:
     """Their squares would in 16 bits; a row of zeros stays zero."""
     x = torch.full((2, 64), 60000.0, dtype=torch.float16, device="cuda")
