@@ -117,12 +117,24 @@ class OnnxRuntimeRunner(Runner):
 
 
 class OnnxRuntimeCpuRunner(OnnxRuntimeRunner):
-    """ONNX Runtime on the CPU provider. A graph for single images runs once for each image of a batch."""
+    """ONNX Runtime on the CPU provider. A graph for single images runs once for each image of a batch.
+
+    `threads`: how many compute a network, the caller's among them; by default as many as there are cores.
+    """
 
     runtime = "onnxruntime-cpu"
     target = "cpu"
     provider = "CPUExecutionProvider"
     _session: ort.InferenceSession | None = None
+
+    def __init__(self, bundle: Bundle, device: str | None = None, threads: int | None = None) -> None:
+        super().__init__(bundle, device)
+        self._threads = threads
+
+    def _session_options(self) -> ort.SessionOptions:
+        options = super()._session_options()
+        options.intra_op_num_threads = self._threads or 0
+        return options
 
     def _open(self) -> None:
         self._session = self._open_session(self.executable)

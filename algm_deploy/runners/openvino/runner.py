@@ -27,12 +27,16 @@ DEVICE = "CPU"
 
 
 class OpenVinoRunner(Runner):
-    """OpenVINO on the CPU, on as many threads as it has cores. A graph for single images runs once for each image."""
+    """OpenVINO on the CPU. A graph for single images runs once for each image.
+
+    `threads`: how many compute a network, on any cores; by default as many as there are cores, each on its own.
+    """
 
     runtime = "openvino"
 
-    def __init__(self, bundle: Bundle, device: str | None = None) -> None:
+    def __init__(self, bundle: Bundle, device: str | None = None, threads: int | None = None) -> None:
         super().__init__(bundle, device)
+        self._threads = threads
         self._compiled: openvino.CompiledModel | None = None
         self._free: deque[openvino.InferRequest] = deque()
 
@@ -81,6 +85,8 @@ class OpenVinoRunner(Runner):
 
     def _properties(self) -> dict[str, str]:
         latency = {"PERFORMANCE_HINT": "LATENCY"}
+        if self._threads:  # pinned, the threads of several processes would all take the first cores
+            latency |= {"INFERENCE_NUM_THREADS": str(self._threads), "ENABLE_CPU_PINNING": "NO"}
         # The mode ACCURACY keeps to the types in the graph, bf16 among them.
         return latency | ({"EXECUTION_MODE_HINT": "ACCURACY"} if self._low else {"INFERENCE_PRECISION_HINT": "f32"})
 
