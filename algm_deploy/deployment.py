@@ -35,7 +35,7 @@ from algm_deploy.models.checkpoints.reading import VARIANT_FILE, read_checkpoint
 from algm_deploy.models.checkpoints.variant import settings_from_variant
 from algm_deploy.parity.chain import verify as verify_chain
 from algm_deploy.parity.exchange import load_inputs, load_outputs, save_inputs, save_outputs
-from algm_deploy.parity.pairwise import Comparison, check_comparable, difference
+from algm_deploy.parity.pairwise import Comparison, Standing, check_comparable, difference
 from algm_deploy.pictures.preprocessing import check_pixels, preprocessing_fingerprint
 from algm_deploy.pictures.shipped import scene
 from algm_deploy.pictures.sources import AnyPath, find_images, named, read_photos
@@ -475,6 +475,48 @@ def compare(
     merges = (one.signature.merges, other.signature.merges)
     windows = tuple(difference(merges, pair) for pair in zip(*runs, strict=True))
     return Comparison(titles[0], titles[1], windows, 100 * one.recipe.gates.label_agreement)
+
+
+def compare_precisions(
+    bundles: Sequence[AnyBundle], runtime: str | None = None, *, images: Images = (), count: int = 4
+) -> list[Standing]:
+    """Runs exports of one network on the same windows, without merging and with it, each deciding for itself.
+
+    Args:
+        bundles: two or more, the first of which the others are held to.
+        runtime: what executes all of them; by default the best that can execute the first here.
+        images: pictures to compare on, `count` of them spread evenly.
+        count: how many.
+
+    Returns:
+        For each bundle without merging, then for each with it, how it stands to the first.
+
+    Raises:
+        BundleError: they do not take the same windows, or merge otherwise than by similarity.
+        RuntimeUnavailableError: the runtime cannot run here, or does not execute one of the precisions.
+    """
+    opened = [chosen(one, None)[0] for one in bundles]
+    first, runtime = chosen(opened[0], runtime)
+    for other in opened[1:]:
+        check_comparable(first.signature, other.signature)
+    feeds = _feeds(parity_windows(first.recipe, _pictures(images), count))
+    found = []
+    for dense in (True, False):
+        reference: list[dict[str, NDArray[Any]]] = []
+        for bundle in opened:
+            outputs = _all_outputs(bundle, runtime, feeds, given_thresholds(bundle, None, None, dense))
+            runs = [_with_labels(one) for one in outputs]
+            reference = reference or runs
+            merges = first.signature.merges, bundle.signature.merges
+            windows = tuple(difference(merges, pair) for pair in zip(reference, runs, strict=True))
+            found.append(Standing(bundle, runtime, dense, windows))
+    return found
+
+
+def _with_labels(outputs: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """Outputs with labels in place of scores, which are larger."""
+    rest = dict(outputs)
+    return rest if "labels" in rest else {"labels": rest.pop("scores").argmax(1), **rest}
 
 
 def _feeds(windows: NDArray[Any]) -> list[dict[str, NDArray[Any]]]:

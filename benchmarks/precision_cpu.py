@@ -47,8 +47,7 @@ from algm_deploy.parity.pairwise import grouped_otherwise
 from algm_deploy.pictures.sliding import MAP_PREFIX, Pending, Prediction, run_all
 from algm_deploy.predictor import network_anchors, network_canvas
 from algm_deploy.runners.contract import Runner, runner
-from algm_deploy.runners.registry import row_of
-from algm_deploy.timing.variants import executables
+from algm_deploy.timing.variants import executables, executed_bytes
 
 RUNTIMES, PRECISIONS = ("onnxruntime-cpu", "openvino"), ("fp32", "bf16", "int8")
 RUNS = tuple(
@@ -283,7 +282,7 @@ def rows_of(folder: Path, root: Path, wanted: set[str]) -> Iterator[dict[str, An
                 "run": run,
                 "variant": variant,
                 "execution": found[0]["execution"],
-                "bytes": size_of(bundle, runtime),
+                "bytes": executed_bytes(bundle, runtime),
                 "quantization": None if bundle.manifest.quantization is None else summary(bundle),
                 "thresholds": thresholds,
                 **{name: evaluation[name] for name in KEPT},
@@ -299,13 +298,6 @@ def rows_of(folder: Path, root: Path, wanted: set[str]) -> Iterator[dict[str, An
                     for merge in found[0]["grouped_otherwise"]
                 },
             }
-
-
-def size_of(bundle: Bundle, runtime: str) -> int:
-    """Bytes of the files that a runtime loads: its graph, and the weights that the graph names."""
-    graphs = row_of(runtime).executed(bundle.files)
-    names = {name for graph in graphs for name in (graph, *bundle.files[graph].uses)}
-    return sum(bundle.files[name].size_bytes for name in names)
 
 
 def summary(bundle: Bundle) -> dict[str, Any]:

@@ -599,6 +599,19 @@ def test_compare_finds_nothing_between_runtimes_and_what_another_threshold_chang
     assert "2 windows decide otherwise, first window 0 in CLAP" in out
 
 
+def test_compare_puts_bundles_in_one_table(run: Run, bundle: Path, tmp_path: Path) -> None:
+    words = ("compare", bundle, bundle, "--table", "--runtimes", "torch", "--count", 1)
+    code, out, _ = run(*words)
+    assert (code, out.count("100.000"), "held to the first bundle's" in out) == (0, 4, True)
+    assert [row["merging"] for row in json.loads(run(*words, "--json")[1])] == ["dense", "dense", "merged", "merged"]
+    sentence(run("compare", bundle, "--table"), "compare", "expected other bundles with --table, got one bundle")
+    for flags in (("--tau", "0.9"), ("-o", tmp_path / "kept"), ("--runtimes", "torch,openvino")):
+        flag = flags[0].replace("-o", "--output")
+        sentence(
+            run("compare", bundle, bundle, bundle, *flags), "compare", f"expected no {flag} for a table of bundles"
+        )
+
+
 def test_compare_reads_what_it_kept(run: Run, bundle: Path, tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     assert run("compare", bundle, "--runtimes", "torch", "--count", 1, "-o", kept)[0] == 0

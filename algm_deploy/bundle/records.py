@@ -596,6 +596,34 @@ class ThresholdTuning(SearchTuning, frozen=True, kw_only=True, tag="threshold"):
     recipe_value: float
 
 
+class PrecisionSearch(Record, frozen=True, kw_only=True):
+    """The threshold of a network in one precision, for the limit that all precisions share; `bundle` is its folder."""
+
+    bundle: str
+    precision: Precision
+    search: ThresholdTuning
+
+
+class PrecisionTuning(TuningRecord, frozen=True, kw_only=True, tag="precision"):
+    """A search for precision and threshold together; `searches` in the order they were asked for, the first gives the
+    reference. `marked` is the place of the fastest that keeps the limit; where none does, of the most accurate."""
+
+    runtime: str
+    searches: tuple[PrecisionSearch, ...]
+    marked: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.marked < len(self.searches):
+            raise ValueError("expected the place of one of the searches")
+        if any(one.search.held_out.reference is None for one in self.searches):
+            raise ValueError("expected figures of the reference beside each search")
+
+    @property
+    def best(self) -> PrecisionSearch:
+        """The one that is marked."""
+        return self.searches[self.marked]
+
+
 class BudgetTuning(SearchTuning, frozen=True, kw_only=True, tag="budget"):
     """A search for budgets; `plan` has the marked ones.
 
@@ -637,7 +665,7 @@ class TuningPage(TuningRecord, frozen=True, kw_only=True, tag="page"):
             raise ValueError("expected rows as long as their table's header")
 
 
-Tuning = RuleTuning | ThresholdTuning | BudgetTuning | PositionTuning | AttentionTuning | TuningPage
+Tuning = RuleTuning | ThresholdTuning | PrecisionTuning | BudgetTuning | PositionTuning | AttentionTuning | TuningPage
 
 # ------------------------------------------------------------------------------------------------------------ manifest
 

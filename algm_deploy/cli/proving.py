@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from algm_deploy.cli import arguments
 from algm_deploy.cli.saying import note, say, say_json
-from algm_deploy.errors import DatasetError, GateError, NotExecutedError
+from algm_deploy.errors import BundleError, DatasetError, GateError, NotExecutedError
 
 if TYPE_CHECKING:
     from algm_deploy.bundle.records import Parity, ProtocolName
@@ -236,7 +236,17 @@ def compare_flags(command: arguments.Parser) -> None:
     """Flags of compare."""
     arguments.bundle(command)
     command.add_argument(
-        "other", nargs="?", type=arguments.path, metavar="OTHER", help="bundle to compare with; default: the same one"
+        "others",
+        nargs="*",
+        type=arguments.path,
+        metavar="OTHER",
+        help="bundle to compare with; default: the same one; several, or one with --table: a row for each, without "
+        "merging and with it",
+    )
+    command.add_argument(
+        "--table",
+        action="store_true",
+        help="exports of one network in one table: mIoU, labels and decisions as in the first, times, size on disk",
     )
     command.add_argument(
         "--runtimes",
@@ -266,9 +276,11 @@ def compare(options: argparse.Namespace) -> int:
     """Where two runtimes, or two bundles, part: merge decisions and labels of the same pictures."""
     from algm_deploy.deployment import compare
 
+    if options.table or len(options.others) > 1:
+        return _side_by_side(options)
     found = compare(
         options.bundle,
-        options.other,
+        *options.others,
         runtimes=options.runtimes,
         images=options.images,
         count=options.count,
@@ -286,3 +298,30 @@ def compare(options: argparse.Namespace) -> int:
         for line in comparison_lines(found):
             say(line)
     return 0 if found.alike else GateError.exit_code
+
+
+def _side_by_side(options: argparse.Namespace) -> int:
+    """Several exports of one network in one table."""
+    from algm_deploy.deployment import compare_precisions
+    from algm_deploy.report.precisions import NOTE, precision_rows, precision_table
+    from algm_deploy.report.tables import text_table
+
+    asked = arguments.given_thresholds(options) | {
+        "runtimes": options.runtimes if len(options.runtimes or ()) > 1 else None,
+        "output": options.output,
+        "load_inputs": options.load_inputs,
+        "load_outputs": options.load_outputs,
+    }
+    if unread := sorted(name.replace("_", "-") for name, value in asked.items() if value not in (None, False)):
+        raise BundleError(f"expected no --{unread[0]} for a table of bundles, which does not read it: leave it out")
+    if not options.others:
+        raise BundleError("expected other bundles with --table, got one bundle: name them")
+    runtime = options.runtimes[0] if options.runtimes else None
+    found = compare_precisions([options.bundle, *options.others], runtime, images=options.images, count=options.count)
+    rows = precision_rows(found)
+    if options.json:
+        say_json(rows)
+    else:
+        say(f"{found[0].runtime}\n\n{text_table(*precision_table(rows))}")
+        say(NOTE)
+    return 0

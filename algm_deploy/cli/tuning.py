@@ -37,6 +37,7 @@ def add_tune(commands: Any) -> None:
     for run, add_flags, output in (
         (tune_rule, _rule_flags, "tuned.toml"),
         (tune_threshold, _threshold_flags, "tuned.toml"),
+        (tune_precision, _precision_flags, "tuned.toml"),
         (tune_budget, _budget_flags, "tuned.toml"),
         (tune_positions, _position_flags, "tuned.toml"),
         (tune_attention, _attention_flags, "attention.html"),
@@ -86,6 +87,9 @@ def _search_flags(command: arguments.Parser) -> None:
         "--drop", type=arguments.finite, help="points of mIoU that may be lost to the reference (default 0)"
     )
     command.add_argument("--tau", type=arguments.finite, help="CLAP's threshold instead of the bundle's")
+
+
+def _variant_flag(command: arguments.Parser) -> None:
     command.add_argument(
         "--variant",
         type=arguments.word,
@@ -97,11 +101,16 @@ def _search_flags(command: arguments.Parser) -> None:
     )
 
 
+def _knob_flags(command: arguments.Parser) -> None:
+    command.add_argument("--gbm", type=arguments.finite, help="GBM's multiplier or threshold instead of the bundle's")
+    command.add_argument("--knob", choices=("tau", "gbm"), default="tau", help="threshold to search (default tau)")
+
+
 def _threshold_flags(command: arguments.Parser) -> None:
     arguments.runtime(command)
     _search_flags(command)
-    command.add_argument("--gbm", type=arguments.finite, help="GBM's multiplier or threshold instead of the bundle's")
-    command.add_argument("--knob", choices=("tau", "gbm"), default="tau", help="threshold to search (default tau)")
+    _variant_flag(command)
+    _knob_flags(command)
     _aim_flags(
         command,
         AIMS,
@@ -111,8 +120,24 @@ def _threshold_flags(command: arguments.Parser) -> None:
     )
 
 
+def _precision_flags(command: arguments.Parser) -> None:
+    command.add_argument(
+        "others",
+        nargs="+",
+        type=arguments.path,
+        metavar="OTHER",
+        help="exports of the same network in other precisions; the first bundle without merging is the reference",
+    )
+    arguments.runtime(command)
+    _search_flags(command)
+    _knob_flags(command)
+    _value_flags(command)
+    command.set_defaults(variant=[], time=True)
+
+
 def _budget_flags(command: arguments.Parser) -> None:
     _search_flags(command)
+    _variant_flag(command)
     _aim_flags(
         command,
         [aim for aim in AIMS if aim != "throughput"],
@@ -125,6 +150,13 @@ def _budget_flags(command: arguments.Parser) -> None:
 def _aim_flags(command: arguments.Parser, aims: Iterable[str], about: str, target: str) -> None:
     command.add_argument("--aim", choices=[*aims], default="reference", help=about)
     command.add_argument("--target", type=arguments.finite, help=target)
+    _value_flags(command)
+    command.add_argument(
+        "--time", action="store_true", help="time each value as well, in turns with the network without merging"
+    )
+
+
+def _value_flags(command: arguments.Parser) -> None:
     command.add_argument(
         "--range", type=arguments.finite, nargs=3, metavar=("LOW", "HIGH", "STEP"), help="values to try, evenly spaced"
     )
@@ -138,13 +170,11 @@ def _aim_flags(command: arguments.Parser, aims: Iterable[str], about: str, targe
     command.add_argument(
         "--curve", action="store_true", help="measure every value, also held out; default: as many as it takes"
     )
-    command.add_argument(
-        "--time", action="store_true", help="time each value as well, in turns with the network without merging"
-    )
 
 
 def _position_flags(command: arguments.Parser) -> None:
     _search_flags(command)
+    _variant_flag(command)
     command.add_argument("--count", type=arguments.positive, default=1, help="how many GBM blocks to place (default 1)")
 
 
@@ -194,6 +224,43 @@ def tune_threshold(options: argparse.Namespace) -> int:
     examples = _pictures(bundle, options, found.pictured, trial.held_out) if found.pictured else []
     plan = replace(trial.plan, **{knob: found.marked.value})  # type: ignore[arg-type]
     return _kept(bundle, found, options, plan, found.reached, examples)
+
+
+def tune_precision(options: argparse.Namespace) -> int:
+    """The precision and the threshold that are fastest together at the mIoU of the reference; one runtime for all."""
+    from algm_deploy.bundle.store import Bundle
+    from algm_deploy.recipe.schema import DENSE
+    from algm_deploy.report.tuning import precision_plots, write_sheet
+    from algm_deploy.runners.registry import row_of
+    from algm_deploy.timing.protocols import check_verified
+    from algm_deploy.tuning import precisions, thresholds
+
+    first = _opened(options, ".toml")
+    bundles = [first, *map(Bundle.open, options.others)]
+    precisions.check_one_network(bundles)
+    options.runtime = arguments.runtime_of(options, first)
+    for bundle in bundles:
+        row_of(options.runtime).check_precision(bundle.recipe.precision)
+        check_verified(bundle, options.runtime)
+    trial = _trial(first, options, in_process=False)
+    reference = f"dense {first.recipe.precision}", partial(trial.evaluate, DENSE)
+    trial = replace(trial, reference=trial.reference or reference)
+    contenders = [
+        precisions.Contender(
+            bundle,
+            trial if bundle is first else replace(trial, evaluate=_of_bundle(bundle, options.runtime, trial.plan)),
+            partial(_speed, bundle, options.runtime, trial.tuning),
+        )
+        for bundle in bundles
+    ]
+    knob: Knob = "clap_threshold" if options.knob == "tau" else "gbm_threshold"
+    values = _values(options) or thresholds.default_values(trial.plan, knob)
+    found = precisions.tune_precision(contenders, options.runtime, knob, values, options.curve)
+    plots = precision_plots(found)
+    say(str(write_sheet(plots, len(plots), options.output.with_suffix(".svg"))))
+    best = found.best.search
+    plan = replace(trial.plan, **{knob: best.marked.value})  # type: ignore[arg-type]
+    return _kept(bundles[found.marked], found, options, plan, best.reached)
 
 
 def tune_budget(options: argparse.Namespace) -> int:
@@ -349,6 +416,11 @@ def _on_runtime(bundle: Bundle, runtime: str) -> Evaluate:
     return evaluate
 
 
+def _of_bundle(bundle: Bundle, runtime: str, base: MergePlan) -> Evaluate:
+    """The same, with lines that say which bundle it is."""
+    return _told(_on_runtime(bundle, runtime), base, f"{bundle.path.name}, ")
+
+
 def _given(plan: MergePlan, bundle: Bundle) -> Mapping[str, float]:
     """Thresholds, by input, at which a bundle merges as a plan does; those that it has anyway are left out."""
     from algm_deploy.bundle.signature import threshold_defaults
@@ -357,7 +429,7 @@ def _given(plan: MergePlan, bundle: Bundle) -> Mapping[str, float]:
     return {name: wanted.get(name, inf) for name, value in own.items() if wanted.get(name) != value}
 
 
-def _told(evaluate: Evaluate, base: MergePlan) -> Evaluate:
+def _told(evaluate: Evaluate, base: MergePlan, whose: str = "") -> Evaluate:
     """The same, each plan once, with a line about it as soon as it is known: a search takes long."""
     from algm_deploy.report.records import plan_name
     from algm_deploy.tuning.trial import miou_of
@@ -367,7 +439,7 @@ def _told(evaluate: Evaluate, base: MergePlan) -> Evaluate:
         found = evaluate(plan, dataset)
         gmacs = found.gmacs_per_window_mean if plan.layers else None
         cost = "" if gmacs is None else f", {gmacs:.2f} GMACs per window"
-        tell(f"{dataset.title}, {plan_name(plan, base)}: mIoU {miou_of(found):.2f} %{cost}")
+        tell(f"{whose}{dataset.title}, {plan_name(plan, base)}: mIoU {miou_of(found):.2f} %{cost}")
         return found
 
     return once

@@ -11,6 +11,9 @@ from onnx import GraphProto, NodeProto, TensorProto, helper, numpy_helper
 
 from algm_deploy.errors import ExportError
 
+SHIFT = ".shift"
+"""What follows the name of a quantiser in that of the node which shifts what enters it, and in its constant's."""
+
 
 def centre_levels(graph: GraphProto) -> int:
     """Gives every quantiser of a graph the zero point 0, in place; returns how many had another.
@@ -56,15 +59,15 @@ def _centred(
     name = quantize.name
 
     def constant(suffix: str, array: np.ndarray) -> str:
-        graph.initializer.append(numpy_helper.from_array(array, f"{name}.{suffix}"))
-        return f"{name}.{suffix}"
+        graph.initializer.append(numpy_helper.from_array(array, name + suffix))
+        return name + suffix
 
-    add.input[place] = constant("bias", (bias - shift * sums).astype(bias.dtype))
-    zero = constant("zero", np.array(0, np.int8))
+    add.input[place] = constant(".bias", (bias - shift * sums).astype(bias.dtype))
+    zero = constant(".zero", np.array(0, np.int8))
     quantize.input[2] = dequantize.input[2] = zero
     quantize.input[0] = f"{name}.shifted"
     graph.value_info.append(helper.make_tensor_value_info(quantize.input[0], TensorProto.FLOAT, None))
-    return helper.make_node("Add", [x, constant("shift", shift)], [quantize.input[0]], name=f"{name}.shift")
+    return helper.make_node("Add", [x, constant(SHIFT, shift)], [quantize.input[0]], name=name + SHIFT)
 
 
 def _only(users: dict[str, list[NodeProto]], value: str, op_type: str, quantize: NodeProto) -> NodeProto:

@@ -16,6 +16,8 @@ from onnx import NodeProto, numpy_helper
 
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BundleError
+from algm_deploy.lowering.tensorrt import TENSORRT_ONNX
+from algm_deploy.lowering.tensorrt_zero_points import SHIFT
 from algm_deploy.models.loading import load_network
 from algm_deploy.models.quantized import QuantizedLinear
 from algm_deploy.models.vit import Block, VitNetwork
@@ -37,7 +39,8 @@ def level_problems(bundle: Bundle, files: Iterable[str]) -> list[str]:
         BundleError: a graph or its weights cannot be read.
     """
     wanted = expected_numbers(load_network(bundle)) if bundle.manifest.quantization else {}
-    return [f"{file}: {problem}" for file in files for problem in _problems(bundle.file(file), wanted)]
+    of = {TENSORRT_ONNX: centred(wanted)}
+    return [f"{file}: {one}" for file in files for one in _problems(bundle.file(file), of.get(file, wanted))]
 
 
 def expected_numbers(model: VitNetwork) -> Numbers:
@@ -50,6 +53,23 @@ def expected_numbers(model: VitNetwork) -> Numbers:
         elif isinstance(module, Block):
             for norm in NORMS:
                 found |= {f"{name}.{norm}.{k}": v.numpy() for k, v in getattr(module, norm).named_parameters()}
+    return found
+
+
+def centred(wanted: Numbers) -> Numbers:
+    """The same in a graph for TensorRT, which takes no zero points: what is quantised is shifted by `shift` first, and
+    the bias makes good what the product then has too much (`lowering/tensorrt_zero_points.py`)."""
+    found = dict(wanted)
+    for name, zero_point in wanted.items():
+        product, _, kind = name.rpartition(".")
+        if kind != "zero_point":
+            continue
+        found[name] = np.zeros_like(zero_point)
+        if zero_point:
+            levels, steps, bias = (wanted[f"{product}.{kind}"] for kind in ("levels", "steps", "bias"))
+            shift = wanted[f"{product}.scale"] * zero_point.astype(np.float32)
+            sums = levels.astype(np.int64).sum(0).astype(np.float64) * steps
+            found |= {f"{product}.shift": shift, f"{product}.bias": (bias - shift * sums).astype(bias.dtype)}
     return found
 
 
@@ -100,6 +120,9 @@ class _Graph:
                 yield kind, self._numbers(wrote)
                 if wrote != reads:
                     yield f"{kind} to read", self._numbers(reads)
+            shifted = self._makers.get(quantizer.input[0])
+            if shifted and shifted.name == f"{quantizer.name}{SHIFT}":
+                yield "shift", self._numbers(shifted.input[1])
         if (bias := self._bias(node.output[0])) is not None:
             yield "bias", self._numbers(bias)
 

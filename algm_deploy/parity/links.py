@@ -13,6 +13,7 @@ from torch import Tensor
 from algm_deploy.bundle.files import ONNX
 from algm_deploy.bundle.records import Link
 from algm_deploy.bundle.store import Bundle
+from algm_deploy.lowering.tensorrt_stretches import STRETCH_ONNX
 from algm_deploy.merging import Elvit, elvit_distances, insert_merging, merge_inputs
 from algm_deploy.models.deployed import NORMALIZATIONS, Deployed
 from algm_deploy.models.loading import DTYPES, load_network
@@ -27,6 +28,7 @@ from algm_deploy.parity.levels import level_problems
 from algm_deploy.parity.replay import Replayed, merges_in, rms
 from algm_deploy.recipe.schema import DENSE, MergePlan, Network
 
+PART = STRETCH_ONNX.partition("*")[0]
 FOLD_ERROR = 1e-9  # fp64 leaves 1e-14; a deviation off by its seventh digit would not pass
 
 
@@ -189,10 +191,10 @@ def _largest_difference(given: list[NDArray[Any]], exact: list[NDArray[Any]]) ->
 
 def graph_link(bundle: Bundle, executed: str) -> Link:
     """The exported graph and the manifest's signature are what the recipe asks for; what is quantised there, and in
-    the `executed` file where that is a graph in ONNX, is what the manifest and the weights give."""
+    the graph that is `executed` or that an engine was made from, is what the manifest and the weights give."""
     facts = graph_facts(bundle.file(ONNX))
     problems = signature_problems(bundle.signature, bundle.recipe) + graph_problems(facts, bundle.recipe)
-    problems += level_problems(bundle, dict.fromkeys([ONNX, *([executed] if executed.endswith(".onnx") else [])]))
+    problems += level_problems(bundle, dict.fromkeys([ONNX, _graph_of(bundle, executed)]))
     return Link(
         number=3,
         name="graph",
@@ -203,3 +205,15 @@ def graph_link(bundle: Bundle, executed: str) -> Link:
         gate="as the recipe",
         facts={"problems": problems},
     )
+
+
+def _graph_of(bundle: Bundle, executed: str) -> str:
+    """The graph that is executed, or the whole one that an engine, or the first engine of its parts, was made from; of
+    weights alone the exported one."""
+    name = executed
+    while not name.endswith(".onnx") or name.startswith(PART):
+        sources = [source for source in bundle.files[name].made_from if source.endswith(".onnx")]
+        if not sources:
+            return ONNX
+        name = sources[0]
+    return name

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from algm_deploy.bundle.signature import Signature
+from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BundleError
 
 Array = NDArray[Any]
@@ -54,6 +55,33 @@ class Comparison:
     def alike(self) -> bool:
         """Whether all decide alike, and enough labels are equal in every window."""
         return all(one.first_merge is None and one.labels_equal_percent >= self.gate_percent for one in self.windows)
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How a bundle's network, without merging (`dense`) or with it, stands to the first of several in the same form.
+
+    `labels_equal_percent` is of all pixels of all windows, `grouped_otherwise_percent` of all patches, by merge.
+    """
+
+    bundle: Bundle
+    runtime: str
+    dense: bool
+    windows: tuple[WindowDifference, ...]
+
+    @property
+    def labels_equal_percent(self) -> float:
+        """Of the pixels of all windows, which are of one size."""
+        return sum(one.labels_equal_percent for one in self.windows) / len(self.windows)
+
+    @property
+    def grouped_otherwise_percent(self) -> dict[str, float]:
+        """Patches that share their token with other patches than in the first network, by merge."""
+        rows, columns = self.bundle.recipe.network.grid
+        counted = [one.patches_grouped_otherwise for one in self.windows]
+        return {
+            merge: 100 * sum(one[merge] for one in counted) / (rows * columns * len(counted)) for merge in counted[0]
+        }
 
 
 def check_comparable(first: Signature, second: Signature) -> None:

@@ -15,6 +15,8 @@ from algm_deploy.bundle.records import (
     ClassSimilarity,
     Point,
     PositionTuning,
+    PrecisionSearch,
+    PrecisionTuning,
     RuleTuning,
     ThresholdTuning,
     TunedOn,
@@ -57,6 +59,8 @@ def tuning_page(record: Tuning) -> Page:
         return _rule_page(record)
     if isinstance(record, AttentionTuning):
         return _attention_page(record)
+    if isinstance(record, PrecisionTuning):
+        return _precision_page(record)
     return _page_as_written(record) if isinstance(record, TuningPage) else _search_page(record)
 
 
@@ -397,6 +401,112 @@ def _held_out_table(found: Search) -> Table:
     ]
     caption = f"{dataset_title(held.dataset, held.split)}, held out: mIoU % and the difference to dense in points"
     return Table(caption, ("slice", "images", *points), rows)
+
+
+# ----------------------------------------------------------------------------------------------------------- precisions
+
+
+def _precision_page(found: PrecisionTuning) -> Page:
+    best, first = found.best.search, found.searches[0].search
+    held = best.held_out
+    lines = (
+        _precision_verdict(found),
+        f"{_dense('tuned on', first.tuned_on)} in {found.searches[0].precision}",
+        f"{_photos(held)}, held out: {found.best.precision} {held.marked.miou_percent:.2f} %, "
+        f"{_to_reference(found.best)}",
+        *(
+            f"{one.precision}: no {_names(one.search).knob} qualifies; nearest: {one.search.marked.value:g} with "
+            f"{_figures(one.search.marked)}"
+            for one in found.searches
+            if not one.search.reached and one is not found.best
+        ),
+        *(f"{one.precision}: {line}" for one in found.searches for line in _unsteady(one.search.tuned_on.candidates)),
+    )
+    return Page(found.title, lines, _precision_tables(found), precision_plots(found))
+
+
+def _precision_verdict(found: PrecisionTuning) -> str:
+    one = found.best
+    setting = f"{one.precision} at {_names(one.search).knob} {one.search.marked.value:g}"
+    if not one.search.reached:
+        return f"no precision qualifies to {_aim(one.search)}; nearest: {setting} with {_figures(one.search.marked)}"
+    first, ms = _dense_ms(found.searches[0].search), _ms(one.search.marked)
+    times = f", {first / ms:.2f} times as fast as {found.searches[0].precision} without merging" if first and ms else ""
+    return (
+        f"{setting} is the fastest of {', '.join(o.precision for o in found.searches)} on {found.runtime} to "
+        f"{_aim(one.search)}: {_figures(one.search.marked)}{times}"
+    )
+
+
+def _to_reference(one: PrecisionSearch) -> str:
+    """How the choice of a precision holds against the reference, on photos it was not made on."""
+    held = one.search.held_out
+    assert held.reference is not None  # its record says so
+    name, change = worst_slice(held.reference, held.marked)
+    difference = _change(held.marked, held.reference)
+    return (
+        f"{difference:+.2f} points to {one.search.reference} ({held.reference.miou_percent:.2f} %); the weakest slice: "
+        f"{name} ({change:+.2f} points)"
+    )
+
+
+def _precision_tables(found: PrecisionTuning) -> list[Table]:
+    """Two rows for each precision, with its threshold and cost, and mIoU with the difference to the first's dense."""
+    knob, tables = _names(found.best.search).knob, []
+    for held_out in (False, True):
+        parts = [one.search.held_out if held_out else one.search.tuned_on for one in found.searches]
+        names = ("all", *_slices(parts[0]))
+        base = parts[0].dense
+        rows = []
+        for one, part in zip(found.searches, parts, strict=True):
+            marked = one.search.held_out.marked if held_out else one.search.marked
+            for variant, point, ms in (
+                ("dense", part.dense, _dense_ms(one.search)),
+                (_state(one.search), marked, _ms(one.search.marked)),
+            ):
+                value = "" if variant == "dense" else f"{one.search.marked.value:g}"
+                differences = (with_difference(_miou(point, n), _miou(base, n), point is base) for n in names)
+                rows.append((one.precision, variant, value, shown(ms, 2), *differences))
+        what, first = "held out, " if held_out else "", found.searches[0].precision
+        tables.append(
+            Table(
+                f"{_photos(parts[0])}: {what}mIoU % and the difference to dense {first} in points",
+                ("precision", "", knob, "ms a picture", *names),
+                rows,
+            )
+        )
+    return tables
+
+
+def precision_plots(found: PrecisionTuning) -> list[Scatter]:
+    """Accuracy over measured time, a curve for each precision: tuned on, and held out where all was measured there."""
+    plots = []
+    for held_out in (False, True):
+        series: dict[str, Marks] = {}
+        for one in found.searches:
+            part = one.search.held_out if held_out else one.search.tuned_on
+            dense = _dense_ms(one.search)
+            ms_of = {point.value: _ms(point) for point in one.search.tuned_on.candidates}
+            points = [(ms, p.miou_percent, "") for p in part.candidates if (ms := ms_of.get(p.value))]
+            series[one.precision] = [
+                *points,
+                *([(dense, part.dense.miou_percent, "dense")] if dense and points else []),
+            ]
+        best = found.best.search
+        marked = best.held_out.marked if held_out else best.marked
+        if ms := _ms(best.marked):
+            label = f"{found.best.precision}, {best.marked.value:g}"
+            series[_state(best)] = [(ms, marked.miou_percent, label)]
+        what = f"held out {_photos(best.held_out)}" if held_out else f"tuned on {_photos(best.tuned_on)}"
+        if any(series[one.precision] for one in found.searches):
+            plots.append(_scatter(what, f"ms a picture on {found.runtime}", "mIoU %", series))
+    return plots
+
+
+def _dense_ms(found: ThresholdTuning) -> float | None:
+    """Milliseconds of the network without merging, which was timed in turns with the marked one."""
+    ms = _ms(found.marked)
+    return ms * found.marked.speedup if ms and found.marked.speedup else None
 
 
 def trade_offs(found: Search) -> list[Scatter]:

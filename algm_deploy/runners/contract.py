@@ -35,7 +35,7 @@ from algm_deploy.errors import (
 )
 from algm_deploy.native_libraries import say_once
 from algm_deploy.recipe.schema import Precision
-from algm_deploy.runners.registry import Runtime, row_of
+from algm_deploy.runners.registry import RUNTIMES, Runtime, row_of
 
 Array = NDArray[Any]
 CPU = torch.device("cpu")
@@ -60,7 +60,8 @@ class Runner(ABC):
             device that is current when the runner is opened; without one the CPU, if the runtime executes there.
 
     Raises:
-        RuntimeUnavailableError: a device that the runtime does not execute on, or that is not here.
+        RuntimeUnavailableError: a device that the runtime does not execute on, or that is not here; or a bundle of a
+            precision that it does not execute.
     """
 
     runtime: ClassVar[str]
@@ -71,6 +72,7 @@ class Runner(ABC):
     """Why something else runs than what would run first, once the runner is open; None where nothing was refused."""
 
     def __init__(self, bundle: Bundle, device: str | None = None) -> None:
+        self.row().check_precision(bundle.recipe.precision)
         self.bundle = bundle
         self.signature = bundle.signature
         self._asked = _device_asked(self.row(), device)
@@ -115,9 +117,10 @@ class Runner(ABC):
         self._opened = True
         wanted = self.bundle.recipe.precision
         if (executed := self.row().precision_of(wanted)) != wanted:
+            others = ", ".join(row.name for row in RUNTIMES.values() if row.precision_of(wanted) == wanted)
             say_once(
-                f"{self.runtime}: runs the weights of this {wanted} bundle in {executed}, as they are stored; "
-                f"{wanted} runs on a GPU with --runtime torch"
+                f"{self.runtime}: runs the weights of this {wanted} bundle in {executed}; what computes in {wanted}, "
+                f"on devices that have it: {others}"
             )
         return self
 

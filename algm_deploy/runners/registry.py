@@ -18,6 +18,7 @@
     row.builds_on_gpu              whether building asks for the GPU that will execute
     row.capabilities               compute capabilities of the GPUs it takes, empty where any will do
     row.precision_of("fp8")        in what it executes a bundle of that precision
+    row.check_precision("int8")    raises RuntimeUnavailableError where it executes no bundle of that precision
     row.libraries                  native libraries that it cannot do without
     row.triton                     Triton's backend that executes its file without Python, None where there is none
     row.device_here()              name of the device it executes on when it is opened now, for records
@@ -68,6 +69,8 @@ class Runtime:
     build_options: tuple[str, ...] = ()
     capabilities: tuple[str, ...] = ()
     fp8: bool = False
+    bf16: bool = True
+    int8: bool = True
     libraries: tuple[str, ...] = ()
     triton: str | None = None
 
@@ -92,8 +95,25 @@ class Runtime:
         return self.files[0]
 
     def precision_of(self, precision: Precision) -> Precision:
-        """In what it executes a bundle of that precision: without fp8, the 16-bit weights as they are stored."""
+        """In what it executes a bundle of that precision: without fp8, the 16-bit weights as they are stored; without
+        bf16, the rounded weights in fp32."""
+        if precision == "bf16" and not self.bf16:
+            return "fp32"
         return "fp16" if precision == "fp8" and not self.fp8 else precision
+
+    def check_precision(self, precision: Precision) -> None:
+        """Refuses a bundle of a precision that this runtime does not execute.
+
+        Raises:
+            RuntimeUnavailableError: it is int8, and the runtime would compute its products in floating point, slower
+                than those of fp32.
+        """
+        if precision == "int8" and not self.int8:
+            others = ", ".join(row.name for row in RUNTIMES.values() if row.int8)
+            raise RuntimeUnavailableError(
+                f"expected a bundle in floating point for {self.name}, which has no products in int8, got one in int8: "
+                f"run it with {others}, or export with --precision fp16"
+            )
 
     def check_options(self, names: Iterable[str]) -> None:
         """Refuses options of `build` that this runtime does not have.
@@ -160,6 +180,7 @@ _ROWS = (
         files=("model.onnxruntime-cpu.onnx", ONNX),
         devices=("cpu",),
         rank=1,
+        bf16=False,
         triton="onnxruntime",
     ),
     Runtime(
@@ -173,6 +194,8 @@ _ROWS = (
         segments="model.onnxruntime-cuda.stretch-*.onnx",
         devices=("cuda",),
         rank=4,
+        bf16=False,
+        int8=False,
         triton="onnxruntime",
     ),
     Runtime(

@@ -110,6 +110,13 @@ def executables(bundle: Bundle, runtime: str) -> dict[str, str]:
     return {name: bundle.files[name].sha256 for name in names if name in bundle.files}
 
 
+def executed_bytes(bundle: Bundle, runtime: str) -> int:
+    """Size on disk of what a runtime executes: its file, parts beside it, and the weights that these name."""
+    executed = row_of(runtime).executed(bundle.files)
+    names = {name for file in executed for name in (file, *bundle.files[file].uses)}
+    return sum(bundle.files[name].size_bytes for name in names)
+
+
 def variant_runner(bundle: Bundle, runtime: str, like: Bundle) -> Runner:
     """A closed runner of a variant, whose executable is built as that of the bundle `like` was.
 

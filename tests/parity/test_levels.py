@@ -12,15 +12,23 @@ import onnx
 import pytest
 from parity_cases import edit_manifest, rewrite
 
-from algm_deploy.bundle.files import ONNX
+from algm_deploy.bundle.files import ONNX, WEIGHTS
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BundleError
 from algm_deploy.lowering.onnxruntime import write_onnxruntime_onnx
+from algm_deploy.lowering.tensorrt import TENSORRT_ONNX
+from algm_deploy.lowering.tensorrt_stretches import STRETCH_ONNX
+from algm_deploy.lowering.tensorrt_zero_points import SHIFT, centre_levels
 from algm_deploy.parity.levels import level_problems
 from algm_deploy.parity.links import graph_link
 from algm_deploy.runners.registry import row_of
 
 OWN = row_of("onnxruntime-cpu").own
+PART = STRETCH_ONNX.replace("*", "0")
+ENGINES = {
+    "engines/tensorrt.engine": TENSORRT_ONNX,
+    "engines/tensorrt.stretch-0.engine": PART,
+}
 PRODUCT = "encoder.blocks.3.mlp.fc2"
 
 
@@ -29,6 +37,32 @@ def built(int8_bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Bund
     bundle = Bundle.open(shutil.copytree(int8_bundle.path, tmp_path_factory.mktemp("levels") / "bundle"))
     write_onnxruntime_onnx(bundle, "cpu", False, OWN)
     return bundle
+
+
+@pytest.fixture(scope="module")
+def centred(built: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """A bundle with a product that has a zero point, and with files of TensorRT: the graph is the portable one without
+    zero points, and nothing reads the others."""
+    bundle = Bundle.open(shutil.copytree(built.path, tmp_path_factory.mktemp("centred") / "bundle"))
+    model = onnx.load(bundle.path / ONNX, load_external_data=False)
+    zero = changed(model, bundle.path, node_of(model, Q).input[2], lambda x: x + 5)
+    for node in (node_of(model, Q), node_of(model, READ)):
+        node.input[2] = zero
+    rewrite(bundle, ONNX, model.SerializeToString())
+    edit_manifest(bundle, with_zero_point)
+    bundle = Bundle.open(bundle.path)
+    whole = onnx.load(bundle.path / ONNX)
+    assert centre_levels(whole.graph) >= 1
+    sources = {TENSORRT_ONNX: WEIGHTS, PART: TENSORRT_ONNX, **ENGINES}
+    for name, source in sources.items():
+        with bundle.add(name, {source: bundle.files[source].sha256}) as path:
+            path.write_bytes(whole.SerializeToString() if name == TENSORRT_ONNX else b"not read")
+    return bundle
+
+
+def with_zero_point(manifest: dict[str, Any]) -> None:
+    (product,) = (one for one in manifest["quantization"]["products"] if one["name"] == PRODUCT)
+    product["zero_point"] += 5
 
 
 def node_of(model: onnx.ModelProto, name: str) -> onnx.NodeProto:
@@ -73,6 +107,11 @@ def test_graphs_hold_what_they_have_to(built: Bundle, file: str) -> None:
     assert graph_link(built, file).passed
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_graph_of_an_engine_holds_what_it_has_to(centred: Bundle, engine: str) -> None:
+    assert graph_link(centred, engine).facts["problems"] == []
+
+
 @pytest.mark.parametrize("file", [ONNX, OWN])
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_number(built: Bundle, copied: Callable[..., Bundle], file: str, case: str) -> None:
@@ -96,6 +135,36 @@ def test_the_bias_of_a_product(built: Bundle, copied: Callable[..., Bundle], op_
     node.input[place] = changed(model, bundle.path, node.input[place], first(lambda x: x + 1))
     rewrite(bundle, OWN, model.SerializeToString())
     assert any("expected bias (0,)" in problem for problem in level_problems(Bundle.open(bundle.path), [OWN]))
+
+
+@pytest.mark.parametrize(
+    ("node", "place", "change", "message"),
+    [
+        (Q, 1, lambda x: x * 1.001, f"{PRODUCT}: expected scale 0."),
+        (Q, 2, lambda x: x + 1, f"{PRODUCT}: expected zero point 0, found 1"),
+        (f"{Q}{SHIFT}", 1, lambda x: x * 1.001, f"{PRODUCT}: expected shift "),
+        (f"{PRODUCT}/Add", 0, lambda x: x + 1, f"{PRODUCT}: expected bias (0,) "),
+        (WEIGHT, 0, first(lambda x: x - 1), f"{PRODUCT}: expected levels of the weight (0, 0) "),
+    ],
+    ids=["scale", "zero point", "shift", "bias", "level"],
+)
+def test_an_engine_is_of_a_graph_with_a_wrong_number(
+    centred: Bundle,
+    copied: Callable[..., Bundle],
+    node: str,
+    place: int,
+    change: Callable[[np.ndarray], Any],
+    message: str,
+) -> None:
+    bundle = copied(centred)
+    model = onnx.load(bundle.path / TENSORRT_ONNX, load_external_data=False)
+    found = node_of(model, node)
+    constants = {tensor.name for tensor in model.graph.initializer}
+    place = place if found.input[place] in constants else 1 - place
+    found.input[place] = changed(model, bundle.path, found.input[place], change)
+    rewrite(bundle, TENSORRT_ONNX, model.SerializeToString())
+    problems = graph_link(Bundle.open(bundle.path), "engines/tensorrt.engine").facts["problems"]
+    assert any(problem.startswith(f"{TENSORRT_ONNX}: {message}") for problem in problems), problems
 
 
 def test_a_product_that_is_not_quantised(built: Bundle, copied: Callable[..., Bundle]) -> None:

@@ -86,6 +86,22 @@ def test_parts_are_executed_in_place_of_the_own_file() -> None:
     assert not row.executes_own(EXPORTED)
 
 
+def test_int8_is_refused_where_its_products_would_be_floating_point() -> None:
+    for name, row in RUNTIMES.items():
+        if name != "onnxruntime-cuda":
+            row.check_precision("int8")
+    row_of("onnxruntime-cuda").check_precision("fp16")
+    with pytest.raises(
+        RuntimeUnavailableError, match=r"^expected a bundle in floating point for onnxruntime-cuda, .* with torch, onnx"
+    ):
+        row_of("onnxruntime-cuda").check_precision("int8")
+
+
+def test_what_bf16_is_computed_in() -> None:
+    fp32 = [name for name, row in RUNTIMES.items() if row.precision_of("bf16") == "fp32"]
+    assert fp32 == ["onnxruntime-cpu", "onnxruntime-cuda"]
+
+
 # --- options ---------------------------------------------------------------------------------------------------------
 
 

@@ -238,18 +238,20 @@ def test_the_other_threshold_stays_as_it_is_given(bundle: Bundle, photos: Path, 
     assert {one.thresholds["gbm_threshold"] for one in merged} == {-4, 1, 2}
 
 
-@pytest.mark.parametrize("search", ["rule", "threshold", "budget", "positions", "attention"])
+@pytest.mark.parametrize("search", ["rule", "threshold", "precision", "budget", "positions", "attention"])
 def test_a_search_takes_the_flags_it_reads(search: str, capsys: pytest.CaptureFixture[str]) -> None:
     foreign = {
         "rule": ["--runtime", "--held-out", "--tau", "--variant", "--slice", "--count"],
         "threshold": ["--images", "--layers", "--count"],
+        "precision": ["--images", "--layers", "--count", "--variant", "--aim", "--target", "--time"],
         "budget": ["--runtime", "--images", "--layers", "--count", "--knob", "--gbm"],
         "positions": ["--runtime", "--aim", "--target", "--images", "--knob", "--curve", "--gbm"],
         "attention": ["--runtime", "--held-out", "--reference", "--images", "--variant", "--slice", "--count"],
     }
+    bundles = ["bundle", "other"] if search == "precision" else ["bundle"]
     for flag in (*foreign[search], "--lim"):  # flags are not guessed from their beginnings either
         with pytest.raises(SystemExit, match="2"):
-            main(["tune", search, "bundle", "--data", "photos", f"{flag}=1"])
+            main(["tune", search, *bundles, "--data", "photos", f"{flag}=1"])
         assert f"unrecognized arguments: {flag}=1" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="0"):
         main(["tune", search, "--help"])

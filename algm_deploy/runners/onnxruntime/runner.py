@@ -60,6 +60,7 @@ class OnnxRuntimeRunner(Runner):
     def build(cls, bundle: Bundle, **options: Any) -> list[str]:
         """Adds the provider's graph, with custom operators where their library has been built."""
         row, gpu = cls.row(), cls.target == "cuda"
+        row.check_precision(bundle.recipe.precision)
         custom = (usable_library(LIBRARY) if gpu else find_library(LIBRARY)) is not None
         row.check_options(options)
         counts, segments = write_onnxruntime_onnx(bundle, cls.target, custom, row.own, row.segments)
@@ -177,6 +178,7 @@ class OnnxRuntimeCudaRunner(OnnxRuntimeRunner):
         check_cuda()
 
     def __init__(self, bundle: Bundle, device: str | None = None) -> None:
+        self.row().check_precision(bundle.recipe.precision)  # whatever is here
         check_cuda()
         super().__init__(bundle, device)
         self._whole: CudaSession | None = None

@@ -20,6 +20,7 @@ from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BundleError
 from algm_deploy.lowering.openvino import write_openvino_onnx
 from algm_deploy.native_libraries import say_once
+from algm_deploy.recipe.schema import Precision
 from algm_deploy.runners.contract import Array, Runner
 from algm_deploy.runners.openvino.library import openvino
 
@@ -58,6 +59,11 @@ class OpenVinoRunner(Runner):
         if self.bundle.recipe.precision == "int8":
             return {"arithmetic": "int8 where the graph is quantised, else fp32", "threads": threads}
         return {"arithmetic": "bf16" if self._low else "fp32", "threads": threads}
+
+    @property
+    def precision(self) -> Precision:
+        """In what it executes the bundle: bf16 in fp32 where the processor or the graph for it is missing."""
+        return "fp32" if self.bundle.recipe.precision == "bf16" and not self._low else super().precision
 
     @property
     def _low(self) -> bool:

@@ -37,6 +37,7 @@ from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BuildError, NotExecutedError, RuntimeUnavailableError
 from algm_deploy.lowering.portable import add_function_bodies
 from algm_deploy.lowering.tensorrt import TENSORRT_ONNX, merge_node, tensorrt_from_base
+from algm_deploy.parity.links import graph_link
 from algm_deploy.recipe.schema import Output, Precision
 from algm_deploy.runners.registry import RUNTIMES, row_of
 from algm_deploy.runners.tensorrt import build as tensorrt_build
@@ -399,6 +400,7 @@ def test_an_engine_in_int8_has_its_quantisers(rtx: None, int8_bundle: Bundle, co
     bundle = copied(int8_bundle)
     parsed = build_engine(bundle, "tensorrt-rtx", options, progress=False).parsed_network
     assert parsed.layers["QUANTIZE"] == {"INT8": len(quantization.products)}
+    assert graph_link(bundle, row_of("tensorrt-rtx").own).facts["problems"] == []
     in_fp8 = structs.replace(parsed, layers=parsed.layers | {"QUANTIZE": {"FP8": len(quantization.products)}})
     with pytest.raises(BuildError, match=r"expected TensorRT to quantise .* 0 times"):
         tensorrt_build._check_quantizers(in_fp8, bundle.file(TENSORRT_ONNX))
