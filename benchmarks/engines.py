@@ -32,6 +32,7 @@ HEADER = (
     "MB",
     "s",
     "layers",
+    "quantisers",
     "attention in parts",
     "rows it is tuned for",
     "release",
@@ -43,11 +44,12 @@ def main() -> None:
     """Builds, prints the table, and writes it as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundles", nargs="+", type=Path)
-    parser.add_argument("--precision", default="fp16", choices=("fp32", "fp16", "bf16"))
+    parser.add_argument("--precision", default="fp16", choices=("fp32", "fp16", "bf16", "int8"))
+    parser.add_argument("--gpus", nargs="+", default=RTX_TARGETS, choices=RTX_TARGETS, help="compute capabilities")
     parser.add_argument("--together", action="store_true", help="one engine for all GPUs instead of one each")
     parser.add_argument("-o", "--output", type=Path, required=True)
     options = parser.parse_args()
-    targets = [RTX_TARGETS] if options.together else [(one,) for one in RTX_TARGETS]
+    targets = [tuple(options.gpus)] if options.together else [(one,) for one in options.gpus]
     kept = json.loads(options.output.read_text(encoding="utf-8"))["rows"] if options.output.exists() else []
     rows = {tuple(row[name] for name in KEY): row for row in kept}
     for bundle in options.bundles:
@@ -58,7 +60,7 @@ def main() -> None:
             record = {"schema_version": 1, "environment": asdict(environment()), "rows": [*rows.values()]}
             with write_atomically(options.output) as path:
                 path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    print(markdown_table(HEADER, [[*row.values()] for row in rows.values()]))
+    print(markdown_table(HEADER, [[row.get(name, "-") for name in HEADER] for row in rows.values()]))
 
 
 def built(path: Path, precision: Any, gpus: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
@@ -77,7 +79,9 @@ def built(path: Path, precision: Any, gpus: tuple[str, ...]) -> Iterator[tuple[s
 def _figures(engine: Engine) -> tuple[str, ...]:
     size, seconds = f"{engine.engine_bytes / 1e6:.1f}", f"{engine.build_seconds:.1f}"
     layers, in_parts = str(len(engine.builder_layers)), str(engine.attention_in_parts)
-    return size, seconds, layers, in_parts, tuned_rows(engine), engine.version
+    quantisers = engine.parsed_network.layers.get("QUANTIZE", {})
+    quantised = ", ".join(f"{count} {dtype}" for dtype, count in sorted(quantisers.items())) or "none"
+    return size, seconds, layers, quantised, in_parts, tuned_rows(engine), engine.version
 
 
 if __name__ == "__main__":

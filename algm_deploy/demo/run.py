@@ -59,6 +59,10 @@ def demonstrate(folder: Path, runtime: str, say: Say, progress: bool = True) -> 
     shown = one_of_each_slice(labelled_pictures())
     gallery = draw_gallery(bundle, runtime, labelled_photos(shown, len(shown.samples)), progress)
     say(f"6. report, all of this on a page for a browser: {write_report([bundle], folder / 'report.html', gallery)}")
+    say("   merging goes together with lower precision: export in bf16 and int8 too, then `algm-deploy tune precision`")
+    say(
+        "   draws accuracy over milliseconds, a curve a precision, and picks precision and threshold (docs/commands.md)"
+    )
     return bundle
 
 

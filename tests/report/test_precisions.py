@@ -21,7 +21,7 @@ TORCH = "torch"
 
 @pytest.fixture
 def bundles(tiny_bundle: Bundle, tiny_export: Callable[..., Bundle], copied: Callable[..., Bundle]) -> list[Bundle]:
-    return [copied(tiny_bundle), copied(tiny_export({"precision": "bf16"}))]
+    return [copied(tiny_bundle), copied(tiny_export({"precision": "bf16"}), "low")]
 
 
 def speed(throughput: float, variant: str, **facts: object) -> Speed:

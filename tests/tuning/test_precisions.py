@@ -130,7 +130,7 @@ def test_the_command(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    low, output = copied(tiny_export({"precision": "bf16"})), tmp_path / "both.toml"
+    low, output = copied(tiny_export({"precision": "bf16"}), "low"), tmp_path / "both.toml"
     words = ["tune", "precision", str(bundle.path), str(low.path), "--data", str(photos), "--dataset", "folder"]
     words += ["--runtime", "torch", "--drop", "100", "--values", "0.8,1.01", "-o", str(output)]
     assert main(words) == 2
