@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 import onnx_ir as ir
+import torch
 from numpy.typing import NDArray
 
 from algm_deploy.bundle.files import ONNX, ONNX_DATA, ONNX_INLINED, WEIGHTS, sha256_of
@@ -51,7 +53,7 @@ def write_bundle(
         weights = state_dict_for(recipe.network, checkpoint)
         source = {file.name: sha256_of(file) for file in checkpoint.files}
         model = network_module(recipe.network, weights.state_dict, DTYPES[recipe.precision])
-        network = model
+        network = as_written(model)
         if calibration is not None:
             model, quantization = calibrate(model, recipe, calibration)
             network = quantized(model, quantization.products)
@@ -63,6 +65,13 @@ def write_bundle(
             preprocessing_sha256=preprocessing_sha256,
         )
     return Bundle.open(target)
+
+
+def as_written(model: VitNetwork) -> VitNetwork:
+    """The network that graphs are written from. One in bf16 is in fp32 there, with the weights it has, so what is folded
+    into them is not rounded again."""
+    low = any(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
+    return copy.deepcopy(model).float() if low else model
 
 
 def write_network(writer: BundleWriter, model: VitNetwork, network: Deployed, source: Mapping[str, str]) -> None:

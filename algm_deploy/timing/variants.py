@@ -18,7 +18,7 @@ from algm_deploy.bundle.records import VariantName, VariantOrigin
 from algm_deploy.bundle.signature import Signature, signature_of
 from algm_deploy.bundle.store import Bundle, BundleWriter
 from algm_deploy.errors import BundleError
-from algm_deploy.lowering.writing import write_network
+from algm_deploy.lowering.writing import as_written, write_network
 from algm_deploy.merging import deployed
 from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.loading import load_network
@@ -76,7 +76,7 @@ def variant_bundle(bundle: Bundle, variant: VariantName, tokens: Sequence[int]) 
         if found.manifest.variant == origin and found.recipe == named:
             return found
     model = load_network(bundle)
-    network, _ = variant_network(model, bundle.recipe, variant, tokens)
+    network, _ = variant_network(as_written(model), bundle.recipe, variant, tokens)
     with BundleWriter(target, named) as writer:
         write_network(writer, model, network, {WEIGHTS: made_from[WEIGHTS]})
         if variant == "truncated":

@@ -147,5 +147,5 @@ def test_the_command(
     chosen = bundle if written.precision == "fp32" else low
     (record,) = Bundle.open(chosen.path).manifest.tunings
     assert isinstance(record, PrecisionTuning)
-    assert output.with_suffix(".svg").read_text().count("ms a picture on torch") == 1
+    assert output.with_suffix(".svg").read_text().count("tuned on first half") == 1
     assert "ms a picture" in output.with_suffix(".html").read_text()

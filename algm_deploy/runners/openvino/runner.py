@@ -62,10 +62,8 @@ class OpenVinoRunner(Runner):
 
     @property
     def precision(self) -> Precision:
-        """In what it executes the bundle: bf16 in fp32 where the graph for it is missing. That graph rounds to bf16 on
-        any processor, constants at the least, so it is held to bf16 even where products are computed in fp32."""
-        written = self.executable == self.row().own
-        return "fp32" if self.bundle.recipe.precision == "bf16" and not written else super().precision
+        """In what it executes the bundle: bf16 in fp32 where the processor or the graph for it is missing."""
+        return "fp32" if self.bundle.recipe.precision == "bf16" and not self._low else super().precision
 
     @property
     def _low(self) -> bool:
