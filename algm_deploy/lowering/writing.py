@@ -68,8 +68,8 @@ def write_bundle(
 
 
 def as_written(model: VitNetwork) -> VitNetwork:
-    """The network that graphs are written from. One in bf16 is in fp32 there, with the weights it has, so what is folded
-    into them is not rounded again."""
+    """The network that graphs are written from. One in bf16 is in fp32 there, with its weights, so what is folded into
+    them is not rounded again."""
     low = any(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
     return copy.deepcopy(model).float() if low else model
 
