@@ -69,13 +69,9 @@ def precision_rows(standings: Sequence[Standing]) -> list[PrecisionRow]:
 def precision_table(rows: Sequence[PrecisionRow]) -> Table:
     """The rows as text."""
     titles = merge_titles(list(dict.fromkeys(merge for row in rows for merge in row.grouped_otherwise_percent)))
-    header = ("bundle", "precision", "merging", "mIoU %", "labels equal %")
-    header += (
-        *(f"grouped otherwise by {title}, %" for title in titles.values()),
-        "ms a picture",
-        "times as fast",
-        "MB",
-    )
+    grouped = (f"grouped otherwise by {title}, %" for title in titles.values())
+    known = ("bundle", "precision", "merging", "mIoU %", "labels equal %")
+    header = (*known, *grouped, "ms a picture", "times as fast", "MB")
     return Table(
         header,
         [
