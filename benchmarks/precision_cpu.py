@@ -50,9 +50,6 @@ from algm_deploy.runners.contract import Runner, runner
 from algm_deploy.timing.variants import executables, executed_bytes
 
 RUNTIMES, PRECISIONS = ("onnxruntime-cpu", "openvino"), ("fp32", "bf16", "int8")
-RUNS = tuple(
-    f"{runtime}:{precision}" for runtime in RUNTIMES for precision in PRECISIONS
-)  # the first judges the others
 VARIANTS = ("dense", "merged")
 BATCH = 8
 LINES = "photos.jsonl"
@@ -68,6 +65,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder of bundles and results")
     parser.add_argument("--recipe", help="name or file; default: variant.yml beside each checkpoint")
     parser.add_argument("--calibrate", default="images/val", help="folder of the data set that int8 measures ranges on")
+    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS, help="of export")
     parser.add_argument("--limit", type=int, help="so many photos, spread evenly")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes at once")
     parser.add_argument("--seconds", type=float, help="begin no photo after so long")
@@ -84,7 +82,7 @@ def export_all(options: argparse.Namespace) -> None:
     asked = [
         (checkpoint, precision, options)
         for checkpoint in options.checkpoints
-        for precision in PRECISIONS
+        for precision in options.precisions
         if not (options.work / checkpoint.name / precision / MANIFEST).is_file()
     ]
     with processes(min(options.workers, max(len(asked), 1)), limit_threads, -(-options.workers // 6)) as pool:
@@ -155,7 +153,7 @@ _OPENED: dict[str, Runner] = {}
 def open_all(folder: Path) -> None:
     """Opens every run of a network on one thread, for as long as this process lives."""
     limit_threads(1)
-    for run in RUNS:
+    for run in runs_of(folder):
         runtime, _, precision = run.partition(":")
         _OPENED[run] = runner(Bundle.open(folder / precision), runtime, threads=1).__enter__()
 
@@ -229,7 +227,7 @@ def combine(options: argparse.Namespace) -> None:
     record = {
         "schema_version": 1,
         "environment": asdict(environment()),
-        "judge": RUNS[0],
+        "judge": f"{RUNTIMES[0]}:{PRECISIONS[0]}",
         "photos_wanted": len(wanted),
         "networks": {name: list(rows) for name, rows in networks.items()},
     }
@@ -255,7 +253,7 @@ def rows_of(folder: Path, root: Path, wanted: set[str]) -> Iterator[dict[str, An
         SystemExit: results come from networks that differ, as after another export.
     """
     lines = [line for line in lines_of(folder / LINES) if line["name"] in wanted]
-    for run in RUNS:
+    for run in runs_of(folder):
         runtime, _, precision = run.partition(":")
         bundle = Bundle.open(folder / precision)
         for variant in VARIANTS:
@@ -310,8 +308,14 @@ def summary(bundle: Bundle) -> dict[str, Any]:
 
 
 def networks_in(work: Path) -> list[Path]:
-    """Folders of networks all of whose bundles are there."""
-    return [f for f in sorted(work.iterdir()) if all((f / p / MANIFEST).is_file() for p in PRECISIONS)]
+    """Folders of networks whose first bundle is there, which judges the others."""
+    return [folder for folder in sorted(work.iterdir()) if (folder / PRECISIONS[0] / MANIFEST).is_file()]
+
+
+def runs_of(folder: Path) -> tuple[str, ...]:
+    """Every runtime on every bundle of a network."""
+    made = [precision for precision in PRECISIONS if (folder / precision / MANIFEST).is_file()]
+    return tuple(f"{runtime}:{precision}" for runtime in RUNTIMES for precision in made)
 
 
 def dataset_at(root: Path) -> Dataset:
