@@ -6,7 +6,10 @@ registered here once: a second registration of the same name would silently drop
 
 from algm_deploy.ops.attention import attention
 from algm_deploy.ops.clap import clap
+from algm_deploy.ops.cls_attention import cls_attention
 from algm_deploy.ops.elvit import elvit, elvit_restore
+from algm_deploy.ops.evit import evit
+from algm_deploy.ops.g2tm import g2tm
 from algm_deploy.ops.gbm import gbm
 from algm_deploy.ops.label_map import label_map
 from algm_deploy.ops.proportional_attention import proportional_attention
@@ -16,8 +19,11 @@ from algm_deploy.ops.unmerge import unmerge
 __all__ = [
     "attention",
     "clap",
+    "cls_attention",
     "elvit",
     "elvit_restore",
+    "evit",
+    "g2tm",
     "gbm",
     "label_map",
     "proportional_attention",

@@ -5,11 +5,18 @@ from algm_deploy.ops.clap import reference as clap
 from algm_deploy.ops.clap import reference_decisions as clap_decisions
 from algm_deploy.ops.clap import reference_rows as clap_rows
 from algm_deploy.ops.clap import reference_similarity as window_similarity
+from algm_deploy.ops.cls_attention import reference as cls_attention
 from algm_deploy.ops.elvit import reference as elvit
 from algm_deploy.ops.elvit import reference_centroids as elvit_centroids
 from algm_deploy.ops.elvit import reference_distances as squared_distances
 from algm_deploy.ops.elvit import reference_nearest as nearest
 from algm_deploy.ops.elvit import reference_restore as elvit_restore
+from algm_deploy.ops.evit import reference as evit
+from algm_deploy.ops.evit import reference_sources as evit_sources
+from algm_deploy.ops.g2tm import reference as g2tm
+from algm_deploy.ops.g2tm import reference_groups as neighbour_groups
+from algm_deploy.ops.g2tm import reference_rows as g2tm_rows
+from algm_deploy.ops.g2tm import reference_similarity as neighbour_similarity
 from algm_deploy.ops.gbm import reference as gbm
 from algm_deploy.ops.gbm import reference_decisions as gbm_decisions
 from algm_deploy.ops.gbm import reference_most_similar as most_similar
@@ -27,9 +34,14 @@ __all__ = [
     "clap",
     "clap_decisions",
     "clap_rows",
+    "cls_attention",
     "elvit",
     "elvit_centroids",
     "elvit_restore",
+    "evit",
+    "evit_sources",
+    "g2tm",
+    "g2tm_rows",
     "gbm",
     "gbm_decisions",
     "gbm_rows",
@@ -38,6 +50,8 @@ __all__ = [
     "label_map",
     "most_similar",
     "nearest",
+    "neighbour_groups",
+    "neighbour_similarity",
     "proportional_attention",
     "squared_distances",
     "tome",
