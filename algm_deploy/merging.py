@@ -18,6 +18,7 @@ from algm_deploy.models.vit import SLOTS, Block, KeepTokens, MergeInputs, Model,
 from algm_deploy.ops._rows import merge_rows, row_of, sum_rows, wide
 from algm_deploy.ops.clap import rows_left
 from algm_deploy.ops.elvit import elvit_centroids, nearest, restoring_weights, squared_distances
+from algm_deploy.ops.evit import evit_record, evit_rows
 from algm_deploy.ops.gbm import most_joins
 from algm_deploy.ops.tome import most_merges
 from algm_deploy.recipe.schema import MergePlan, Method, Recipe, Size, merged_parts
@@ -111,6 +112,54 @@ def every_patch(values: Tensor, tokens: Tokens) -> Tokens:
         length=torch.full_like(tokens.length, values.shape[1]),
         padded=False,
     )
+
+
+class G2tm(nn.Module):
+    """G2TM in a merge slot. Images merge alone, so they differ in length."""
+
+    def __init__(self, grid: Size, prefix: int) -> None:
+        super().__init__()
+        self.grid, self.prefix = grid, prefix
+
+    def forward(self, tokens: Tokens, inputs: MergeInputs) -> Tokens:
+        facts = inputs.clap, list(self.grid), self.prefix
+        values, size, map, length = torch.ops.algm.g2tm(tokens.values, tokens.size, *facts)
+        return Tokens(values, size, map, length, padded=True)
+
+
+class Evit(nn.Module):
+    """EViT in a merge slot that is handed what cls attends to: `keep` of `rows` rows stay, of `patches` at first."""
+
+    def __init__(self, patches: int, rows: int, keep: int, prefix: int) -> None:
+        super().__init__()
+        self.patches, self.rows, self.keep, self.prefix = patches, rows, keep, prefix
+
+    def forward(self, tokens: Tokens, inputs: MergeInputs | None) -> Tokens:
+        assert tokens.keys is not None
+        counts = self.patches, self.rows, self.keep, self.prefix
+        return self.kept(tokens, *torch.ops.algm.evit(tokens.values, tokens.map, tokens.keys[..., 0], *counts))
+
+    def kept(self, tokens: Tokens, values: Tensor, map: Tensor, decided: Tensor) -> Tokens:
+        """The sequence of those rows, which comes from `tokens`. Nothing reads how many patches one stands for."""
+        size, length = tokens.size.new_ones(values.shape[:2]), torch.full_like(tokens.length, values.shape[1])
+        return Tokens(values, size, map, length, padded=False, decided=decided)
+
+
+class EvitReplay(Evit):
+    """EViT where it is recorded which rows stay, and which one each other row is restored from."""
+
+    def __init__(self, index: int, patches: int, rows: int, keep: int, prefix: int) -> None:
+        super().__init__(patches, rows, keep, prefix)
+        self.index = index
+
+    def forward(self, tokens: Tokens, inputs: MergeInputs | None) -> Tokens:
+        assert inputs is not None
+        assert tokens.keys is not None
+        source = inputs.maps[self.index][:, : self.rows] - self.prefix
+        facts = tokens.keys[..., 0], source, self.keep, self.prefix
+        return self.kept(
+            tokens, *evit_rows(tokens.values, tokens.map, *facts), evit_record(source, self.patches, self.prefix)
+        )
 
 
 class Elvit(nn.Module):
@@ -213,6 +262,10 @@ class Replay(nn.Module):
         return Tokens(values, sum_rows(tokens.size, row, rows_out), forced, length, padded=True)
 
 
+REPLAYS = (Replay, ElvitReplay, EvitReplay)
+"""The modules that merge as recorded."""
+
+
 def insert_merging(model: Model, plan: MergePlan) -> Model:
     """A copy of `model` that merges as `plan` says; parameters are shared, `model` is unchanged.
 
@@ -224,7 +277,7 @@ def insert_merging(model: Model, plan: MergePlan) -> Model:
     _check_plan(plan, len(merged.blocks), encoder.grid)
     encoder.outlet = KeepTokens()
     for block in cast(Iterable[Block], merged.blocks):
-        block.proportional = False
+        block.proportional = block.weighs = False
         for slot in SLOTS.values():
             setattr(block, slot, KeepTokens())
     budgets = merge_budgets(plan, encoder.grid, encoder.prefix)
@@ -235,6 +288,11 @@ def insert_merging(model: Model, plan: MergePlan) -> Model:
     if plan.method == "elvit":
         _fill(merged, plan, lambda _: Elvit(plan, encoder.grid, encoder.prefix))
         encoder.outlet = Restore(encoder.prefix)
+    elif plan.method == "g2tm":
+        _fill(merged, plan, lambda _: G2tm(encoder.grid, encoder.prefix))
+    elif plan.method == "evit":
+        _fill_evit(merged, plan, lambda _, *counts: Evit(*counts))
+        encoder.outlet = Unmerge(encoder.prefix)
     elif plan.counts_in:
         merges = tome_merges(plan, encoder.grid[0] * encoder.grid[1], encoder.prefix)
         _fill(merged, plan, lambda index: Tome(merges[plan.layers[index]], encoder.prefix))
@@ -247,6 +305,16 @@ def _fill(model: VitNetwork, plan: MergePlan, merge: Callable[[int], nn.Module])
     """Puts a module, given the index of the merge, into every slot in which the plan merges."""
     for index, (layer, part) in enumerate(plan.places):
         setattr(model.blocks[layer - 1], SLOTS[part], merge(index))
+
+
+def _fill_evit(model: VitNetwork, plan: MergePlan, merge: Callable[..., nn.Module]) -> None:
+    """The same for EViT: the module is made of the index, patches, rows, how many of them stay, and prefix."""
+    encoder = model.encoder
+    patches = encoder.grid[0] * encoder.grid[1]
+    counts = plan.evit_counts(patches)
+    _fill(model, plan, lambda index: merge(index, patches, *counts[plan.layers[index]], encoder.prefix))
+    for layer in plan.layers:
+        cast(Block, model.blocks[layer - 1]).weighs = True
 
 
 def deployed(model: VitNetwork, recipe: Recipe, rows: Mapping[int, int] = {}) -> Deployed:
@@ -320,6 +388,9 @@ def replay_merging(model: Model, plan: MergePlan) -> Model:
     if plan.method == "elvit":
         _fill(replaying, plan, lambda index: ElvitReplay(index, plan, grid, prefix))
         return replaying
+    if plan.method == "evit":
+        _fill_evit(replaying, plan, EvitReplay)
+        return replaying
     plain = plan.gbm_layers if plan.semantics == "paper" else ()
     _fill(replaying, plan, lambda index: Replay(index, prefix, weighted=plan.layers[index] not in plain))
     return replaying
@@ -329,7 +400,7 @@ def truncate(model: Model, rows: Mapping[int, int], method: Method = "algm") -> 
     """A copy of `model` that keeps the first `rows[layer]` rows, prefix counted, in each of these 1-based layers.
 
     Of `method` it keeps what is no merge: with ToMe, attention by sizes and a decoder that gets every patch; blockwise,
-    that attention and MLP give every row a result; with ELViT, that the decoder gets every patch.
+    that attention and MLP give every row a result; with ELViT and EViT, that the decoder gets every patch.
     """
     truncated = share_parameters(model)
     for layer, count in rows.items():
@@ -337,7 +408,7 @@ def truncate(model: Model, rows: Mapping[int, int], method: Method = "algm") -> 
             setattr(truncated.blocks[layer - 1], SLOTS[part], KeepFirst(count, truncated.encoder.prefix))
     if method == "tome":
         count_sizes(truncated)
-    elif method == "elvit":
+    elif method in ("elvit", "evit"):
         truncated.encoder.outlet = Unmerge(truncated.encoder.prefix)
     return truncated
 

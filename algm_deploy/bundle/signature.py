@@ -41,7 +41,7 @@ class Signature:
 
 def threshold_defaults(plan: MergePlan) -> dict[str, float]:
     """The threshold inputs a plan needs, in graph order, with the plan's values; a budget needs none."""
-    clap = {CLAP_THRESHOLD: plan.clap_threshold} if plan.clap_layers and plan.clap != "budget" else {}
+    clap = {CLAP_THRESHOLD: plan.clap_threshold} if plan.reads_clap_threshold else {}
     return clap | ({GBM_THRESHOLD: plan.gbm_threshold} if plan.gbm_layers and plan.gbm != "budget" else {})
 
 

@@ -223,7 +223,7 @@ def thresholds(command: Parser) -> None:
     """How much a run merges, instead of what the bundle says."""
     group = command.add_argument_group("merging, instead of the bundle's thresholds")
     group.add_argument(
-        "--tau", type=threshold, help="CLAP's threshold: the lower, the more merges; above 1 nothing does"
+        "--tau", type=threshold, help="threshold of CLAP, or of G2TM: the lower, the more merges; above 1 nothing does"
     )
     group.add_argument("--gbm", type=threshold, help="GBM's multiplier of the deviation, or its threshold")
     group.add_argument("--dense", action="store_true", help="merge nothing: what merging costs is the difference")
@@ -288,7 +288,9 @@ def settings(command: Parser) -> None:
         "--set", type=word, action="append", default=[], metavar="KEY=VALUE", help="any setting of the recipe"
     )
     group = command.add_argument_group("merging, instead of the recipe's; what a run may still change")
-    group.add_argument("--tau", type=finite, help="CLAP's threshold: the lower, the more merges; above 1 nothing does")
+    group.add_argument(
+        "--tau", type=finite, help="threshold of CLAP, or of G2TM: the lower, the more merges; above 1 nothing does"
+    )
     group.add_argument("--gbm", type=finite, help="GBM's multiplier of the deviation, or its threshold")
     group.add_argument("--dense", action="store_true", help="export the network without any merge")
     group.add_argument(
@@ -309,10 +311,8 @@ _SETTINGS = {
     "precision": "precision",
     "max_batch": "max_batch",
 }
-_WITHOUT_MERGES = {
-    f"merging.{name}": getattr(DENSE, name)
-    for name in ("clap_layers", "gbm_layers", "tome_r", "tome_share", "elvit_layer", "method")
-}
+_MERGES = ("clap_layers", "gbm_layers", "tome_r", "tome_share", "elvit_layer", "evit_layers", "g2tm_layer", "method")
+_WITHOUT_MERGES = {f"merging.{name}": getattr(DENSE, name) for name in _MERGES}
 
 
 def given_settings(options: argparse.Namespace) -> dict[str, Any]:

@@ -23,7 +23,9 @@ def list_recipes(_: argparse.Namespace) -> int:
         layers = "; ".join(f"{kind} {arguments.listed(found)}" for kind, found in kinds.items() if found)
         if plan.counts_in:
             layers = method_words(plan)
-        tau = f"{plan.clap_threshold:g}" if plan.clap_layers else "-"
+        if plan.method == "g2tm":
+            layers = f"G2TM {plan.g2tm_layer}"
+        tau = f"{plan.clap_threshold:g}" if plan.reads_clap_threshold else "-"
         published = facts.published.get("miou_percent")
         miou = f"{published:g}" if published else "-"
         rows.append((name, facts.protocol.dataset, "x".join(map(str, network.image_size)), layers, tau, miou))

@@ -2,7 +2,8 @@
 
 The convention is that of the published figures (fvcore): one multiply-add of a matrix product or convolution counts 1,
 LayerNorm 5 per element, bilinear upsampling 4 per output element; softmax, GELU, biases, additions and the cosine
-similarities of CLAP's windows count nothing. Batch norms are part of their convolutions here and count nothing either.
+similarities of CLAP's windows and of G2TM's neighbours count nothing. Batch norms are part of their convolutions here
+and count nothing either.
 The published tables call these multiply-adds "GFLOPs"; in floating-point operations a multiply-add is two.
 """
 
@@ -22,7 +23,7 @@ from algm_deploy.recipe.schema import MergePlan, Network
 class MultiplyAdds:
     """Multiply-adds of one window by part.
 
-    `merging` is the product of similarities of GBM or ToMe, or what ELViT multiplies to cluster and to restore.
+    `merging` is the product of similarities of GBM or ToMe, or what ELViT or EViT multiplies to choose and to restore.
     """
 
     patch_embedding: int
@@ -99,7 +100,9 @@ def _encoder(network: Network, plan: MergePlan, counts: dict[int, int], tokens: 
             merging += _clustering(network, plan, tokens)
             leaving[layer] = tokens = counts[layer]
             continue
-        if layer in counts and plan.merge_in(layer) != "clap":
+        if layer in counts and plan.method == "evit":
+            merging += _choosing(network, tokens, counts[layer] - 1)
+        elif layer in counts and plan.merge_in(layer) not in ("clap", "g2tm"):
             # ToMe compares the mean over heads of keys.
             merging += _similarities(network, tokens, network.heads if plan.method == "tome" else 1)
         leaving[layer] = tokens = counts.get(layer, tokens)
@@ -120,6 +123,12 @@ def _around(network: Network, left: int, patches: int) -> tuple[int, int]:
 def _clustering(network: Network, plan: MergePlan, patches: int) -> int:
     """Multiply-adds of ELViT's clustering: distances and means in each iteration, and the distances to restore by."""
     return (2 * plan.elvit_iterations + 1) * patches * math.prod(plan.elvit_grid) * network.embed_dim
+
+
+def _choosing(network: Network, rows: int, kept: int) -> int:
+    """Multiply-adds of EViT: what cls attends to, the distances to rows that stay, and the sum of the others."""
+    left = rows - kept
+    return (rows + network.prefix + left * kept + left) * network.embed_dim
 
 
 def _restoring(network: Network, plan: MergePlan, patches: int, levels: Sequence[int]) -> int:

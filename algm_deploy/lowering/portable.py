@@ -18,8 +18,8 @@ from algm_deploy.errors import BundleError
 from algm_deploy.ops.bodies import BODIES, OPSET, Body
 from algm_deploy.ops.schema import DOMAIN, SCHEMAS, VERSION
 
-# ELViT leaves as many tokens in every picture.
-_STATIC = frozenset({"elvit", "elvit_restore"})
+# ELViT and EViT leave as many tokens in every picture.
+_STATIC = frozenset({"elvit", "elvit_restore", "evit", "cls_attention"})
 
 
 def has_budget(node: ir.Node) -> bool:

@@ -33,8 +33,8 @@ _FLOAT32_OPS = frozenset(
 # These stay fp32 behind a value that is fp32: the smallest norm that a division accepts (1e-12) is zero in fp16.
 _FOLLOW_FLOAT32 = frozenset({"Clip", "Div", "Max"})
 # Inputs of the merging operators that are fp32 whatever the tokens are, and their fp32 outputs.
-_FLOAT32_INPUTS = {"clap": (1, 2), "gbm": (1, 4), "elvit_restore": (1,)}
-_FLOAT32_OUTPUTS = {"clap": (1,), "gbm": (1,), "elvit": (2,)}
+_FLOAT32_INPUTS = {"clap": (1, 2), "gbm": (1, 4), "elvit_restore": (1,), "evit": (2,)}
+_FLOAT32_OUTPUTS = {"clap": (1,), "gbm": (1,), "elvit": (2,), "cls_attention": (0,)}
 
 
 @dataclass

@@ -20,7 +20,7 @@ from algm_deploy.recipe.schema import Network, Part, patch_margins
 
 
 class Merged(NamedTuple):
-    """What is left of a sequence after a merge: size, map and length as in `Tokens`."""
+    """What is told of a merge: size, map and length of the `Tokens` it left, or in place of the map what it decided."""
 
     size: Tensor
     map: Tensor
@@ -32,9 +32,10 @@ class Tokens(NamedTuple):
 
     values (B, S, D); size (B, S) fp32, patches a row stands for; map (B, N) int64, row of every patch; length (B)
     int64, valid rows. `padded`: images differ in length, so attention has to be told. `keys` (B, S, K): what a merge
-    compares where it is not the values, such as the keys of the block's attention, their mean over heads. `within`: the
-    merges inside the last block that ended there, of which nothing is seen in the other fields. `weights` (B, N, S less
-    the prefix) fp32: what the rows count in each patch, where no single one stands for it.
+    compares where it is not the values, such as the keys of the block's attention, their mean over heads, or (B, S, 1)
+    what cls attends to. `within`: the merges inside the last block that ended there, of which nothing is seen in the
+    other fields. `weights` (B, N, S less the prefix) fp32: what the rows count in each patch, where no single one
+    stands for it. `decided` (B, N) int64: what the last merge decided, where the map does not tell.
     """
 
     values: Tensor
@@ -45,11 +46,12 @@ class Tokens(NamedTuple):
     keys: Tensor | None = None
     within: tuple[Merged, ...] = ()
     weights: Tensor | None = None
+    decided: Tensor | None = None
 
     @property
     def merged(self) -> Merged:
-        """All but the values."""
-        return Merged(self.size, self.map, self.length)
+        """What is told of the merge that left these."""
+        return Merged(self.size, self.map if self.decided is None else self.decided, self.length)
 
     @property
     def key_length(self) -> Tensor | None:
@@ -106,6 +108,12 @@ class Attention(nn.Module):
         out: Tensor = self.proj(mixed)
         return out
 
+    def with_cls(self, x: Tensor, length: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The same, and the weight (B, S, 1) that cls gives every row, the mean over heads."""
+        qkv = self.qkv(x)
+        mixed = self.proj(torch.ops.algm.attention(qkv, length, self.heads, self.scale))
+        return mixed, torch.ops.algm.cls_attention(qkv, self.heads, self.scale)[..., None]
+
     def proportional(self, x: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
         """Attention in which a key weighs as much as the patches it stands for, and the mean key of every row."""
         qkv = self.qkv(x)
@@ -137,7 +145,7 @@ class Block(nn.Module):
     What `merge` leaves between attention and MLP goes on. `attention_merge` and `mlp_merge` are given the normalised
     rows that enter attention or the MLP, which runs on what they leave; every row gets its result back, and the
     residual is that of all rows. `end_merge` is given what the block makes. `proportional`: attention counts the
-    patches of a row (ToMe).
+    patches of a row (ToMe). `weighs`: `merge` is handed what cls attends to (EViT).
     """
 
     def __init__(self, dim: int, heads: int, eps: float = 1e-5) -> None:
@@ -149,6 +157,7 @@ class Block(nn.Module):
         self.mlp_merge: nn.Module = KeepTokens()
         self.end_merge: nn.Module = KeepTokens()
         self.proportional = False
+        self.weighs = False
         self.norm2 = nn.LayerNorm(dim, eps)
         self.mlp = Mlp(dim, 4 * dim)
 
@@ -157,6 +166,8 @@ class Block(nn.Module):
         first: tuple[Merged, ...] = ()
         if self.proportional:
             mixed, keys = self.attn.proportional(x, tokens.size)
+        elif self.weighs:
+            mixed, keys = self.attn.with_cls(x, tokens.key_length)
         else:
             mixed, first = _run_merged(self.attn, self.attention_merge, tokens._replace(values=x), inputs)
         tokens = self.merge(tokens._replace(values=tokens.values + mixed, keys=keys), inputs)

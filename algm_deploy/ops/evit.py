@@ -1,8 +1,8 @@
 """EViT, tokens kept by what cls attends to (Not All Patches are What You Need, ICLR 2022, section 3.2).
 
-As it is used for segmentation (Expedit-LargeScale-Vision-Transformer/Expedit-Segmenter, mmseg/models/backbones/evit.py):
-the rows with the most attention stay, the others become one more row, their sum weighted by attention. For the decoder
-a row that left is given the result of the kept one that was nearest to it.
+As it is used for segmentation (Expedit-LargeScale-Vision-Transformer/Expedit-Segmenter,
+mmseg/models/backbones/evit.py): the rows with the most attention stay, the others become one more row, their sum
+weighted by attention. For the decoder a row that left is given the result of the kept one that was nearest to it.
 
     evit(tokens (B,P+R,D), map (B,N), attention (B,P+R) fp32) -> tokens (B,P+K+1,D), map (B,N), source (B,N)
 
@@ -31,11 +31,17 @@ from algm_deploy.ops.schema import operator
 # --- torch -----------------------------------------------------------------------------------------------------------
 
 
+def evit_distances(patches: Tensor, attention: Tensor, keep: int) -> tuple[Tensor, Tensor]:
+    """Which of rows (B, R, D) stay by attention (B, R), ascending, then which do not (B, R); and the squared distances
+    (B, R - K, K) of these and those."""
+    order = _kept_first(best_ranks(attention) < keep)
+    return order, squared_distances(_rows(patches, order[:, keep:]), _rows(patches, order[:, :keep]))
+
+
 def evit_sources(patches: Tensor, attention: Tensor, keep: int) -> Tensor:
     """The row (B, R), from 0, that each of R rows is restored from, given rows (B, R, D) and attention (B, R)."""
-    order = _kept_first(best_ranks(attention) < keep)
-    kept, dropped = order[:, :keep], order[:, keep:]
-    distance = squared_distances(_rows(patches, dropped), _rows(patches, kept))
+    order, distance = evit_distances(patches, attention, keep)
+    kept = order[:, :keep]
     near = torch.where(distance.isnan(), torch.inf, distance).argmin(2)
     return torch.cat([kept, kept.gather(1, near)], 1).gather(1, order.argsort(1))
 

@@ -6,14 +6,14 @@ group that links connect becomes one token.
 
     g2tm(tokens (B,P+N,D), size (B,P+N), threshold ()) -> tokens (B,S',D), size (B,S'), map (B,N), length (B)
 
-Attributes: `grid` (rows, columns) of the N patches, `prefix` P, rows that are handed on. Dtypes, padding and `length` as
-for CLAP. Every image merges alone. Output rows are [prefix | groups by their first patch in raster order]; a token is
-the mean of its members, weighted by size, which follows IEEE arithmetic as CLAP's. A similarity that is NaN links
+Attributes: `grid` (rows, columns) of the N patches, `prefix` P, rows that are handed on. Dtypes, padding and `length`
+as for CLAP. Every image merges alone. Output rows are [prefix | groups by their first patch in raster order]; a token
+is the mean of its members, weighted by size, which follows IEEE arithmetic as CLAP's. A similarity that is NaN links
 nothing.
 
 Groups are found in a number of steps that the grid decides, without a loop that waits for the data: each tree of linked
-patches joins the one next to it with the lowest root, of two that would join each other the lower stays, and so in every
-step there are at most half as many trees of a group.
+patches joins the one next to it with the lowest root, of two that would join each other the lower stays, and so every
+step leaves at most half as many trees of a group.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _halved(patches: int) -> Iterator[int]:
 
 def neighbour_similarity(tokens: Tensor, grid: Sequence[int], prefix: int) -> Tensor:
     """Cosine similarity (B, E), at least fp32, of the patches that touch, in the order of `neighbours`."""
-    x = wide(tokens[:, prefix:]).unflatten(1, (grid[0], grid[1]))
+    x = wide(tokens[:, prefix:]).reshape(len(tokens), grid[0], grid[1], -1)
     right = F.cosine_similarity(x[:, :, 1:], x[:, :, :-1], dim=-1, eps=NORM_EPS)
     below = F.cosine_similarity(x[:, 1:], x[:, :-1], dim=-1, eps=NORM_EPS)
     return torch.cat([right.flatten(1), below.flatten(1)], 1)
@@ -67,8 +67,8 @@ def neighbour_similarity(tokens: Tensor, grid: Sequence[int], prefix: int) -> Te
 def groups(linked: Tensor, grid: Sequence[int]) -> Tensor:
     """The first patch (B, N) of every patch's group, given which neighbours are linked (B, E)."""
     height, width = grid
-    right, below = linked.split([height * (width - 1), (height - 1) * width], 1)
-    right, below = right.unflatten(1, (height, width - 1)), below.unflatten(1, (height - 1, width))
+    right = linked[:, : height * (width - 1)].reshape(-1, height, width - 1)
+    below = linked[:, height * (width - 1) :].reshape(-1, height - 1, width)
     sides = F.pad(right, (0, 1)), F.pad(right, (1, 0)), F.pad(below, (0, 0, 0, 1)), F.pad(below, (0, 0, 1, 0))
     linked_to = torch.stack([side.flatten(1) for side in sides], 1)
     count = height * width

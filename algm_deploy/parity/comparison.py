@@ -18,8 +18,11 @@ from algm_deploy.parity.decisions import (
     clap_problems,
     differing,
     elvit_problems,
+    evit_problems,
+    g2tm_problems,
     gbm_problems,
     map_problem,
+    record_problem,
     tome_problems,
 )
 from algm_deploy.parity.replay import (
@@ -29,6 +32,8 @@ from algm_deploy.parity.replay import (
     clap_facts,
     elvit_facts,
     error_of,
+    evit_facts,
+    g2tm_facts,
     gbm_facts,
     tome_facts,
     torch_maps,
@@ -223,6 +228,12 @@ class Decisions:
         if merge == "elvit":
             elvit = elvit_facts(replays, stage, plan, network)
             return [elvit_problems(f, m, network.prefix) for f, m in zip(elvit, maps, strict=True)]
+        if merge == "evit":
+            evit = evit_facts(replays, stage, plan, network)
+            return [evit_problems(f, m, network.prefix) for f, m in zip(evit, maps, strict=True)]
+        if merge == "g2tm":
+            g2tm = g2tm_facts(replays, stage, plan, network)
+            return [g2tm_problems(f, m, network.grid, network.prefix) for f, m in zip(g2tm, maps, strict=True)]
         before = [replay.truth[stage].map[0].numpy() for replay in replays]
         if merge == "tome":
             tome = tome_facts(replays, stage, plan, network)
@@ -368,6 +379,9 @@ def output_problem(
         if came != expected:
             return f"expected {tensor.name} {expected}, got {came}"
     maps = [outputs[f"token_map_{name}"] for name in signature.merges]
+    if plan.method == "evit":
+        told = (record_problem([m[i] for m in maps], outputs["token_counts"][i], plan, prefix) for i in range(images))
+        return next(filter(None, told), None)
     if not plan.standing:
         return _part_map_problem(maps, outputs["token_counts"], prefix)
     for image in range(images):

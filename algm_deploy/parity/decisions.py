@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from algm_deploy.ops.clap import window_members
+from algm_deploy.ops.g2tm import neighbours, reference_rows
 from algm_deploy.ops.gbm import first_source
 from algm_deploy.recipe.schema import MergePlan, Network, Size
 
@@ -76,6 +77,28 @@ class ElvitFacts:
     noise: float
 
 
+@dataclass(frozen=True, eq=False)
+class EvitFacts:
+    """What EViT decides on for one image: attention (R,) of cls as a multiple of an equal share, squared distances
+    (R, R) of rows, the noise of both, and how many rows stay."""
+
+    attention: Floats
+    distance: Floats
+    attention_noise: float
+    distance_noise: float
+    keep: int
+
+
+@dataclass(frozen=True, eq=False)
+class G2tmFacts:
+    """What G2TM decides on for one image: similarities (E,) of patches that touch, the one to be above, and the noise
+    of the similarities."""
+
+    similarity: Floats
+    limit: float
+    noise: float
+
+
 def map_problem(maps: list[Ints], prefix: int, lasting: bool = True) -> str | None:
     """Why the token maps (N,) of one image, in the order of the merges, cannot be the maps of any merge.
 
@@ -95,12 +118,18 @@ def differing(before: Ints, ours: Ints, other: Ints, stage: int, plan: MergePlan
     """How many decisions of one merge differ between two token maps (N,) behind it, and how many there are.
 
     `before` is the map in front of the merge. CLAP decides for each window whether it merges, GBM and ToMe for each
-    token that may which other it joins, if any, ELViT for each patch which centroid is the last that counts. Merged
-    windows, and tokens that stay, in another order count once for each that would have to be moved.
+    token that may which other it joins, if any, ELViT for each patch which centroid is the last that counts, EViT for
+    each row whether it stays or which other it is restored from, G2TM for patches that touch whether they share a
+    token. Merged windows, and tokens that stay, in another order count once for each that would have to be moved.
     """
     layer, prefix = plan.layers[stage], network.prefix
     if plan.merge_in(layer) == "elvit":
         return int((ours != other).sum()), len(ours)
+    if plan.merge_in(layer) == "evit":
+        return int((ours != other).sum()), plan.evit_counts(len(ours))[layer][0]
+    if plan.merge_in(layer) == "g2tm":
+        shared = [_shared(token_map, network.grid) for token_map in (ours, other)]
+        return max(int((shared[0] != shared[1]).sum()), int(not np.array_equal(ours, other))), len(shared[0])
     if plan.merge_in(layer) == "clap":
         a, b = (_merged_windows(token_map, plan, network.grid) for token_map in (ours, other))
         count, total = len(np.setxor1d(a, b)), len(window_members(network.grid, plan.window))
@@ -191,6 +220,59 @@ def elvit_problems(facts: ElvitFacts, token_map: Ints, prefix: int) -> list[str]
     taken = np.take_along_axis(facts.distance, (token_map - prefix)[:, None], 1)[:, 0]
     gap = np.abs(taken - last).max(initial=0)
     return [f"ELViT: a patch's farthest centroid is {gap:.1e} away from the right one"] if gap > facts.noise else []
+
+
+def evit_problems(facts: EvitFacts, record: Ints, prefix: int) -> list[str]:
+    """What in EViT's choice for one image the noise cannot explain; empty when it is excused."""
+    source = record[: len(facts.attention)] - prefix
+    kept = source == np.arange(len(source))
+    if not np.isfinite([facts.attention_noise, facts.distance_noise]).all():
+        return ["EViT: attention or distances are not finite"]
+    problems = []
+    gap = facts.attention[~kept].max(initial=-np.inf) - facts.attention[kept].min(initial=np.inf)
+    if gap > facts.attention_noise:
+        problems.append(f"EViT: left out a token with {gap:.1e} more attention than one that stays")
+    taken = np.take_along_axis(facts.distance, source[:, None], 1)[:, 0]
+    farther = (taken - facts.distance[:, kept].min(1, initial=np.inf))[~kept].max(initial=0)
+    if farther > facts.distance_noise:
+        problems.append(f"EViT: a token is restored from one that is {farther:.1e} farther than the nearest")
+    return problems
+
+
+def record_problem(records: list[Ints], counts: Ints, plan: MergePlan, prefix: int) -> str | None:
+    """Why what was told (N,) of EViT's merges of one image, in their order, cannot be, given the token counts."""
+    facts = plan.evit_counts(len(records[0])) if records else {}
+    for record, count, (layer, (rows, keep)) in zip(records, counts, facts.items(), strict=True):
+        source, index = record - prefix, np.arange(len(record))
+        if (source[:rows] < 0).any() or (source[:rows] >= rows).any() or (source[rows:] != index[rows:]).any():
+            return f"what is told of EViT in block {layer} names tokens that it does not have"
+        kept = source[:rows] == index[:rows]
+        if not kept[source[:rows]].all():
+            return f"what is told of EViT in block {layer} restores tokens from some that did not stay"
+        if kept.sum() != keep or count != keep + 1:
+            return f"EViT in block {layer} kept {kept.sum()} tokens and counted {count}, instead of {keep} and one more"
+    return None
+
+
+def g2tm_problems(facts: G2tmFacts, token_map: Ints, grid: Size, prefix: int) -> list[str]:
+    """What in G2TM's groups for one image the noise cannot explain; empty when it is excused."""
+    shared = _shared(token_map, grid)
+    rows = reference_rows((shared & (facts.similarity > facts.limit - facts.noise))[None], grid, prefix)[0, prefix:]
+    if not np.isfinite(facts.noise):
+        return ["G2TM: similarities are not finite"]
+    problems = []
+    if not np.array_equal(token_map, rows):
+        problems.append("G2TM: the token map is not one that joining similar neighbours gives")
+    if (above := (facts.similarity[~shared] - facts.limit).max(initial=0)) > facts.noise:
+        problems.append(f"G2TM: left neighbours apart that are {above:.1e} above the threshold")
+    return problems
+
+
+def _shared(token_map: Ints, grid: Size) -> NDArray[np.bool_]:
+    """Which patches that touch (E,) share a token."""
+    pairs = token_map[neighbours(grid)]
+    shared: NDArray[np.bool_] = pairs[:, 0] == pairs[:, 1]
+    return shared
 
 
 class _Join(NamedTuple):

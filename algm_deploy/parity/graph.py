@@ -83,6 +83,8 @@ def _encoder_nodes(recipe: Recipe) -> list[dict[str, Any]]:
     if plan.counts_in and plan.layers:
         if plan.method == "elvit":
             return _elvit_nodes(network, plan)
+        if plan.method == "evit":
+            return _evit_nodes(network, plan)
         return _tome_nodes(network, plan) if plan.lasting else _blockwise_nodes(network, plan)
     common = {"prefix": network.prefix, "semantics": plan.semantics, "batch": plan.batch}
     budgets = merge_budgets(plan, network.grid, network.prefix)
@@ -97,6 +99,8 @@ def _encoder_nodes(recipe: Recipe) -> list[dict[str, Any]]:
         elif layer in plan.gbm_layers:
             gbm = {"operator": "gbm", "rule": plan.gbm, "divisor": float(layer), "budget": budgets.get(layer, 0)}
             nodes.append(gbm | common)
+        elif layer in plan.layers:
+            nodes.append({"operator": "g2tm", "grid": list(network.grid), "prefix": network.prefix})
     return nodes
 
 
@@ -148,6 +152,22 @@ def _elvit_nodes(network: Network, plan: MergePlan) -> list[dict[str, Any]]:
             )
         if layer >= plan.elvit_layer and layer in (network.stages or (network.encoder_depth,)):
             nodes.append({"operator": "elvit_restore", "prefix": network.prefix})
+    return nodes
+
+
+def _evit_nodes(network: Network, plan: MergePlan) -> list[dict[str, Any]]:
+    """The nodes of an encoder with EViT, which gives the decoder every patch."""
+    patches, attention = network.grid[0] * network.grid[1], _attention_node(network)
+    counts, nodes = plan.evit_counts(patches), []
+    for layer in range(1, network.encoder_depth + 1):
+        nodes.append(attention)
+        if layer in counts:
+            rows, keep = counts[layer]
+            nodes.append(attention | {"operator": "cls_attention"})
+            evit = {"operator": "evit", "patches": patches, "rows": rows, "keep": keep, "prefix": network.prefix}
+            nodes.append(evit)
+        if layer in (network.stages or (network.encoder_depth,)):
+            nodes.append({"operator": "unmerge", "prefix": 0})
     return nodes
 
 

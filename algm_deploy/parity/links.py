@@ -21,6 +21,8 @@ from algm_deploy.models.scores import upsample_scores
 from algm_deploy.models.vit import Tokens
 from algm_deploy.ops import reference
 from algm_deploy.ops.clap import window_similarity
+from algm_deploy.ops.evit import evit_distances
+from algm_deploy.ops.g2tm import neighbour_similarity
 from algm_deploy.ops.gbm import WORST, first_source, gbm_similarity, undefined
 from algm_deploy.ops.tome import SEMANTICS, tome_similarity
 from algm_deploy.parity.graph import graph_facts, graph_problems, signature_problems
@@ -106,9 +108,8 @@ def operators_link(plan: MergePlan, network: Network, replays: Sequence[Replayed
 
 def _compared(plan: MergePlan, layer: int, network: Network, tokens: Tokens) -> tuple[float, bool]:
     """Largest difference of similarities, and whether the token maps are equal on PyTorch's similarities."""
-    return {"clap": _clap, "gbm": _gbm, "tome": _tome, "elvit": _elvit}[plan.merge_in(layer)](
-        plan, layer, network, tokens
-    )
+    compared = {"clap": _clap, "gbm": _gbm, "tome": _tome, "elvit": _elvit, "evit": _evit, "g2tm": _g2tm}
+    return compared[plan.merge_in(layer)](plan, layer, network, tokens)
 
 
 def _clap(plan: MergePlan, layer: int, network: Network, tokens: Tokens) -> tuple[float, bool]:
@@ -167,6 +168,35 @@ def _elvit(plan: MergePlan, layer: int, network: Network, tokens: Tokens) -> tup
     length = float(np.linalg.norm(patches, axis=2).max())
     errors = np.abs(distance - exact).max() / length**2, np.abs(found - again).max() / length
     return max(map(float, errors)), np.array_equal(ours, prefix + reference.nearest(distance, count)[..., -1])
+
+
+def _evit(plan: MergePlan, layer: int, network: Network, tokens: Tokens) -> tuple[float, bool]:
+    """Distances, relative to the square of the longest row; attention is compared where a runtime is."""
+    assert tokens.keys is not None
+    prefix, values, attention = network.prefix, tokens.values.float(), tokens.keys[..., 0].float()
+    patches = tokens.map.shape[1]
+    rows, keep = plan.evit_counts(patches)[layer]
+    record = torch.ops.algm.evit(values, tokens.map, attention, patches, rows, keep, prefix)[2].numpy()
+    x, weights = values[:, prefix:], attention[:, prefix:]
+    order, distance = (part.numpy() for part in evit_distances(x, weights, keep))
+    kept, left = order[:, :keep], order[:, keep:]
+    stays = reference.evit_sources(x.numpy(), weights.numpy(), keep) == np.arange(rows)
+    expected = np.tile(np.arange(rows), (len(stays), 1))
+    near = np.take_along_axis(kept, reference.nearest(distance, 1)[..., 0], 1)
+    np.put_along_axis(expected, left, near, 1)
+    taken = (np.take_along_axis(x.numpy(), index[:, :, None], 1) for index in (left, kept))
+    error = np.abs(distance - reference.squared_distances(*taken)).max() / np.square(x.numpy()).sum(2).max()
+    equal = np.array_equal(np.sort(kept, 1), np.stack([np.flatnonzero(one) for one in stays]))
+    return float(error), equal and np.array_equal(record[:, :rows] - prefix, expected)
+
+
+def _g2tm(plan: MergePlan, layer: int, network: Network, tokens: Tokens) -> tuple[float, bool]:
+    grid, prefix, tau = list(network.grid), network.prefix, torch.tensor(plan.clap_threshold)
+    ours = torch.ops.algm.g2tm(tokens.values, tokens.size, tau, grid, prefix)[2].numpy()
+    similarity = neighbour_similarity(tokens.values, grid, prefix).numpy()
+    exact = reference.neighbour_similarity(tokens.values.float().numpy(), grid, prefix)
+    expected = reference.g2tm_rows(similarity > tau.numpy(), grid, prefix)[:, prefix:]
+    return float(np.abs(similarity - exact).max()), np.array_equal(ours, expected)
 
 
 def _of_sources(

@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.merging import (
-    ElvitReplay,
-    Replay,
+    REPLAYS,
     elvit_distances,
     merge_budgets,
     merge_inputs,
@@ -33,10 +32,12 @@ from algm_deploy.models.scores import Scores, upsample_scores
 from algm_deploy.models.vit import Tokens, VitNetwork
 from algm_deploy.ops._rows import wide
 from algm_deploy.ops.clap import clap_decisions, clap_rows, window_similarity
-from algm_deploy.ops.elvit import nearest
+from algm_deploy.ops.elvit import nearest, squared_distances
+from algm_deploy.ops.evit import evit_record, evit_sources
+from algm_deploy.ops.g2tm import g2tm_rows, neighbour_similarity
 from algm_deploy.ops.gbm import gbm_decisions, gbm_rows, gbm_scores, gbm_similarity, gbm_threshold
 from algm_deploy.ops.tome import SEMANTICS, tome_rows, tome_similarity
-from algm_deploy.parity.decisions import ClapFacts, ElvitFacts, GbmFacts, Ints
+from algm_deploy.parity.decisions import ClapFacts, ElvitFacts, EvitFacts, G2tmFacts, GbmFacts, Ints
 from algm_deploy.parity.jitter import jittered
 from algm_deploy.recipe.schema import MergePlan, Network, Precision
 
@@ -114,7 +115,7 @@ class _ReplayNetwork:
         change(self._model)
         self._entering: list[Tokens] = []
         for module in self._model.modules():
-            if isinstance(module, Replay | ElvitReplay):
+            if isinstance(module, REPLAYS):
                 module.register_forward_pre_hook(lambda _, args: self._entering.append(args[0]))
 
     @torch.inference_mode()
@@ -197,6 +198,34 @@ def elvit_facts(replays: Sequence[Replayed], stage: int, plan: MergePlan, networ
     return facts
 
 
+def evit_facts(replays: Sequence[Replayed], stage: int, plan: MergePlan, network: Network) -> list[EvitFacts]:
+    """Attention, distances and the noise of both."""
+    keep = plan.evit_counts(network.grid[0] * network.grid[1])[plan.layers[stage]][1]
+    facts = []
+    for replay in replays:
+        tokens = [t[stage] for t in (replay.truth, replay.baseline)]
+        shares = [_keys(t)[0, network.prefix :, 0] for t in tokens]
+        attention = [share * len(share) for share in shares]
+        rows = [wide(t.values[:, network.prefix :]) for t in tokens]
+        distances = [squared_distances(x, x)[0] for x in rows]
+        facts.append(
+            EvitFacts(attention[0].numpy(), distances[0].numpy(), _noise(*attention), _noise(*distances), keep)
+        )
+    return facts
+
+
+def g2tm_facts(replays: Sequence[Replayed], stage: int, plan: MergePlan, network: Network) -> list[G2tmFacts]:
+    """Similarities of patches that touch, and their noise."""
+    facts = []
+    for replay in replays:
+        exact, rounded = (
+            neighbour_similarity(t[stage].values, network.grid, network.prefix)[0]
+            for t in (replay.truth, replay.baseline)
+        )
+        facts.append(G2tmFacts(exact.numpy(), float(np.float32(plan.clap_threshold)), _noise(exact, rounded)))
+    return facts
+
+
 def _counted_facts(
     replays: Sequence[Replayed], stage: int, plan: MergePlan, network: Network, semantics: str
 ) -> list[GbmFacts]:
@@ -240,6 +269,13 @@ def torch_maps(entering: Sequence[Tokens], stage: int, plan: MergePlan, network:
     if merge == "elvit":
         distance, _ = elvit_distances(tokens.values, plan, network.grid, prefix)
         return list((prefix + nearest(distance, plan.elvit_neighbours)[..., -1]).numpy())
+    if merge == "evit":
+        keep = plan.evit_counts(tokens.map.shape[1])[layer][1]
+        source = evit_sources(wide(tokens.values[:, prefix:]), _keys(tokens)[:, prefix:, 0], keep)
+        return list(evit_record(source, tokens.map.shape[1], prefix).numpy())
+    if merge == "g2tm":
+        linked = neighbour_similarity(tokens.values, grid, prefix) > torch.tensor(plan.clap_threshold)
+        return list(g2tm_rows(linked, grid, prefix)[0][:, prefix:].numpy())
     if merge == "clap":
         similarity = window_similarity(tokens.values, grid, window, prefix)
         threshold, budget = torch.tensor(plan.clap_threshold), merges_in(plan, layer, network)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
@@ -17,8 +18,8 @@ Batching = Literal["per_image", "batch_min"]
 TokenOrder = Literal["published", "raster"]
 ClapRule = Literal["threshold", "budget"]
 GbmRule = Literal["adaptive", "fixed", "budget"]
-Method = Literal["algm", "tome", "tome_blockwise", "elvit"]
-Merge = Literal["clap", "gbm", "tome", "elvit"]
+Method = Literal["algm", "tome", "tome_blockwise", "elvit", "evit", "g2tm"]
+Merge = Literal["clap", "gbm", "tome", "elvit", "evit", "g2tm"]
 Part = Literal["", "attention", "mlp", "end"]
 Resize = Literal["double", "single"]
 Output = Literal["labels", "scores"]
@@ -107,7 +108,12 @@ def patch_margins(size: Size, patch_size: int) -> tuple[Size, Size]:
 
 
 # The setting in which a method that merges as many tokens in every picture counts them.
-_COUNTED: dict[Method, str] = {"tome": "tome_r", "tome_blockwise": "tome_share", "elvit": "elvit_layer"}
+_COUNTED: dict[Method, str] = {
+    "tome": "tome_r",
+    "tome_blockwise": "tome_share",
+    "elvit": "elvit_layer",
+    "evit": "evit_layers",
+}
 # Where in a block a method merges, if not between attention and MLP: for each of these parts, or after the block.
 _PARTS: dict[Method, tuple[Part, ...]] = {"tome_blockwise": ("attention", "mlp"), "elvit": ("end",)}
 
@@ -121,7 +127,8 @@ def merged_parts(method: Method) -> tuple[Part, ...]:
 def _reader(setting: str) -> str:
     """The method that alone reads a setting of the merge plan, or none."""
     counted = {name: method for method, name in _COUNTED.items()}
-    return counted.get(setting) or ("elvit" if setting.startswith("elvit_") else "")
+    named = setting.partition("_")[0]
+    return counted.get(setting) or (named if named in ("elvit", "evit", "g2tm") else "")
 
 
 @dataclass(frozen=True)
@@ -146,6 +153,14 @@ class MergePlan:
     columns): in each of `elvit_iterations` every patch is shared out among the centroids at most half of `elvit_window`
     away, nearer ones more, sharply as `elvit_temperature` says. For the decoder every patch is restored from its
     `elvit_neighbours` nearest centroids; `semantics` says how they are weighted (`ops/elvit.py`).
+
+    With method `evit` the share `evit_keep` of the tokens that cls attends to most stays in each block of
+    `evit_layers`, rounded up, and one more token holds the others. For the decoder those are given the result of the
+    kept token that was nearest to them (`ops/evit.py`).
+
+    With method `g2tm` patches that touch merge in block `g2tm_layer` where their cosine similarity is above
+    `clap_threshold`, and those they merge with likewise: every group that is connected so becomes one token
+    (`ops/g2tm.py`). The rule is that threshold, so the number of tokens changes with the picture.
     """
 
     clap_layers: tuple[int, ...] = (1,)
@@ -169,6 +184,9 @@ class MergePlan:
     elvit_iterations: int = 5
     elvit_window: int = 5
     elvit_temperature: float = 0.02
+    evit_layers: tuple[int, ...] = ()
+    evit_keep: float = 0.7
+    g2tm_layer: int = 0
 
     def __post_init__(self) -> None:
         self._check_method()
@@ -212,8 +230,8 @@ class MergePlan:
             )
         if self.method != "algm" and "budget" in (self.clap, self.gbm):
             raise PlanError(
-                f"method {self.method} has neither CLAP nor GBM, got a budget for them: set merging.{self.counts_in} "
-                "instead"
+                f"method {self.method} has neither CLAP nor GBM, got a budget for them: set "
+                f"merging.{self.counts_in or 'clap_threshold'} instead"
             )
         for item in fields(self):
             value, reader = getattr(self, item.name), _reader(item.name)
@@ -221,6 +239,7 @@ class MergePlan:
                 raise PlanError(f"merging.{item.name} is read by method {reader}, got {value} for {self.method}")
         if self.method == "elvit":
             self._check_elvit()
+        self._check_evit_and_g2tm()
         if any(r < 0 for r in self.tome_r):
             raise PlanError(f"merging.tome_r counts the tokens that vanish in each block, got {self.tome_r}")
         if not all(0 <= share <= 0.5 for share in self.tome_share):
@@ -245,6 +264,18 @@ class MergePlan:
                 f"{self.elvit_temperature}"
             )
 
+    def _check_evit_and_g2tm(self) -> None:
+        if sorted(set(self.evit_layers)) != list(self.evit_layers) or min(self.evit_layers, default=1) < 1:
+            raise PlanError(f"expected ascending blocks from 1 as merging.evit_layers, got {self.evit_layers}")
+        if not 0 < self.evit_keep < 1:
+            raise PlanError(f"expected merging.evit_keep as a share between 0 and 1, got {self.evit_keep}")
+        if self.g2tm_layer < 0:
+            raise PlanError(f"expected merging.g2tm_layer from 1, or 0 to merge nowhere, got {self.g2tm_layer}")
+        if self.method == "g2tm" and self.batch != "per_image":
+            raise PlanError(
+                f"method g2tm merges every image alone, got merging.batch {self.batch}: set it to per_image"
+            )
+
     @property
     def counts_in(self) -> str:
         """The setting by which a method merges as many tokens in every picture, such as `tome_r`; empty for others."""
@@ -253,8 +284,10 @@ class MergePlan:
     @property
     def places(self) -> tuple[tuple[int, Part], ...]:
         """Of every merge in the order they run its 1-based layer, and the part of the block it ends with, if one."""
-        if self.method == "elvit":
-            layers: tuple[int, ...] = (self.elvit_layer,) if self.elvit_layer else ()
+        if self.method in ("elvit", "g2tm"):
+            layers: tuple[int, ...] = tuple(filter(None, (self.elvit_layer, self.g2tm_layer)))
+        elif self.method == "evit":
+            layers = self.evit_layers
         else:
             counted = getattr(self, self.counts_in) if self.counts_in else ()
             layers = (*self.clap_layers, *self.gbm_layers, *(layer for layer, count in enumerate(counted, 1) if count))
@@ -273,22 +306,37 @@ class MergePlan:
     @property
     def standing(self) -> bool:
         """Whether one token stands for each patch, which the token maps name; otherwise several do, each in part."""
-        return self.method != "elvit"
+        return self.method not in ("elvit", "evit")
+
+    @property
+    def reads_clap_threshold(self) -> bool:
+        """Whether a merge waits for `clap_threshold`: CLAP, or G2TM."""
+        if self.method == "g2tm":
+            return bool(self.layers)
+        return bool(self.clap_layers) and self.clap != "budget"
 
     @property
     def static(self) -> bool:
         """Whether every picture keeps the same number of tokens, known without it: by budgets, or by counts."""
-        return (not self.clap_layers or self.clap == "budget") and (not self.gbm_layers or self.gbm == "budget")
+        return not self.reads_clap_threshold and (not self.gbm_layers or self.gbm == "budget")
 
     @property
     def budgeted(self) -> bool:
         """Whether a merge has a budget, so that no threshold stops it."""
         return bool(self.clap_layers and self.clap == "budget") or bool(self.gbm_layers and self.gbm == "budget")
 
+    def evit_counts(self, patches: int) -> dict[int, tuple[int, int]]:
+        """By layer, how many tokens reach EViT's merge in a network of so many patches, and how many of them stay."""
+        counts = {}
+        for layer in self.evit_layers:
+            counts[layer] = patches, math.ceil(self.evit_keep * patches)
+            patches = counts[layer][1] + 1
+        return counts
+
     def merge_in(self, layer: int) -> Merge:
         """What merges in one of `layers`."""
-        if self.method == "elvit":
-            return "elvit"
+        if self.method in ("elvit", "evit", "g2tm"):
+            return self.method
         if self.counts_in:
             return "tome"
         return "clap" if layer in self.clap_layers else "gbm"
@@ -383,6 +431,7 @@ class Recipe:
                 f"expected a merging.window within the grid {self.network.grid}, got {self.merging.window}"
             )
         self._check_elvit()
+        self._check_evit()
         for key, listed in (("class_names", self.class_names), ("palette", self.palette)):
             if listed and len(listed) != self.network.classes:
                 raise RecipeError(f"expected {key} for {self.network.classes} classes, got {len(listed)}")
@@ -399,6 +448,21 @@ class Recipe:
                 f"expected merging.elvit_neighbours up to the {rows * columns} tokens of merging.elvit_grid, got "
                 f"{plan.elvit_neighbours}"
             )
+
+    def _check_evit(self) -> None:
+        plan, network = self.merging, self.network
+        if plan.method != "evit" or not plan.layers:
+            return
+        if not network.prefix:
+            raise RecipeError(
+                f"method evit keeps what cls attends to, and the decoder {network.decoder} has a network without cls"
+            )
+        for layer, (rows, keep) in plan.evit_counts(network.grid[0] * network.grid[1]).items():
+            if keep >= rows:
+                raise RecipeError(
+                    f"expected a merging.evit_keep that leaves out one of the {rows} tokens of block {layer}, got "
+                    f"{plan.evit_keep}"
+                )
 
 
 def _check_ranges(section: str, facts: object, **ranges: tuple[float, float]) -> None:

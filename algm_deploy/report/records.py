@@ -90,6 +90,8 @@ def plan_in_force(plan: MergePlan, thresholds: Mapping[str, float | str]) -> Mer
         float(np.float32(thresholds.get(name, default)))
         for name, default in ((CLAP_THRESHOLD, plan.clap_threshold), (GBM_THRESHOLD, plan.gbm_threshold))
     )
+    if plan.method == "g2tm":
+        return replace(plan, clap_threshold=clap) if plan.layers and clap < inf else DENSE
     clap_layers = plan.clap_layers if clap < inf or plan.clap == "budget" else ()
     gbm_layers = plan.gbm_layers if gbm < inf or plan.gbm == "budget" else ()
     if not clap_layers and not gbm_layers:
@@ -102,10 +104,13 @@ _TOLD_BY_BUDGETS = ("clap", "clap_budget", "gbm_budget")
 
 def method_words(plan: MergePlan) -> str:
     """A method that merges as many tokens in every picture, in words: `ToMe, r 16 in 12 blocks`, `ToMe, 20 % in 24
-    blocks, each by itself`, or block by block; `ELViT, 28 x 28 tokens after block 10`."""
+    blocks, each by itself`, or block by block; `ELViT, 28 x 28 tokens after block 10`; `EViT, 70 % in blocks 4, 7`."""
     if plan.method == "elvit":
         rows, columns = plan.elvit_grid
         return f"ELViT, {rows} x {columns} tokens after block {plan.elvit_layer}"
+    if plan.method == "evit":
+        places = ", ".join(map(str, plan.evit_layers))
+        return f"EViT, {100 * plan.evit_keep:.3g} % in block{'s' * (len(plan.evit_layers) > 1)} {places}"
     return f"ToMe, {_tome_words(plan)}"
 
 
@@ -143,6 +148,8 @@ def plan_name(plan: MergePlan, reference: MergePlan) -> str:
         return "dense"
     if plan.counts_in:
         return method_words(plan)
+    if plan.method == "g2tm":
+        return f"G2TM in block {plan.g2tm_layer}, tau {plan.clap_threshold:.4g}"
     if plan.budgeted:
         parts = [f"budget {budget_words(plan)}"]
     else:

@@ -23,9 +23,7 @@ def inputs(rows: int = 9, patches: int = 12, prefix: int = 1, seed: int = 0) -> 
 
 
 @compared
-@pytest.mark.parametrize(
-    "change", [{}, {"rows": 12}, {"keep": 1}, {"keep": 8}, {"prefix": 3}, {"prefix": 0}], ids=str
-)
+@pytest.mark.parametrize("change", [{}, {"rows": 12}, {"keep": 1}, {"keep": 8}, {"prefix": 3}, {"prefix": 0}], ids=str)
 def test_equals_the_reference(run: Any, change: dict[str, Any]) -> None:
     attributes = PLAIN | change
     given = inputs(attributes["rows"], prefix=attributes["prefix"])

@@ -30,9 +30,7 @@ def run_on(run: Any, tokens: np.ndarray, threshold: float, **attributes: Any) ->
 
 @compared
 @pytest.mark.parametrize("threshold", [0.0, 0.3, -2.0, np.inf])
-@pytest.mark.parametrize(
-    ("grid", "prefix"), [([4, 5], 1), ([1, 20], 0), ([20, 1], 3)], ids=["wide", "line", "column"]
-)
+@pytest.mark.parametrize(("grid", "prefix"), [([4, 5], 1), ([1, 20], 0), ([20, 1], 3)], ids=["wide", "line", "column"])
 def test_equals_the_reference(run: Any, grid: list[int], prefix: int, threshold: float) -> None:
     tokens = np.random.default_rng(0).standard_normal((2, 20 + prefix, 6)).astype(np.float32)
     attributes = {"grid": grid, "prefix": prefix}
