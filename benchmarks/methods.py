@@ -1,94 +1,108 @@
-"""Ways to merge side by side on a trained checkpoint as it is: accuracy by slice over arithmetic and over time.
+"""Ways to merge side by side on trained checkpoints as they are: accuracy by slice over arithmetic and over time.
 
-    python benchmarks/methods.py DATA CHECKPOINT --device cuda --every 1 -o RECORD
+    python benchmarks/methods.py measure RECORD DATA CHECKPOINT ... --device cuda
+    python benchmarks/methods.py time RECORD DATA CHECKPOINT --precision fp16 --batch 32
+    python benchmarks/methods.py draw RECORD --pictures FOLDER
 
 DATA is CamVid in its official layout, CHECKPOINT a folder in the authors' format; neither ships with the project,
 CamVid is for non-commercial use. No method is trained: the network that was trained without merging, or with ALGM,
-merges as each says, at several points. PyTorch executes all of them. Milliseconds are those of a picture, each point in
-turns with the network without merging, on the GPU or, where there is none, on the CPU; `--no-times` leaves them out.
-The demo's network takes drawn scenes, with `--dataset folder --slice folder --split all --recipe demo`.
+merges as each says, at several points. PyTorch executes all of them. `measure` finds mIoU, in fp32. `time` adds
+milliseconds of a picture on the GPU or, where there is none, on the CPU: of each point, of the network that drops as
+many tokens, which no way to choose them can beat, and of the network without merging, all in turns. Both go on where
+the record stops. `draw` prints tables in Markdown, and draws mIoU over pictures a second, a picture a device. The
+demo's network takes drawn scenes, with `--dataset folder --slice folder --recipe demo`.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from budgets import Evaluator, exported, timed_on, write
+from budgets import Evaluator, Photo, exported, timed_on, write
 from msgspec import to_builtins
 
 from algm_deploy.bundle.records import Evaluation
+from algm_deploy.bundle.store import Bundle
 from algm_deploy.environment import device_name, environment
+from algm_deploy.errors import GateError
 from algm_deploy.evaluation.datasets import open_dataset
+from algm_deploy.merging import deployed, merge_inputs
+from algm_deploy.models.deployed import Deployed
+from algm_deploy.models.loading import load_network
 from algm_deploy.recipe.schema import DENSE, MergePlan, Network
+from algm_deploy.report.plots import Scatter, Series
 from algm_deploy.report.tables import markdown_table
-from algm_deploy.timing.protocols import Pace, paces
+from algm_deploy.report.tuning import write_sheet
+from algm_deploy.runners.torch.runner import TorchRunner
+from algm_deploy.timing.protocols import Contestant, Request, times_of
+from algm_deploy.timing.timers import steady, typical_ms
+from algm_deploy.timing.variants import planned
 from algm_deploy.tuning.trial import miou_of
 
-THRESHOLDS = (0.85, 0.95, 1.01)
-BUDGETS = ((0.7, 0.2), (0.43, 0.225), (0.2, 0.1))  # windows, tokens
+THRESHOLDS = (0.853, 0.9319, 0.98, 0.995)
+BUDGETS = ((0.2, 0.1), (0.43, 0.225), (0.7, 0.2))  # windows, tokens
 SHARES = (0.2, 0.3, 0.5)  # of tokens that ToMe merges in all, or around each part
-PLACES = (1 / 3, 1 / 2, 2 / 3)  # of the depth, after which ELViT clusters
-SIDES = (0.7, 0.5)  # of its grid, as parts of the patch grid's
+ELVIT = {  # parts of the depth and of the patch grid's sides, temperature, semantics
+    (2 / 3, 0.7): ((0.002, "code"), (0.02, "code"), (0.2, "code"), (0.02, "paper"), (0.2, "paper")),
+    (1 / 2, 0.7): ((0.2, "paper"),),
+    (2 / 3, 0.5): ((0.2, "paper"),),
+}
+EVIT = (0.9, 0.8, 0.7, 0.5)  # kept at each of a third, a half plus and most of the depth, as published
+G2TM = (0.88, 0.95, 0.98, 0.99)  # thresholds, in block 2; 0.88 is the published one
+MATCH = 0.99  # of the labels of the modules as they are, for a network to be timed
+SHOWN = 20  # points of mIoU below dense that a picture still shows
 
 
 def main() -> None:
     options = parser().parse_args()
     torch.backends.cudnn.allow_tf32 = False
-    opened = open_dataset(options.dataset, options.data, options.split, options.slice)
-    dataset = replace(opened, samples=opened.samples[:: options.every])
-    with exported(options.checkpoint, options, options.precision) as bundle:
-        evaluate, network = Evaluator(bundle, options.device, options.batch, {}), bundle.recipe.network
-        points = plans(bundle.recipe.merging, network)
-        rows = {name: figures(evaluate(plan, dataset)) for name, plan in points.items()}
-        if options.times:
-            paths = [one.image_path for one in dataset.samples]
-            windows, request = timed_on(bundle, paths, options)
-            merging = {name: plan for name, plan in points.items() if plan.layers}
-            speeds = paces(bundle, tuple(merging.values()), windows, request, progress=False)
-            for name, speed in zip(merging, speeds, strict=True):
-                rows[name] |= pace(speed)
-    gpu = options.device == "cuda"
-    record = {
-        "schema_version": 1,
-        "environment": asdict(environment(devices=gpu)),
-        "device": device_name(gpu),
-        "checkpoint": options.checkpoint.resolve().name,
-        "recipe": options.recipe,
-        "precision": options.precision,
-        "batch": options.batch,
-        "photos": f"{len(dataset.samples)} of {dataset.title}",
-        "points": rows,
-    }
-    write(record, options.output)
-    print(table(rows))
+    options.run(options)
 
 
 def parser() -> argparse.ArgumentParser:
-    one = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    one.add_argument("data", type=Path, metavar="DATA")
-    one.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
-    one.add_argument("--recipe", default="segmenter_vit_s16_camvid")
-    one.add_argument("--dataset", default="camvid")
-    one.add_argument("--split", default="test")
-    one.add_argument("--slice", help="as the flag of `algm-deploy tune`")
+    top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    steps = top.add_subparsers(required=True)
+    one = steps.add_parser("measure")
+    _add_sources(one, "+")
     one.add_argument("--every", type=int, default=1, help="one photo of so many")
     one.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     one.add_argument("--precision", choices=("fp32", "fp16"), default="fp32")
-    one.add_argument("--batch", type=int, default=1, help="windows at a time")
-    one.add_argument("--no-times", dest="times", action="store_false")
+    one.set_defaults(run=measure)
+    one = steps.add_parser("time")
+    _add_sources(one, 1)
+    one.add_argument("--precision", choices=("fp32", "fp16"), default="fp32")
     one.add_argument("--count", type=int, default=16, help="photos that are timed")
     one.add_argument("--rounds", type=int, default=4)
-    one.add_argument("-o", "--output", type=Path, default=Path("methods.json"))
-    return one
+    one.add_argument("--together", type=int, default=4, help="points that take turns")
+    one.set_defaults(run=add_times)
+    one = steps.add_parser("draw")
+    one.add_argument("record", type=Path)
+    one.add_argument("--pictures", type=Path, help="folder for methods-DEVICE.svg")
+    one.set_defaults(run=draw)
+    return top
+
+
+def _add_sources(step: argparse.ArgumentParser, checkpoints: str | int) -> None:
+    step.add_argument("record", type=Path, metavar="RECORD")
+    step.add_argument("data", type=Path, metavar="DATA")
+    step.add_argument("checkpoints", type=Path, nargs=checkpoints, metavar="CHECKPOINT")
+    step.add_argument("--recipe", default="segmenter_vit_s16_camvid")
+    step.add_argument("--dataset", default="camvid")
+    step.add_argument("--split", help="of the data set; by default that of published figures")
+    step.add_argument("--slice", help="as the flag of `algm-deploy tune`")
+    step.add_argument("--batch", type=int, default=32, help="windows at a time")
 
 
 def plans(plan: MergePlan, network: Network) -> dict[str, MergePlan]:
-    """Every point by its name; `plan` is the checkpoint's own, of whose places ALGM's points are."""
+    """Every point by its name, which its method opens; `plan` is the checkpoint's own, in whose places ALGM merges."""
     depth, (rows, columns) = network.encoder_depth, network.grid
     found = {"dense": DENSE}
     found |= {f"algm threshold {tau:g}": replace(plan, clap_threshold=tau) for tau in THRESHOLDS}
@@ -100,15 +114,72 @@ def plans(plan: MergePlan, network: Network) -> dict[str, MergePlan]:
     for share in SHARES:
         each = round(share * rows * columns / depth)
         found[f"tome {each} in each block"] = replace(DENSE, method="tome", tome_r=(each,) * depth)
+    for share in SHARES:
         found[f"tome_blockwise {share:g}"] = replace(DENSE, method="tome_blockwise", tome_share=(share,) * depth)
-    for place in PLACES:
-        for side in SIDES:
-            grid, layer = (round(side * rows), round(side * columns)), round(place * depth)
-            elvit = replace(DENSE, method="elvit", elvit_layer=layer, elvit_grid=grid)
-            for semantics in ("code", "paper"):
-                name = f"elvit {semantics} {grid[0]}x{grid[1]} after {layer}"
-                found[name] = replace(elvit, semantics=semantics)
+    found |= dict(_elvit_plans(network))
+    places = tuple(sorted({-(-depth * step // 24) for step in (8, 14, 20)}))  # blocks of 24 in the published recipes
+    for keep in EVIT:
+        found[f"evit {keep:g} in {','.join(map(str, places))}"] = replace(
+            DENSE, method="evit", evit_layers=places, evit_keep=keep
+        )
+    found |= {
+        f"g2tm threshold {tau:g}": replace(DENSE, method="g2tm", g2tm_layer=2, clap_threshold=tau) for tau in G2TM
+    }
     return found
+
+
+def _elvit_plans(network: Network) -> Iterator[tuple[str, MergePlan]]:
+    for (place, side), settings in ELVIT.items():
+        height, width = (round(side * length) for length in network.grid)
+        layer = round(place * network.encoder_depth)
+        plan = replace(DENSE, method="elvit", elvit_layer=layer, elvit_grid=(height, width))
+        for temperature, semantics in settings:
+            name = f"elvit {semantics} {height}x{width} after {layer}, {temperature:g}"
+            yield name, replace(plan, elvit_temperature=temperature, semantics=semantics)  # type: ignore[arg-type]
+
+
+def kind_of(point: str) -> str:
+    """The series of a point: its method, and ALGM's rule."""
+    words = point.split()
+    return " ".join(words[:2]) if words[0] == "algm" else words[0]
+
+
+def opened(path: Path) -> dict[str, Any]:
+    """A record, empty where there is none yet."""
+    if not path.is_file():
+        return {"schema_version": 2, "checkpoints": {}, "times": {}}
+    record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return record
+
+
+# ------------------------------------------------------------------------------------------------------------ accuracy
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Adds to the record what it lacks, point by point."""
+    whole = open_dataset(options.dataset, options.data, options.split, options.slice)
+    dataset = replace(whole, samples=whole.samples[:: options.every])
+    gpu = options.device == "cuda"
+    facts = {
+        "recipe": options.recipe,
+        "precision": options.precision,
+        "device": device_name(gpu),
+        "photos": f"{len(dataset.samples)} of {dataset.title}",
+    }
+    record = opened(options.record)
+    if any(record.get(key, value) != value for key, value in facts.items()):
+        raise SystemExit(f"{options.record} is of other facts than {facts}: name another file")
+    record |= facts | {"environment": asdict(environment(devices=gpu))}
+    photos: dict[str, list[Photo]] = {}
+    for checkpoint in options.checkpoints:
+        rows = record["checkpoints"].setdefault(checkpoint.resolve().name, {})
+        with exported(checkpoint, options, options.precision) as bundle:
+            evaluate = Evaluator(bundle, options.device, options.batch, photos)
+            for name, plan in plans(bundle.recipe.merging, bundle.recipe.network).items():
+                if name not in rows:
+                    rows[name] = figures(evaluate(plan, dataset))
+                    write(record, options.record)
+                    print(checkpoint.name, name, rows[name]["miou_percent"], flush=True)
 
 
 def figures(evaluation: Evaluation) -> dict[str, Any]:
@@ -120,30 +191,161 @@ def figures(evaluation: Evaluation) -> dict[str, Any]:
     }
 
 
-def pace(speed: Pace) -> dict[str, Any]:
-    """Milliseconds of a picture, and of the network without merging in the same turns."""
-    own = 1e3 / speed.throughput_img_per_s
-    return {"ms": own, "dense_ms": own * speed.speedup, "stable": speed.stable}
+# ---------------------------------------------------------------------------------------------------------------- time
 
 
-def table(points: Mapping[str, Mapping[str, Any]]) -> str:
+def add_times(options: argparse.Namespace) -> None:
+    """Adds the milliseconds that the record lacks for this device, precision and batch, a few points at a time."""
+    record, (checkpoint,) = opened(options.record), options.checkpoints
+    gpu = torch.cuda.is_available()
+    measured = record["checkpoints"][checkpoint.resolve().name]
+    key = f"{device_name(gpu)}, {options.precision}, batch {options.batch}"
+    times = record["times"].setdefault(key, {"environment": asdict(environment(devices=gpu)), "checkpoints": {}})
+    rows = times["checkpoints"].setdefault(checkpoint.resolve().name, {})
+    paths = [
+        one.image_path for one in open_dataset(options.dataset, options.data, options.split, options.slice).samples
+    ]
+    with exported(checkpoint, options, options.precision) as bundle:
+        windows, request = timed_on(bundle, paths, options)
+        found = plans(bundle.recipe.merging, bundle.recipe.network)
+        waiting = [name for name in found if name in measured and name not in rows and name != "dense"]
+        for start in range(0, len(waiting), options.together):
+            chosen = {name: found[name] for name in waiting[start : start + options.together]}
+            tokens = {name: [round(one["mean"]) for one in measured[name]["tokens"]] for name in chosen}
+            rows |= in_turns(bundle, chosen, tokens, windows, request)
+            write(record, options.record)
+            print(key, *(f"\n{name} {rows[name]}" for name in chosen), flush=True)
+
+
+def in_turns(
+    bundle: Bundle, chosen: Mapping[str, MergePlan], tokens: Mapping[str, list[int]], windows: Any, request: Request
+) -> dict[str, dict[str, Any]]:
+    """Milliseconds of a picture at each point, of as many tokens that are dropped, and without merging.
+
+    Raises:
+        GateError: a network gives other labels than its modules as they are.
+    """
+    batches = [windows[start : start + request.batch] for start in range(0, len(windows), request.batch)]
+    with ExitStack() as stack:
+        runs = {"dense": TorchRunner(planned(bundle, DENSE))}
+        for name, plan in chosen.items():
+            runs[name] = TorchRunner(planned(bundle, plan))
+            rows = dict(zip(plan.layers, (bundle.recipe.network.prefix + n for n in tokens[name]), strict=True))
+            network = partial(dropping, plan=plan, rows=rows)
+            runs[f"{name}, dropped"] = TorchRunner(planned(bundle, DENSE), network=network)
+        contestants = {name: Contestant(stack.enter_context(run)) for name, run in runs.items()}
+        for name in chosen:
+            check(bundle, chosen[name], runs[name], batches[0])
+        times, _ = times_of(contestants, batches, request, progress=False)
+    each = {name: typical_ms(one) / request.batch for name, one in times.items()}
+    return {
+        name: {
+            "ms": each[name],
+            "dropped_ms": each[f"{name}, dropped"],
+            "dense_ms": each["dense"],
+            "stable": bool(steady(times[name]) and steady(times["dense"])),
+            "cuda_graphs": "cuda_graphs" in runs[name].execution,
+        }
+        for name in chosen
+    }
+
+
+def dropping(bundle: Bundle, dtype: torch.dtype, plan: MergePlan, rows: Mapping[int, int]) -> Deployed:
+    """The network that keeps as many tokens as `plan` leaves, whichever these are."""
+    return deployed(load_network(bundle, dtype), replace(bundle.recipe, merging=plan), rows)
+
+
+def check(bundle: Bundle, plan: MergePlan, run: TorchRunner, windows: Any) -> None:
+    """That what is timed on a GPU gives the labels of the modules as they are, in the same precision."""
+    if run.device.type == "cpu":
+        return  # it is the modules
+    bare = planned(bundle, plan)
+    model = deployed(load_network(bundle), bare.recipe).to(run.device)
+    inputs = merge_inputs(plan.clap_threshold, plan.gbm_threshold, device=run.device)
+    with torch.inference_mode():
+        expected = model(torch.from_numpy(windows).to(run.device), inputs)[0].cpu().numpy()
+    agree = (run.infer({"image": windows}, ["labels"])["labels"] == expected).mean()
+    if agree < MATCH:
+        raise GateError(f"expected the labels of the modules at {MATCH:.0%} of the pixels, {plan} has {agree:.2%}")
+
+
+# ------------------------------------------------------------------------------------------------------------- picture
+
+
+def draw(options: argparse.Namespace) -> None:
+    """Prints a table for each checkpoint, and draws a picture for each device."""
+    record = opened(options.record)
+    for name, rows in record["checkpoints"].items():
+        print(f"{name}, {record['precision']}\n\n{table(rows, times_for(record, name))}\n")
+    if not options.pictures:
+        return
+    for device in dict.fromkeys(key.partition(",")[0] for key in record["times"]):
+        keys = [key for key in record["times"] if key.startswith(device)]
+        scatters = [scatter(record, name, key) for name in record["checkpoints"] for key in keys]
+        kind = "gpu" if "NVIDIA" in device else "cpu"
+        write_sheet(scatters, len(keys), options.pictures / f"methods-{kind}.svg")
+
+
+def times_for(record: Mapping[str, Any], name: str) -> dict[str, dict[str, Any]]:
+    """Times of each point by device, precision and batch: of that checkpoint, else of the one that was timed.
+
+    A constant count costs as much in every network of one shape; where the picture decides, the counts are similar.
+    """
+    found = {key: part["checkpoints"] for key, part in record["times"].items()}
+    return {key: part.get(name) or next(iter(part.values()), {}) for key, part in found.items()}
+
+
+def table(points: Mapping[str, Any], times: Mapping[str, Mapping[str, Any]]) -> str:
     """The points in Markdown."""
     slices = sorted(points["dense"]["miou_percent_by_slice"])
-    rows = [
-        (
-            name,
-            *(_shown(x) for x in (row["miou_percent"], *(row["miou_percent_by_slice"][s] for s in slices))),
-            _shown(row["gmacs_per_window"]),
-            _shown(row.get("ms")),
-            _shown(row.get("dense_ms")),
-        )
-        for name, row in points.items()
-    ]
-    return markdown_table(("point", "mIoU %", *slices, "GMACs", "ms", "dense beside it, ms"), rows)
+    lines = []
+    for name, row in points.items():
+        mious = row["miou_percent"], *(row["miou_percent_by_slice"][one] for one in slices)
+        costs = (shown_times(name, rows) for rows in times.values())
+        lines.append((name, *map(_shown, mious), left(row), _shown(row["gmacs_per_window"]), *costs))
+    columns = (f"ms (as many dropped), {key}" for key in times)
+    return markdown_table(("point", "mIoU %", *slices, "tokens left", "GMACs", *columns), lines)
+
+
+def left(row: Mapping[str, Any]) -> str:
+    """Mean tokens after the last merge."""
+    return f"{row['tokens'][-1]['mean']:.0f}" if row["tokens"] else "all"
+
+
+def shown_times(name: str, rows: Mapping[str, Any]) -> str:
+    if name == "dense":
+        return _shown(dense_ms(rows)) if rows else "-"
+    if name not in rows:
+        return "-"
+    return f"{_shown(rows[name]['ms'])} ({_shown(rows[name]['dropped_ms'])})" + ("" if rows[name]["stable"] else " ?")
+
+
+def dense_ms(rows: Mapping[str, Any]) -> float:
+    return float(np.median([row["dense_ms"] for row in rows.values()]))
+
+
+def frontier(points: Sequence[tuple[float, float, str]]) -> list[tuple[float, float, str]]:
+    """The points (pictures a second, mIoU, name) that no other beats in both."""
+    best = sorted(points, reverse=True)
+    return [one for i, one in enumerate(best) if all(one[1] > other[1] for other in best[:i])]
+
+
+def scatter(record: Mapping[str, Any], name: str, key: str) -> Scatter:
+    """mIoU over pictures a second of one checkpoint, and the frontier."""
+    points, times = record["checkpoints"][name], times_for(record, name)[key]
+    dense = points["dense"]["miou_percent"]
+    placed = {"dense": (1e3 / dense_ms(times), dense, "")}
+    placed |= {p: (1e3 / row["ms"], points[p]["miou_percent"], "") for p, row in times.items() if p in points}
+    placed = {p: one for p, one in placed.items() if one[1] > dense - SHOWN}
+    kinds = dict.fromkeys(map(kind_of, placed))
+    series = [Series(kind, [one for p, one in placed.items() if kind_of(p) == kind]) for kind in kinds]
+    title = f"{name}, {key.partition(', ')[2]}"
+    best = Series("frontier", frontier(list(placed.values())))
+    return Scatter(title, f"pictures a second, {key.partition(',')[0]}", "mIoU %", [best, *series])
 
 
 def _shown(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
+    return "-" if value is None else f"{value:.3g}" if value < 10 else f"{value:.2f}"
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ distances it tells which ones do. Ties go to the lower centroid, and NaN is the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -58,16 +59,37 @@ def outside(cells: int, side: int, window: int) -> np.ndarray:
 # --- torch -----------------------------------------------------------------------------------------------------------
 
 
+def _on_device(
+    table: Callable[..., np.ndarray],
+    grid: Sequence[int],
+    centroids: Sequence[int],
+    others: tuple[int, ...],
+    example: Tensor,
+) -> list[Tensor]:
+    """A table of rows and one of columns where they are used, in the dtype of `example`."""
+    sides = tuple(zip(centroids, grid, strict=True))
+    if example.device.type == "cpu" or type(example) is not Tensor:  # tracers make tensors that stand for real ones
+        return [torch.from_numpy(table(*side, *others)).to(example) for side in sides]
+    return [_copied_once(table, (*side, *others), example.dtype, example.device) for side in sides]
+
+
+@lru_cache(64)
+def _copied_once(
+    table: Callable[..., np.ndarray], facts: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """A CUDA graph cannot capture a copy from the host."""
+    with torch.inference_mode(False):
+        return torch.from_numpy(table(*facts)).to(device, dtype)
+
+
 def elvit_centroids(
     patches: Tensor, grid: Sequence[int], centroids: Sequence[int], iterations: int, window: int, temperature: float
 ) -> Tensor:
     """Centroids (B, M, D) of patches (B, N, D), at least fp32."""
-    parts = [pooling(cells, side) for cells, side in zip(centroids, grid, strict=True)]
-    down, across = (torch.from_numpy(part).to(patches) for part in parts)
+    down, across = _on_device(pooling, grid, centroids, (), patches)
     columns = product(down, patches.reshape(len(patches), grid[0], -1)).reshape(len(patches), centroids[0], grid[1], -1)
     found = product(across, columns).flatten(1, 2)
-    far = [outside(cells, side, window) for cells, side in zip(centroids, grid, strict=True)]
-    rows, sides = (torch.from_numpy(part).to(patches.device) for part in far)
+    rows, sides = (part > 0 for part in _on_device(outside, grid, centroids, (window,), patches))
     penalty = FAR * (rows[:, None, :, None] | sides[None, :, None, :]).flatten(2).flatten(0, 1).to(patches.dtype)
     for _ in range(iterations):
         # The square of the patch is the same for all its centroids.

@@ -1,7 +1,8 @@
 """The torch runtime: the bundle's weights in PyTorch, on a CUDA device where there is one.
 
-On a CUDA device a Segmenter runs on packed rows, in CUDA graphs (`packed.py`); other networks run as they are, and so
-does everything on a CPU. Merges and label maps are the project's own kernels where these are built.
+On a CUDA device a Segmenter runs on packed rows, in CUDA graphs (`packed.py`); other networks run as they are, in one
+CUDA graph where no picture changes their shapes (`whole.py`). Everything runs as it is on a CPU. Merges and label maps
+are the project's own kernels where these are built.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from algm_deploy.ops.native_kernels import LIBRARY, use_kernels
 from algm_deploy.recipe.schema import Precision
 from algm_deploy.runners.contract import Runner
 from algm_deploy.runners.torch.packed import Merged, PackedSegmenter, supports
+from algm_deploy.runners.torch.whole import WholeNetwork
 from algm_deploy.runners.turns import DEVICES
 
 Made = Callable[[Bundle, torch.dtype], Deployed]
@@ -55,6 +57,7 @@ class TorchRunner(Runner):
         self._precision, self._network = precision or super().precision, network
         self._model: Deployed | None = None
         self._packed: PackedSegmenter | None = None
+        self._whole: WholeNetwork | None = None
 
     @property
     def precision(self) -> Precision:
@@ -69,6 +72,8 @@ class TorchRunner(Runner):
         told = {"rows": "packed" if self._packed else "plain modules"} | self._fp8_execution
         if self._packed is not None and self._packed.graphs is not None:
             told["cuda_graphs"] = str(len(self._packed.graphs))
+        if self._whole is not None:
+            told["cuda_graphs"] = str(len(self._whole.graphs))
         kernels = "the kernel library" if use_kernels() else f"PyTorch's operators (faster: {REBUILD} {LIBRARY})"
         return told | {"merges and label map": kernels}
 
@@ -89,6 +94,8 @@ class TorchRunner(Runner):
                 use_kernels()
                 if supports(self._model):
                     self._packed = PackedSegmenter(self._model, getattr(torch, self.signature.image.dtype))
+                elif self.bundle.recipe.merging.static and self.precision != "fp8":
+                    self._whole = WholeNetwork(self._model, merge_inputs(0.0, 0.0, device=self.device), self.device)
                 elif self.precision == "fp8":
                     say_once(
                         "torch: fp8 units serve Segmenters alone, so this network's fp8 is computed in fp32, slowly; "
@@ -124,6 +131,9 @@ class TorchRunner(Runner):
             with self._packed.run(image, clap, gbm) as merged:
                 made = self._makers(merged)
                 found = {name: made[names.index(name)]() for name in outputs}
+        elif self._whole is not None:
+            results = self._whole.run(image)
+            found = {name: results[names.index(name)] for name in outputs}
         else:
             tail, counts, maps = self._model(image.to(self.device), merge_inputs(clap, gbm, device=self.device))
             # A network that drops tokens has maps that nobody names.
@@ -146,7 +156,7 @@ class TorchRunner(Runner):
 
     def _close(self) -> None:
         with self._turn():
-            self._model = self._packed = None
+            self._model = self._packed = self._whole = None
 
 
 def _return_memory() -> None:
