@@ -1,7 +1,7 @@
 """Ways to merge side by side on trained checkpoints as they are: accuracy by slice over arithmetic and over time.
 
     python benchmarks/methods.py measure RECORD DATA CHECKPOINT ... --device cuda
-    python benchmarks/methods.py time RECORD DATA CHECKPOINT --precision fp16 --batch 32
+    python benchmarks/methods.py time RECORD DATA CHECKPOINT --precision fp16 --batches 1 32
     python benchmarks/methods.py draw RECORD --pictures FOLDER
 
 DATA is CamVid in its official layout, CHECKPOINT a folder in the authors' format; neither ships with the project,
@@ -72,6 +72,7 @@ def parser() -> argparse.ArgumentParser:
     steps = top.add_subparsers(required=True)
     one = steps.add_parser("measure")
     _add_sources(one, "+")
+    one.add_argument("--batch", type=int, default=32, help="windows at a time")
     one.add_argument("--every", type=int, default=1, help="one photo of so many")
     one.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     one.add_argument("--precision", choices=("fp32", "fp16"), default="fp32")
@@ -79,6 +80,7 @@ def parser() -> argparse.ArgumentParser:
     one = steps.add_parser("time")
     _add_sources(one, 1)
     one.add_argument("--precision", choices=("fp32", "fp16"), default="fp32")
+    one.add_argument("--batches", type=int, nargs="+", default=[1], help="windows at a time")
     one.add_argument("--count", type=int, default=16, help="photos that are timed")
     one.add_argument("--rounds", type=int, default=4)
     one.add_argument("--together", type=int, default=4, help="points that take turns")
@@ -98,7 +100,6 @@ def _add_sources(step: argparse.ArgumentParser, checkpoints: str | int) -> None:
     step.add_argument("--dataset", default="camvid")
     step.add_argument("--split", help="of the data set; by default that of published figures")
     step.add_argument("--slice", help="as the flag of `algm-deploy tune`")
-    step.add_argument("--batch", type=int, default=32, help="windows at a time")
 
 
 def plans(plan: MergePlan, network: Network) -> dict[str, MergePlan]:
@@ -197,24 +198,30 @@ def figures(evaluation: Evaluation) -> dict[str, Any]:
 def add_times(options: argparse.Namespace) -> None:
     """Adds the milliseconds that the record lacks for this device, precision and batch, a few points at a time."""
     record, (checkpoint,) = opened(options.record), options.checkpoints
-    gpu = torch.cuda.is_available()
-    measured = record["checkpoints"][checkpoint.resolve().name]
-    key = f"{device_name(gpu)}, {options.precision}, batch {options.batch}"
-    times = record["times"].setdefault(key, {"environment": asdict(environment(devices=gpu)), "checkpoints": {}})
-    rows = times["checkpoints"].setdefault(checkpoint.resolve().name, {})
-    paths = [
-        one.image_path for one in open_dataset(options.dataset, options.data, options.split, options.slice).samples
-    ]
+    dataset = open_dataset(options.dataset, options.data, options.split, options.slice)
+    paths = [one.image_path for one in dataset.samples]
+    options.batch = max(options.batches)  # what the bundle is verified for
     with exported(checkpoint, options, options.precision) as bundle:
         windows, request = timed_on(bundle, paths, options)
-        found = plans(bundle.recipe.merging, bundle.recipe.network)
-        waiting = [name for name in found if name in measured and name not in rows and name != "dense"]
-        for start in range(0, len(waiting), options.together):
-            chosen = {name: found[name] for name in waiting[start : start + options.together]}
-            tokens = {name: [round(one["mean"]) for one in measured[name]["tokens"]] for name in chosen}
-            rows |= in_turns(bundle, chosen, tokens, windows, request)
-            write(record, options.record)
-            print(key, *(f"\n{name} {rows[name]}" for name in chosen), flush=True)
+        for batch in options.batches:
+            _add_times(record, checkpoint.resolve().name, bundle, windows, replace(request, batch=batch), options)
+
+
+def _add_times(
+    record: dict[str, Any], name: str, bundle: Bundle, windows: Any, request: Request, options: argparse.Namespace
+) -> None:
+    gpu, measured = torch.cuda.is_available(), record["checkpoints"][name]
+    key = f"{device_name(gpu)}, {options.precision}, batch {request.batch}"
+    times = record["times"].setdefault(key, {"environment": asdict(environment(devices=gpu)), "checkpoints": {}})
+    rows = times["checkpoints"].setdefault(name, {})
+    found = plans(bundle.recipe.merging, bundle.recipe.network)
+    waiting = [point for point in found if point in measured and point not in rows and point != "dense"]
+    for start in range(0, len(waiting), options.together):
+        chosen = {point: found[point] for point in waiting[start : start + options.together]}
+        tokens = {point: [round(one["mean"]) for one in measured[point]["tokens"]] for point in chosen}
+        rows |= in_turns(bundle, chosen, tokens, windows, request)
+        write(record, options.record)
+        print(key, *(f"\n{point} {rows[point]}" for point in chosen), flush=True)
 
 
 def in_turns(
@@ -225,7 +232,8 @@ def in_turns(
     Raises:
         GateError: a network gives other labels than its modules as they are.
     """
-    batches = [windows[start : start + request.batch] for start in range(0, len(windows), request.batch)]
+    whole = len(windows) - len(windows) % request.batch
+    batches = [windows[start : start + request.batch] for start in range(0, whole, request.batch)]
     with ExitStack() as stack:
         runs = {"dense": TorchRunner(planned(bundle, DENSE))}
         for name, plan in chosen.items():
