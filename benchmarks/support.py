@@ -39,6 +39,8 @@ TESTS = (
     "tests/test_families.py",
     "tests/test_tome.py",
     "tests/test_elvit.py",
+    "tests/test_evit.py",
+    "tests/test_g2tm.py",
     "tests/models",
     "tests/parity",
     "tests/evaluation/test_datasets.py",
@@ -54,6 +56,7 @@ SELECTION = " or ".join(
         "official_layouts",
         "other_families",
         "with_our_plugins",
+        "evit_is_built",
     )
 )
 Claims = Mapping[str, list[str]]  # claim -> tests that passed with it
@@ -121,6 +124,10 @@ def page(claims: Claims) -> str:
             others("tome_blockwise"),
             "\n## ELViT\n",
             others("elvit"),
+            "\n## EViT\n",
+            others("evit"),
+            "\n## G2TM\n",
+            others("g2tm"),
             TAIL,
         )
     )

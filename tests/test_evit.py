@@ -63,8 +63,8 @@ def test_impossible_plans_are_refused(change: Any, message: str) -> None:
 def test_plans_that_do_not_fit_the_network_are_refused() -> None:
     with pytest.raises(RecipeError, match=r"leaves out one of the 36 tokens of block 2, got 0\.99"):
         Recipe("tiny", NETWORK, replace(PLAN, evit_keep=0.99), Protocol("camvid", 96, 96, 96))
+    network = replace(NETWORK, family="setr", decoder="mla", stages=(1, 2, 3, 4))
     with pytest.raises(RecipeError, match="the decoder mla has a network without cls"):
-        network = replace(NETWORK, family="setr", decoder="mla", stages=(1, 2, 3, 4))
         Recipe("tiny", network, PLAN, Protocol("camvid", 96, 96, 96))
 
 

@@ -100,5 +100,5 @@ def test_wrong_groups_are_found_out() -> None:
 
 
 def test_tensorrt_is_refused(bundle: Bundle) -> None:
-    with pytest.raises(ExportError, match="algm.g2tm, TensorRT has plugins for"):
+    with pytest.raises(ExportError, match=r"algm\.g2tm, TensorRT has plugins for"):
         write_tensorrt_onnx(bundle, "fp32", [17])

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,7 +38,7 @@ from algm_deploy.errors import BuildError, NotExecutedError, RuntimeUnavailableE
 from algm_deploy.lowering.portable import add_function_bodies
 from algm_deploy.lowering.tensorrt import TENSORRT_ONNX, merge_node, tensorrt_from_base
 from algm_deploy.parity.links import graph_link
-from algm_deploy.recipe.schema import Output, Precision
+from algm_deploy.recipe.schema import DENSE, Output, Precision
 from algm_deploy.runners.registry import RUNTIMES, row_of
 from algm_deploy.runners.tensorrt import build as tensorrt_build
 from algm_deploy.runners.tensorrt import library as tensorrt_library
@@ -118,6 +118,23 @@ def test_the_portable_graph_of_budgets_needs_no_plugin(bindings: None, translate
     assert not {"PLUGIN_V3", "NON_ZERO", "CONDITION", "LOOP"} & set(parsed.layers)
     names = [name for name, _ in built.builder_layers]
     assert any("Topk" in name for name in names)  # what sorts the windows is a layer of the engine
+
+
+def test_evit_is_built_from_standard_operators(
+    bindings: None, translated: Translate, tmp_path: Path, record_property: Support
+) -> None:
+    """It keeps as many tokens in every picture, so nothing of it needs a plugin."""
+    plan = replace(DENSE, method="evit", evit_layers=(1, 2), evit_keep=0.6)
+    portable = translated(deployed_toy(NETWORK, plan), plan)
+    add_function_bodies(portable)
+    onnx.save(onnx.inliner.inline_local_functions(ir.to_proto(portable)), tmp_path / "model.onnx")
+    engine, built = build(tmp_path / "model.onnx")
+    parsed = built.parsed_network
+    assert engine
+    assert parsed.plugins == ()
+    assert set(parsed.layers["TOPK"]) == {"FLOAT"}
+    assert not {"NON_ZERO", "CONDITION", "LOOP"} & set(parsed.layers)
+    record_property("support", f"evit segmenter/{NETWORK.decoder} tensorrt-rtx builds")
 
 
 @pytest.mark.parametrize(("family", "decoder"), [("eomt", "queries"), ("segvit", "atm")])
