@@ -3,8 +3,8 @@
 `tests/data/g2tm.npz` holds what vbercy/g2tm-segmenter (commit ec983c2: its Segmenter with
 g2tm/g2tm/patch/graph_segmenter_patch.py and g2tm/g2tm/graph_merge.py) gave for the images of `vectors/net_07.npz`, one
 at a time, and the weights of `vectors/mask_transformer_4x64.pth`: for every patch its row, how many there are, and
-every eighth pixel of the class scores. The rows are numbered as its graph library lists a group, which nothing that follows
-can tell. DropPath, which comes from timm, was none. Its linear decoder does not run.
+every eighth pixel of the class scores. The rows are numbered as its graph library lists a group, which nothing that
+follows can tell. DropPath, which comes from timm, was none. Its linear decoder does not run.
 """
 
 from __future__ import annotations

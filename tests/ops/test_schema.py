@@ -67,6 +67,9 @@ INPUT_RANKS = {
 }
 
 
+SHORT = {"tensor(float)": "fp32", "tensor(int64)": "int64"}
+
+
 def body_nodes(op: str, attributes: dict[str, Any], dtype: str) -> list[ir.Node]:
     types = {"T": np.dtype(dtype), "tensor(float)": np.dtype("float32"), "tensor(int64)": np.dtype("int64")}
     kinds: list[Any] = [(types[p.type_str], INPUT_RANKS[p.name]) for p in SCHEMAS[op].inputs]
@@ -100,6 +103,19 @@ def test_every_operator_is_complete(op: str) -> None:
     assert op in BODIES
     assert callable(getattr(reference, op))
     assert (Path(__file__).parent / f"test_{op}.py").is_file()
+
+
+@pytest.mark.parametrize("op", SCHEMAS)
+def test_the_page_of_operators_has_it(op: str, root_dir: Path) -> None:
+    schema = SCHEMAS[op]
+    inputs, outputs = (
+        ", ".join(
+            f"{p.name}{'?' * (p.option == p.option.Optional)} {SHORT.get(p.type_str, p.type_str)}" for p in parameters
+        )
+        for parameters in (schema.inputs, schema.outputs)
+    )
+    row = f"| `{op}` | {inputs} | {', '.join(sorted(schema.attributes))} | {outputs} |"
+    assert row in (root_dir / "docs" / "operators.md").read_text().splitlines()
 
 
 def test_no_operator_is_missing_in_the_table() -> None:
