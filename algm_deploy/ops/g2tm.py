@@ -67,8 +67,8 @@ def neighbour_similarity(tokens: Tensor, grid: Sequence[int], prefix: int) -> Te
 def groups(linked: Tensor, grid: Sequence[int]) -> Tensor:
     """The first patch (B, N) of every patch's group, given which neighbours are linked (B, E)."""
     height, width = grid
-    right = linked[:, : height * (width - 1)].reshape(-1, height, width - 1)
-    below = linked[:, height * (width - 1) :].reshape(-1, height - 1, width)
+    right = linked[:, : height * (width - 1)].reshape(len(linked), height, width - 1)
+    below = linked[:, height * (width - 1) :].reshape(len(linked), height - 1, width)
     sides = F.pad(right, (0, 1)), F.pad(right, (1, 0)), F.pad(below, (0, 0, 0, 1)), F.pad(below, (0, 0, 1, 0))
     linked_to = torch.stack([side.flatten(1) for side in sides], 1)
     count = height * width
