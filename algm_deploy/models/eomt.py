@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from algm_deploy.models.multiply_adds import NORM, attention, mlp
 from algm_deploy.models.naming import Naming, joined_tokens, layer_scales
-from algm_deploy.models.scores import GridNetwork, scores_of_masks, to_grid
+from algm_deploy.models.readout import Joining, Level, Readout, ReadNetwork, Steps, on_grid
+from algm_deploy.models.scores import MaskScores
 from algm_deploy.models.vit import Block, Tokens
 from algm_deploy.recipe.schema import Network
 
@@ -43,15 +44,11 @@ class Enlarge(nn.Module):
 
 
 class QueryDecoder(nn.Module):
-    """The blocks that queries pass together with the tokens, and the heads that make classes and masks of them.
-
-    Rows are [queries | tokens], so that padding stays at the end; attention does not depend on the order.
-    """
+    """The blocks that queries pass together with the tokens, and the heads that make classes and masks of them."""
 
     def __init__(self, network: Network) -> None:
         super().__init__()
         dim = network.embed_dim
-        self.grid, self.size = network.grid, network.image_size
         self.queries = nn.Parameter(torch.zeros(network.queries, dim))
         self.blocks = nn.ModuleList(Block(dim, network.heads, EPS) for _ in range(network.decoder_depth))
         self.norm = nn.LayerNorm(dim, EPS)
@@ -59,18 +56,10 @@ class QueryDecoder(nn.Module):
         self.mask = nn.ModuleList(nn.Linear(dim, dim) for _ in range(3))
         self.enlarge = nn.Sequential(*(Enlarge(dim) for _ in range(_enlargements(network))))
 
-    def forward(self, levels: list[Tokens]) -> Tensor:
-        """Scores (B, K, H, W): every query's mask, weighted with its probabilities of the classes."""
-        (tokens,) = levels
-        images, count = tokens.values.shape[0], self.queries.shape[0]
-        rows = torch.cat([self.queries.expand(images, -1, -1), tokens.values], 1)
-        joined = tokens._replace(values=rows, length=tokens.length + count)
-        for block in self.blocks:
-            joined = block(joined)
-        rows = self.norm(joined.values)
-        queries, patches = rows[:, :count], to_grid(rows[:, count:], tokens.map, 0, self.grid)
+    def forward(self, queries: Tensor, patches: Tensor) -> tuple[Tensor, Tensor]:
+        """Masks (B, Q, h, w) and classes (B, Q, K + 1) of queries (B, Q, D) and maps (B, D, rows, columns)."""
         masks = torch.einsum("bqc,bchw->bqhw", self._mask_features(queries), self.enlarge(patches))
-        return scores_of_masks(masks, self.classes(queries), self.size)
+        return masks, self.classes(queries)
 
     def _mask_features(self, queries: Tensor) -> Tensor:
         first, second, last = self.mask
@@ -83,12 +72,21 @@ def _enlargements(network: Network) -> int:
     return max(1, int(math.log2(network.patch_size)) - 2)
 
 
-class Eomt(GridNetwork):
+class Eomt(ReadNetwork):
     """Image (B, 3, H, W), normalised, to class scores (B, K, H, W) that sum up the masks of all queries."""
 
     def __init__(self, network: Network) -> None:
         super().__init__(network, EPS, norm=False)
         self.decoder = QueryDecoder(network)
+
+    def readout(self) -> Readout:
+        joining = Joining(self.decoder.queries, self.decoder.blocks, self.decoder.norm)
+        return Readout((Level(),), self._scores, joining, unmerged=True)
+
+    def _scores(self, levels: Sequence[Tokens], queries: Tensor | None, steps: Steps) -> MaskScores:
+        (tokens,) = levels
+        patches = on_grid(tokens.values, self.network.grid)
+        return MaskScores(*self.decoder(queries, patches), self.encoder.prefix, [])
 
     @staticmethod
     def decoder_multiply_adds(network: Network, levels: Sequence[int]) -> int:

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from algm_deploy.models.multiply_adds import linear_head
 from algm_deploy.models.naming import STATISTICS, Made, Naming, batch_norm, joined_tokens, layer_scales
-from algm_deploy.models.scores import GridScores, Scores, TokenScores, to_grid
-from algm_deploy.models.vit import MergeInputs, VitNetwork
+from algm_deploy.models.readout import Level, Readout, ReadNetwork, Steps, on_grid
+from algm_deploy.models.scores import GridScores, Scores, TokenScores
+from algm_deploy.models.vit import Tokens
 from algm_deploy.ops._rows import wide
 from algm_deploy.recipe.schema import Network, Size
 
@@ -28,7 +29,7 @@ EPS = 1e-6
 _HEAD = "decode_head."
 
 
-class LinearProbe(VitNetwork):
+class LinearProbe(ReadNetwork):
     """Image (B, 3, H, W), normalised, to class scores of merged tokens; of the grid where several blocks are read."""
 
     def __init__(self, network: Network) -> None:
@@ -36,15 +37,16 @@ class LinearProbe(VitNetwork):
         levels = range(max(1, len(network.stages)))
         self.heads = nn.ModuleList(nn.Linear(network.embed_dim, network.classes, bias=not level) for level in levels)
 
-    def forward(self, image: Tensor, inputs: MergeInputs | None = None) -> Scores:
-        levels, stages = self.encoder(image, inputs)
+    def readout(self) -> Readout:
+        levels, prefix = tuple(Level(rows=head) for head in self.heads), self.encoder.prefix
+        return Readout(levels, self._scores, skipped=prefix, unmerged=len(levels) > 1)
+
+    def _scores(self, levels: Sequence[Tokens], front: Tensor | None, steps: Steps) -> Scores:
         prefix = self.encoder.prefix
-        scores = [head(level.values[:, prefix:]) for head, level in zip(self.heads, levels, strict=True)]
         if len(levels) == 1:
-            return TokenScores(scores[0], levels[0].map, prefix, stages)
-        grid = self.network.grid
-        grids = [to_grid(wide(s), level.map, prefix, grid) for s, level in zip(scores, levels, strict=True)]
-        return GridScores(torch.stack(grids).sum(0), prefix, stages)
+            return TokenScores(levels[0].values, levels[0].map, prefix, [])
+        total = torch.stack([wide(level.values) for level in levels]).sum(0)
+        return GridScores(on_grid(total, self.network.grid), prefix, [])
 
     @staticmethod
     def decoder_multiply_adds(network: Network, levels: Sequence[int]) -> int:

@@ -1,4 +1,4 @@
-"""What a network returns: class scores of merged tokens or on a grid; and how they become pictures."""
+"""What a network returns: class scores of merged tokens or on a grid, or masks; and how they become pictures."""
 
 from __future__ import annotations
 
@@ -36,7 +36,16 @@ class GridScores(NamedTuple):
     stages: list[Merged]
 
 
-Scores = TokenScores | GridScores
+class MaskScores(NamedTuple):
+    """Masks (B, Q, h, w) and classes (B, Q, K + 1) of queries, both before their activation; the rest as above."""
+
+    masks: Tensor
+    classes: Tensor
+    prefix: int
+    stages: list[Merged]
+
+
+Scores = TokenScores | GridScores | MaskScores
 
 
 class GridNetwork(VitNetwork):
@@ -79,6 +88,8 @@ def scores_of_masks(masks: Tensor, classes: Tensor, size: Size) -> Tensor:
 
 def upsample_scores(output: Scores, grid: Size, size: Size) -> Tensor:
     """Unmerged scores, bilinear to `size`: (B, K, H, W). 16-bit scores are interpolated and returned in fp32."""
+    if isinstance(output, MaskScores):
+        return scores_of_masks(output.masks, output.classes, size)
     maps = wide(output.scores)
     if isinstance(output, TokenScores):
         maps = to_grid(maps, output.map, output.prefix, grid)

@@ -7,6 +7,7 @@ on merged tokens; class scores are unmerged at the very end.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -14,17 +15,12 @@ from torch import Tensor, nn
 
 from algm_deploy.models.multiply_adds import NORM, attention, linear_head, mlp, normalised
 from algm_deploy.models.naming import Naming, joined_tokens
+from algm_deploy.models.readout import Joining, Level, Readout, ReadNetwork, Steps
 from algm_deploy.models.scores import TokenScores
-from algm_deploy.models.vit import Block, MergeInputs, Tokens, VitNetwork
-from algm_deploy.ops._rows import wide
+from algm_deploy.models.vit import Block, Tokens
 from algm_deploy.recipe.schema import Network, Size
 
 DISTILLED = "encoder.dist_token"
-
-
-def _unit(x: Tensor) -> Tensor:
-    """Rows scaled to length one; the norm is taken in fp32, where 16-bit squares cannot overflow."""
-    return F.normalize(wide(x), dim=-1).to(x.dtype)
 
 
 class LinearDecoder(nn.Module):
@@ -34,16 +30,17 @@ class LinearDecoder(nn.Module):
         super().__init__()
         self.head = nn.Linear(dim, classes)
 
-    def forward(self, tokens: Tokens) -> Tensor:
-        scores: Tensor = self.head(tokens.values)
-        return scores
+    def readout(self, prefix: int) -> Readout:
+        """Of tokens after `prefix` rows."""
+        return Readout((Level(rows=self.head),), partial(self._scores, prefix), skipped=prefix)
+
+    def _scores(self, prefix: int, levels: Sequence[Tokens], front: Tensor | None, steps: Steps) -> TokenScores:
+        (tokens,) = levels
+        return TokenScores(tokens.values, tokens.map, prefix, [])
 
 
 class MaskTransformer(nn.Module):
-    """Class embeddings attend together with the tokens; a score is their cosine, normalised over the classes.
-
-    Rows are [classes | tokens], so that padding stays at the end; attention does not depend on the order.
-    """
+    """Class embeddings attend together with the tokens; a score is their cosine, normalised over the classes."""
 
     def __init__(self, dim: int, classes: int, depth: int) -> None:
         super().__init__()
@@ -55,34 +52,31 @@ class MaskTransformer(nn.Module):
         self.proj_classes = nn.Parameter(torch.zeros(dim, dim))
         self.mask_norm = nn.LayerNorm(classes)
 
-    def forward(self, tokens: Tokens) -> Tensor:
-        classes = self.cls_emb.shape[1]
-        rows = [self.cls_emb.expand(tokens.values.shape[0], -1, -1), self.proj_dec(tokens.values)]
-        tokens = tokens._replace(values=torch.cat(rows, 1), length=tokens.length + classes)
-        for block in self.blocks:
-            tokens = block(tokens)
-        x = self.decoder_norm(tokens.values)
-        patch, label = _unit(x[:, classes:] @ self.proj_patch), _unit(x[:, :classes] @ self.proj_classes)
-        scores: Tensor = self.mask_norm(patch @ label.mT)
-        return scores
+    def readout(self, prefix: int) -> Readout:
+        """Of tokens after `prefix` rows."""
+        joining = Joining(self.cls_emb[0], self.blocks, self.decoder_norm)
+        return Readout((Level(rows=self.proj_dec),), partial(self._scores, prefix), joining, prefix)
+
+    def _scores(self, prefix: int, levels: Sequence[Tokens], classes: Tensor | None, steps: Steps) -> TokenScores:
+        (tokens,) = levels
+        assert classes is not None
+        patch, label = steps.unit(tokens.values @ self.proj_patch), steps.unit(classes @ self.proj_classes)
+        return TokenScores(steps.normed(patch @ label.mT, self.mask_norm), tokens.map, prefix, [])
 
 
-class Segmenter(VitNetwork):
+class Segmenter(ReadNetwork):
     """Image (B, 3, H, W), normalised, to class scores of merged tokens."""
 
     def __init__(self, network: Network) -> None:
         super().__init__(network)
-        self.decoder: nn.Module = (
+        self.decoder: LinearDecoder | MaskTransformer = (
             LinearDecoder(network.embed_dim, network.classes)
             if network.decoder == "linear"
             else MaskTransformer(network.embed_dim, network.classes, network.decoder_depth)
         )
 
-    def forward(self, image: Tensor, inputs: MergeInputs | None = None) -> TokenScores:
-        prefix = self.encoder.prefix
-        (tokens,), stages = self.encoder(image, inputs)
-        patches = tokens._replace(values=tokens.values[:, prefix:], length=tokens.length - prefix)
-        return TokenScores(self.decoder(patches), tokens.map, prefix, stages)
+    def readout(self) -> Readout:
+        return self.decoder.readout(self.encoder.prefix)
 
     @staticmethod
     def decoder_multiply_adds(network: Network, levels: Sequence[int]) -> int:

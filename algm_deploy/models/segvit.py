@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from algm_deploy.models.multiply_adds import NORM, attention, mlp
 from algm_deploy.models.naming import Naming, dropped, mmseg_encoder
-from algm_deploy.models.scores import GridNetwork, scores_of_masks, to_grid
+from algm_deploy.models.readout import Level, Readout, ReadNetwork, Steps
+from algm_deploy.models.scores import MaskScores, to_grid
 from algm_deploy.models.vit import Attention, Tokens
 from algm_deploy.ops._rows import wide
 from algm_deploy.recipe.schema import Network
@@ -68,9 +69,14 @@ class Stage(nn.Module):
         self.proj, self.norm = nn.Linear(network.embed_dim, dim), nn.LayerNorm(dim)
         self.layers = nn.ModuleList(DecoderLayer(dim, network.heads) for _ in range(network.decoder_depth))
 
+    def rows(self, x: Tensor) -> Tensor:
+        """Rows (..., D) of the encoder as the layers read them."""
+        rows: Tensor = self.norm(self.proj(x))
+        return rows
+
     def forward(self, queries: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """Queries (B, K, D), and the attention map (B, S, K), one row a token."""
-        rows, valid = self.norm(self.proj(tokens.values)), None
+        """Queries (B, K, D), and the attention map (B, S, K), one row a token; tokens have been given to `rows`."""
+        rows, valid = tokens.values, None
         if tokens.padded:
             valid = tokens.size > 0
             rows = torch.where(valid[:, :, None], rows, 0)  # zero times a NaN of padding would be NaN
@@ -84,27 +90,37 @@ class AtmDecoder(nn.Module):
 
     def __init__(self, network: Network) -> None:
         super().__init__()
-        self.grid, self.size = network.grid, network.image_size
+        self.grid = network.grid
         self.queries = nn.Parameter(torch.zeros(network.classes, network.decoder_dim))
         self.stages = nn.ModuleList(Stage(network) for _ in network.stages)
         self.classes = nn.Linear(network.decoder_dim, network.classes + 1)
 
-    def forward(self, levels: list[Tokens]) -> Tensor:
-        """Scores (B, K, H, W): every query's mask, weighted with its probabilities of the classes."""
+    def levels(self) -> tuple[Level, ...]:
+        """As the encoder has them, so the last stage comes first."""
+        return tuple(Level(rows=stage.rows) for stage in reversed([*self.stages]))
+
+    def forward(self, levels: Sequence[Tokens]) -> tuple[Tensor, Tensor]:
+        """Masks (B, K, h, w) and classes (B, K, K + 1) of the queries."""
         queries = self.queries.expand(levels[0].values.shape[0], -1, -1)
         masks = []
         for stage, tokens in zip(self.stages, reversed(levels), strict=True):
             queries, attention = stage(queries, tokens)
             masks.append(to_grid(attention, tokens.map, 0, self.grid))
-        return scores_of_masks(torch.stack(masks).sum(0), self.classes(queries), self.size)
+        return torch.stack(masks).sum(0), self.classes(queries)
 
 
-class Segvit(GridNetwork):
+class Segvit(ReadNetwork):
     """Image (B, 3, H, W), normalised, to class scores (B, K, H, W) in [0, K]."""
 
     def __init__(self, network: Network) -> None:
         super().__init__(network, ENCODER_EPS, norm=False)
         self.decoder = AtmDecoder(network)
+
+    def readout(self) -> Readout:
+        return Readout(self.decoder.levels(), self._scores)
+
+    def _scores(self, levels: Sequence[Tokens], front: Tensor | None, steps: Steps) -> MaskScores:
+        return MaskScores(*self.decoder(levels), self.encoder.prefix, [])
 
     @staticmethod
     def decoder_multiply_adds(network: Network, levels: Sequence[int]) -> int:

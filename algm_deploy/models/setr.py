@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from algm_deploy.models.multiply_adds import BILINEAR, normalised
 from algm_deploy.models.naming import Naming, dropped, mmseg_encoder
-from algm_deploy.models.scores import GridNetwork, resize, to_grid
+from algm_deploy.models.readout import Level, Readout, ReadNetwork, Steps, on_grid
+from algm_deploy.models.scores import GridScores, resize
 from algm_deploy.models.vit import Tokens
 from algm_deploy.recipe.schema import Network
 
@@ -43,14 +44,17 @@ class UpHead(nn.Module):
         super().__init__()
         count, kernel, self.last_factor = _HEADS[network.decoder]
         width = network.decoder_dim
-        self.grid = network.grid
         self.norm = nn.LayerNorm(network.embed_dim, EPS)
         self.convs = nn.ModuleList(_conv(width if i else network.embed_dim, width, kernel) for i in range(count))
         self.score = _conv(width, network.classes, 1)
 
-    def forward(self, levels: list[Tokens]) -> Tensor:
-        (tokens,) = levels
-        maps = to_grid(self.norm(tokens.values), tokens.map, 0, self.grid)
+    def levels(self) -> tuple[Level, ...]:
+        """The one that is read."""
+        return (Level(self.norm),)
+
+    def forward(self, levels: Sequence[Tensor]) -> Tensor:
+        """Scores of normalised maps (B, D, rows, columns)."""
+        (maps,) = levels
         for i, conv in enumerate(self.convs):
             maps = F.relu(conv(_enlarged(maps, 2) if i else maps))
         return _enlarged(self.score(maps), self.last_factor)
@@ -78,7 +82,7 @@ class MultiLevelHead(nn.Module):
     def __init__(self, network: Network) -> None:
         super().__init__()
         width, half = network.decoder_dim, network.decoder_dim // 2
-        self.grid, self.pointwise = network.grid, network.decoder == "mla_mmseg"
+        self.pointwise = network.decoder == "mla_mmseg"
         self.norms = nn.ModuleList(nn.LayerNorm(network.embed_dim, EPS) for _ in _LEVELS)
         self.laterals = nn.ModuleList(_conv(network.embed_dim, width, 1) for _ in _LEVELS)
         self.smooth = nn.ModuleList(_conv(width, width, 3) for _ in _LEVELS)
@@ -86,11 +90,13 @@ class MultiLevelHead(nn.Module):
         self.refine = nn.ModuleList(_conv(half, half, 3) for _ in _LEVELS)
         self.score = _conv(len(_LEVELS) * half, network.classes, 1 if self.pointwise else 3)
 
-    def forward(self, levels: list[Tokens]) -> Tensor:
-        maps = [
-            F.relu(lateral(to_grid(norm(tokens.values), tokens.map, 0, self.grid)))
-            for tokens, norm, lateral in zip(levels, self.norms, self.laterals, strict=True)
-        ]
+    def levels(self) -> tuple[Level, ...]:
+        """Those that are read."""
+        return tuple(Level(norm) for norm in self.norms)
+
+    def forward(self, levels: Sequence[Tensor]) -> Tensor:
+        """Scores of normalised maps (B, D, rows, columns) of every level."""
+        maps = [F.relu(lateral(x)) for x, lateral in zip(levels, self.laterals, strict=True)]
         for i in reversed(_LEVELS[:-1]):
             maps[i] = maps[i + 1] + maps[i]
         for convs in (self.smooth, self.narrow, self.refine):
@@ -117,12 +123,19 @@ def _head(network: Network) -> type[UpHead] | type[MultiLevelHead]:
     return UpHead if network.decoder in _HEADS else MultiLevelHead
 
 
-class Setr(GridNetwork):
+class Setr(ReadNetwork):
     """Image (B, 3, H, W), normalised, to class scores on a grid."""
 
     def __init__(self, network: Network) -> None:
         super().__init__(network, EPS, norm=False)
         self.decoder = _head(network)(network)
+
+    def readout(self) -> Readout:
+        return Readout(self.decoder.levels(), self._scores, unmerged=True)
+
+    def _scores(self, levels: Sequence[Tokens], front: Tensor | None, steps: Steps) -> GridScores:
+        maps = [on_grid(tokens.values, self.network.grid) for tokens in levels]
+        return GridScores(self.decoder(maps), self.encoder.prefix, [])
 
     @staticmethod
     def decoder_multiply_adds(network: Network, levels: Sequence[int]) -> int:

@@ -20,6 +20,8 @@ from algm_deploy.models.checkpoints.reading import Checkpoint, read_checkpoint
 from algm_deploy.models.checkpoints.weights import state_dict_for
 from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.loading import network_class, network_module, parameter_shapes
+from algm_deploy.models.readout import read
+from algm_deploy.models.scores import upsample_scores
 from algm_deploy.models.vit import VitNetwork
 from algm_deploy.recipe.families import architectures
 from algm_deploy.recipe.schema import MergePlan, Network
@@ -168,7 +170,8 @@ def test_a_convolutional_head_sees_every_patch(name: str, images: Tensor) -> Non
         level._replace(values=level.values.gather(1, level.map[:, :, None].expand(-1, -1, 32)), map=every_patch)
         for level in levels
     ]
-    torch.testing.assert_close(model.decoder(levels), model.decoder(full), rtol=0, atol=TOLERANCE)
+    merged, every = (read(model.readout(), given, []) for given in (levels, full))
+    torch.testing.assert_close(merged, every, rtol=0, atol=TOLERANCE)
 
 
 # Checkpoints
@@ -273,6 +276,6 @@ def test_segvit_scores_every_class_but_that_of_no_object(classes: int) -> None:
     assert shapes["decoder.classes.weight"] == (classes + 1, 16)
     (naming,) = network_class(network).namings(network)
     model = network_module(network, naming.translated(weights(naming.expected(shapes)), shapes), torch.float32)
-    scores: Any = model(torch.zeros(1, 3, 96, 96))
-    assert scores.scores.shape == (1, classes, 96, 96)
-    assert scores.scores.min() >= 0
+    scores = upsample_scores(model(torch.zeros(1, 3, 96, 96)), network.grid, network.image_size)
+    assert scores.shape == (1, classes, 96, 96)
+    assert scores.min() >= 0

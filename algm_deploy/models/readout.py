@@ -1,0 +1,132 @@
+"""How class scores come of the rows that an encoder leaves: described once by each network, followed by whoever runs it.
+
+A network's own `forward` follows its description on padded sequences. A runtime that keeps rows in another way follows
+the same one: it needs to know which rows are read where, what is done with each row alone, and which rows of the
+network's own pass further blocks with them. Everything after that is `Readout.scores`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import algm_deploy.ops  # noqa: F401  registers torch.ops.algm
+from algm_deploy.models.scores import Scores
+from algm_deploy.models.vit import Merged, MergeInputs, Tokens, VitNetwork
+from algm_deploy.ops._rows import wide
+from algm_deploy.recipe.schema import Size
+
+
+class Steps(NamedTuple):
+    """Steps on rows (..., D) that a runtime may have kernels of its own for: a norm, and scaling rows to length one."""
+
+    normed: Callable[[Tensor, nn.LayerNorm], Tensor]
+    unit: Callable[[Tensor], Tensor]
+
+
+def _normed(x: Tensor, norm: nn.LayerNorm) -> Tensor:
+    out: Tensor = norm(x)
+    return out
+
+
+def _unit(x: Tensor) -> Tensor:
+    """The length is taken in fp32, where 16-bit squares cannot overflow."""
+    return F.normalize(wide(x), dim=-1).to(x.dtype)
+
+
+PLAIN = Steps(_normed, _unit)
+
+
+class Level(NamedTuple):
+    """What the decoder reads of one of the encoder's outputs: `norm`, then `rows`, of each row alone; without, as it is.
+
+    rows: (..., D) to (..., C).
+    """
+
+    norm: nn.LayerNorm | None = None
+    rows: Callable[[Tensor], Tensor] | None = None
+
+
+class Joining(NamedTuple):
+    """Blocks after the encoder that rows of the network's own (K, D) pass together with those of the last level.
+
+    `front` stands in front of each image's rows, so that padding stays at the end; attention does not depend on the
+    order. `norm` comes after the blocks.
+    """
+
+    front: Tensor
+    blocks: nn.ModuleList
+    norm: nn.LayerNorm
+
+
+@dataclass(frozen=True)
+class Readout:
+    """From an encoder's outputs to class scores.
+
+    Args:
+        levels: one for each output of the encoder, in its order.
+        scores: given the levels, the rows (B, K, D) that joined, if any, and steps; the scores' `stages` stay empty.
+        joining: the blocks that rows of the network's own pass with the last level.
+        skipped: leading rows of each image that are not read, those that are no patches; the maps still count them.
+        unmerged: whether `scores` is given a row for every patch, (B, N, C), instead of the merged rows.
+    """
+
+    levels: tuple[Level, ...]
+    scores: Callable[[Sequence[Tokens], Tensor | None, Steps], Scores]
+    joining: Joining | None = None
+    skipped: int = 0
+    unmerged: bool = False
+
+
+class ReadNetwork(VitNetwork):
+    """A network that says how its decoder reads rows. Image (B, 3, H, W), normalised, to class scores."""
+
+    def readout(self) -> Readout:
+        """Made of the modules and parameters that are there now."""
+        raise NotImplementedError
+
+    def forward(self, image: Tensor, inputs: MergeInputs | None = None) -> Scores:
+        outputs, stages = self.encoder(image, inputs)
+        return read(self.readout(), outputs, stages)
+
+
+def read(readout: Readout, outputs: Sequence[Tokens], stages: list[Merged]) -> Scores:
+    """Scores of an encoder's outputs, padded sequences."""
+    levels = [_read(level, tokens, readout.skipped) for level, tokens in zip(readout.levels, outputs, strict=True)]
+    front = None
+    if readout.joining is not None:
+        levels[-1], front = _joined(readout.joining, levels[-1])
+    if readout.unmerged:
+        levels = [_every_patch(tokens, readout.skipped) for tokens in levels]
+    return readout.scores(levels, front, PLAIN)._replace(stages=stages)
+
+
+def _read(level: Level, tokens: Tokens, skipped: int) -> Tokens:
+    values = tokens.values[:, skipped:] if skipped else tokens.values
+    values = values if level.norm is None else level.norm(values)
+    values = values if level.rows is None else level.rows(values)
+    return tokens._replace(values=values, length=tokens.length - skipped)
+
+
+def _joined(joining: Joining, tokens: Tokens) -> tuple[Tokens, Tensor]:
+    images, count = len(tokens.values), len(joining.front)
+    rows = torch.cat([joining.front.expand(images, -1, -1), tokens.values], 1)
+    joined = tokens._replace(values=rows, length=tokens.length + count)
+    for block in joining.blocks:
+        joined = block(joined)
+    rows = joining.norm(joined.values)
+    return tokens._replace(values=rows[:, count:]), rows[:, :count]
+
+
+def _every_patch(tokens: Tokens, skipped: int) -> Tokens:
+    return tokens._replace(values=torch.ops.algm.unmerge(tokens.values, tokens.map, skipped))
+
+
+def on_grid(patches: Tensor, grid: Size) -> Tensor:
+    """A row a patch (B, N, C) as maps (B, C, rows, columns)."""
+    return patches.mT.unflatten(2, grid)
