@@ -47,7 +47,7 @@ from algm_deploy.ops.attention import _BACKENDS
 from algm_deploy.ops.native_kernels import LIBRARY, use_kernels
 from algm_deploy.recipe.schema import Precision, Recipe, Size
 from algm_deploy.runners.torch import packed as torch_packed
-from algm_deploy.runners.torch.packed import PackedSegmenter
+from algm_deploy.runners.torch.packed import PackedNetwork
 from algm_deploy.timing.variants import VARIANTS, variant_network
 from runtimes import (
     TOKENS,
@@ -190,7 +190,7 @@ class Bench:
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()
         torch.cuda.reset_peak_memory_stats()
-        packed = PackedSegmenter(network, torch.uint8)
+        packed = PackedNetwork(network, torch.uint8)
         grid, size = recipe.network.grid, recipe.network.image_size
         maps: list[tuple[Tensor, ...]] = [()]
 
@@ -249,7 +249,7 @@ class Bench:
 
     def same_mean(self, images: Tensor) -> tuple[float, float]:
         """Thresholds with which these images keep `TOKENS` on average, each deciding alone."""
-        packed = PackedSegmenter(self.network(self.alone, "merged"), torch.uint8)
+        packed = PackedNetwork(self.network(self.alone, "merged"), torch.uint8)
         packed.graphs = None  # of counts that are met once
 
         def mean(stage: int, clap: float, gbm: float) -> float:
@@ -304,7 +304,7 @@ class Bench:
     def photos(self, count: int = 16) -> dict[str, Any]:
         """Host milliseconds for photos of different token counts, one by one: as they come, and once more."""
         images = pictures(count).cuda()
-        packed = PackedSegmenter(self.network(self.alone, "merged"), torch.uint8)
+        packed = PackedNetwork(self.network(self.alone, "merged"), torch.uint8)
         thresholds = self.thresholds[CLAP_THRESHOLD], self.thresholds[GBM_THRESHOLD]
         passes: list[list[float]] = []
         for _ in range(3):

@@ -34,7 +34,7 @@ from algm_deploy.recipe.reading import recipe
 from algm_deploy.recipe.schema import DENSE, MergePlan, Network, Protocol, Recipe
 from algm_deploy.report.records import plan_in_force, plan_name
 from algm_deploy.runners.contract import runner
-from algm_deploy.runners.torch.packed import supports
+from algm_deploy.runners.torch.packed import why_not
 from algm_deploy.timing.variants import variant_network
 from algm_deploy.wording import merge_titles
 
@@ -201,8 +201,8 @@ def test_truncated_around_parts_gives_every_row_back() -> None:
 
 def test_packed_rows_do_not_merge_around_parts() -> None:
     model: VitNetwork = network_class(NETWORK)(NETWORK)
-    assert supports(Deployed(insert_merging(model, DENSE), NETWORK, "labels"))
-    assert not supports(Deployed(insert_merging(model, AROUND), NETWORK, "labels"))
+    assert why_not(Deployed(insert_merging(model, DENSE), NETWORK, "labels")) is None
+    assert why_not(Deployed(insert_merging(model, AROUND), NETWORK, "labels")) is not None
 
 
 def test_truncated_pays_for_all_but_the_merge() -> None:

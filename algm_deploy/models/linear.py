@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from algm_deploy.models.multiply_adds import linear_head
 from algm_deploy.models.naming import STATISTICS, Made, Naming, batch_norm, joined_tokens, layer_scales
-from algm_deploy.models.readout import Level, Readout, ReadNetwork, Steps, on_grid
+from algm_deploy.models.readout import Level, ReadNetwork, Readout, Steps, on_grid
 from algm_deploy.models.scores import GridScores, Scores, TokenScores
 from algm_deploy.models.vit import Tokens
 from algm_deploy.ops._rows import wide

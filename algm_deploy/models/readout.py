@@ -1,4 +1,4 @@
-"""How class scores come of the rows that an encoder leaves: described once by each network, followed by whoever runs it.
+"""How class scores come of the rows that an encoder leaves: each network describes it, whoever runs it follows.
 
 A network's own `forward` follows its description on padded sequences. A runtime that keeps rows in another way follows
 the same one: it needs to know which rows are read where, what is done with each row alone, and which rows of the
@@ -43,7 +43,7 @@ PLAIN = Steps(_normed, _unit)
 
 
 class Level(NamedTuple):
-    """What the decoder reads of one of the encoder's outputs: `norm`, then `rows`, of each row alone; without, as it is.
+    """What the decoder reads of an output of the encoder: `norm`, then `rows`, of each row alone; without, as it is.
 
     rows: (..., D) to (..., C).
     """

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from algm_deploy.models.multiply_adds import NORM, attention, linear_head, mlp, normalised
 from algm_deploy.models.naming import Naming, joined_tokens
-from algm_deploy.models.readout import Joining, Level, Readout, ReadNetwork, Steps
+from algm_deploy.models.readout import Joining, Level, ReadNetwork, Readout, Steps
 from algm_deploy.models.scores import TokenScores
 from algm_deploy.models.vit import Block, Tokens
 from algm_deploy.recipe.schema import Network, Size

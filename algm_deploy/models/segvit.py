@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from algm_deploy.models.multiply_adds import NORM, attention, mlp
 from algm_deploy.models.naming import Naming, dropped, mmseg_encoder
-from algm_deploy.models.readout import Level, Readout, ReadNetwork, Steps
+from algm_deploy.models.readout import Level, ReadNetwork, Readout, Steps
 from algm_deploy.models.scores import MaskScores, to_grid
 from algm_deploy.models.vit import Attention, Tokens
 from algm_deploy.ops._rows import wide

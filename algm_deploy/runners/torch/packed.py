@@ -1,4 +1,4 @@
-"""A Segmenter on packed rows: what the torch runtime executes on a CUDA device.
+"""A network on packed rows: what the torch runtime executes on a CUDA device.
 
 Everything but attention works row by row, so the rows of a batch stand one behind the other, (T, D), without padding
 between images, and attention is told where each image starts. A batch of different pictures costs what its tokens cost.
@@ -7,6 +7,9 @@ The network is cut where the number of tokens becomes known: behind each merge t
 next segment runs on as many rows, rounded up to a bucket, so that a few CUDA graphs serve all counts. Rows of padding
 stand behind the last image. They hold anything, NaN included, and nothing reads them: no step mixes rows but attention,
 which stops at the end of an image.
+
+What decoders make of the rows is not written here: each network describes it (`models/readout.py`). Rows that the
+decoder reads from blocks before a merge wait in memory of their own, those of every patch where it reads such.
 
 All that a segment leaves for the next lies in memory of its own (`_Cut`). Networks that merge nothing, merge by
 budgets, or drop a fixed number of tokens, have a single segment, and every image its own place: one CUDA graph a batch
@@ -19,31 +22,29 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import NamedTuple, TypeGuard, cast
+from typing import NamedTuple, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from algm_deploy.merging import Clap, Gbm, KeepFirst
-from algm_deploy.models.deployed import PIXEL_SCALE, Deployed, PixelEmbedding
+from algm_deploy.models.deployed import PIXEL_CENTRE, PIXEL_SCALE, Deployed, PixelEmbedding
 from algm_deploy.models.fp8 import Fp8Linear, Quantised
 from algm_deploy.models.quantized import is_quantized
-from algm_deploy.models.scores import TokenScores
-from algm_deploy.models.segmenter import LinearDecoder, MaskTransformer, Segmenter
+from algm_deploy.models.readout import Joining, ReadNetwork, Steps
+from algm_deploy.models.scores import GridScores, MaskScores, Scores, TokenScores
 from algm_deploy.models.vit import SLOTS, Attention, Block, KeepTokens, MergeInputs, Mlp, Tokens, VisionTransformer
 from algm_deploy.ops.native_kernels import Kernels, Merge, clap_merge, gbm_merge, use_kernels
+from algm_deploy.recipe.schema import patch_margins
 from algm_deploy.runners.torch.fused import (
-    apart,
     attention,
     attention_fp8,
     fits_attention,
-    fits_moving,
     linear_gelu,
-    packed,
     patches,
     product_fp8,
     product_gelu_fp8,
@@ -52,68 +53,11 @@ from algm_deploy.runners.torch.fused import (
     unit,
 )
 from algm_deploy.runners.torch.graphs import Graphs
+from algm_deploy.runners.torch.layout import Layout, apart, bucket, every_patch, packed, with_front
 
 MOST_GRAPHS = 128
 MOST_BATCH_SIZES = 4
 """Batch sizes whose memory is kept; beyond it the one that was not needed for longest goes."""
-_SINGLE_STEP, _IMAGE_STEP = 32, 128
-
-
-def bucket(lengths: Sequence[int], rows: int) -> tuple[int, int]:
-    """Rows in all, and rows of the longest image, rounded up so that few pairs occur.
-
-    One image: to 32. Several: in all to at most 1/128 more, or to 32, the longest to 128.
-
-    Args:
-        lengths: valid rows of each image.
-        rows: most an image can have.
-    """
-    total, longest = sum(lengths), max(lengths)
-    if len(lengths) == 1:
-        total = min(_up(total, _SINGLE_STEP), rows)
-        return total, total
-    step = max(_SINGLE_STEP, 1 << (total // 128).bit_length() >> 1)
-    return min(_up(total, step), len(lengths) * rows), min(_up(longest, _IMAGE_STEP), rows)
-
-
-def _up(value: int, step: int) -> int:
-    return -(-value // step) * step
-
-
-class Layout(NamedTuple):
-    """How T packed rows belong to images.
-
-    starts (images + 1) int32: first row of each image, and the end of the last. Without it every image has `longest`
-    rows. With it `longest` is a bound.
-    """
-
-    images: int
-    longest: int
-    starts: Tensor | None = None
-
-    @property
-    def regular(self) -> bool:
-        """Every image has `longest` rows, some of which may be padding if there is but one image."""
-        return self.starts is None or self.images == 1
-
-
-def packed_index(layout: Layout, rows: int, stride: int) -> Tensor:
-    """Where each of `rows` packed rows lies in (images, stride) padded ones: (rows,) int64. Padding lies anywhere."""
-    assert layout.starts is not None
-    row = torch.arange(rows, device=layout.starts.device, dtype=torch.int32)
-    image = torch.searchsorted(layout.starts[1:], row, right=True).clamp_(max=layout.images - 1)
-    index = image * stride + (row - layout.starts[image])
-    return index.clamp_(max=layout.images * stride - 1)
-
-
-def padded_index(layout: Layout, rows: int, first: int, count: int) -> Tensor:
-    """Where rows first, first + 1, ... of each image lie in `rows` packed ones: (images, count) int64.
-
-    Rows behind the end of an image are those of another, or padding.
-    """
-    assert layout.starts is not None
-    offset = torch.arange(first, first + count, device=layout.starts.device)
-    return (layout.starts[:-1, None] + offset).clamp_(max=rows - 1)
 
 
 def attend(qkv: Tensor, layout: Layout, heads: int, scale: float) -> Tensor:
@@ -145,13 +89,14 @@ def _attend_image_by_image(qkv: Tensor, starts: Tensor, heads: int, scale: float
 class _Half(NamedTuple):
     """Half a block: rows plus `branch` of their norm; then the merge slot, where it is not empty.
 
-    `first`: the layer that the normed rows enter.
+    `first`: the layer that the normed rows enter. `output`: which of the encoder's outputs comes after it, if any.
     """
 
     norm: nn.LayerNorm
     first: nn.Module
     branch: Callable[[Tensor | Quantised, Layout], Tensor]
     slot: nn.Module | None = None
+    output: int | None = None
 
     def entering(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor | Quantised]:
         """The sum of x and delta, and what the branch is given of it."""
@@ -159,12 +104,14 @@ class _Half(NamedTuple):
         return step(x, delta, self.norm)
 
 
-def _halves(blocks: nn.ModuleList) -> Iterator[_Half]:
-    for block in blocks:
+def _halves(blocks: nn.ModuleList, outputs: Sequence[int] = ()) -> Iterator[_Half]:
+    """`outputs`: 1-based blocks that are read."""
+    for layer, block in enumerate(blocks, 1):
         assert isinstance(block, Block)
         slot = None if isinstance(block.merge, KeepTokens) else block.merge
         yield _Half(block.norm1, block.attn.qkv, partial(_mixed, block.attn), slot)
-        yield _Half(block.norm2, block.mlp.fc1, partial(_transformed, block.mlp))
+        output = outputs.index(layer) if layer in outputs else None
+        yield _Half(block.norm2, block.mlp.fc1, partial(_transformed, block.mlp), output=output)
 
 
 def _on_fp8_units(layer: nn.Module) -> TypeGuard[Fp8Linear]:
@@ -201,36 +148,47 @@ def _decides(slot: nn.Module | None) -> bool:
     return isinstance(slot, Clap | Gbm) and slot.decides
 
 
-def supports(network: Deployed) -> bool:
-    """Whether `PackedSegmenter` runs this network."""
+def why_not(network: Deployed) -> str | None:
+    """Why `PackedNetwork` does not run this network, as the end of a sentence; None where it does."""
     model = network.model
-    if (
-        is_quantized(model)
-        or not isinstance(model, Segmenter)
-        or not isinstance(model.decoder, LinearDecoder | MaskTransformer)
-    ):
-        return False
-    encoder, decoder = model.encoder, model.decoder
-    own = cast("list[Block]", [*encoder.blocks])
-    blocks = [*own, *(decoder.blocks if isinstance(decoder, MaskTransformer) else ())]
-    plain = type(encoder) is VisionTransformer and isinstance(encoder.outlet, KeepTokens)
-    plain = plain and all(type(block) is Block and not block.proportional for block in blocks)
-    plain = plain and all(
-        isinstance(getattr(block, SLOTS[part]), KeepTokens) for block in own for part in SLOTS if part
-    )
-    slots = [block.merge for block in own if not isinstance(block.merge, KeepTokens)]
+    if is_quantized(model):
+        return "its products are in int8"
+    if not isinstance(model, ReadNetwork):
+        return "its family does not describe what its decoder reads"
+    encoder, readout = model.encoder, model.readout()
+    own = [*encoder.blocks]
+    blocks = [*own, *(readout.joining.blocks if readout.joining is not None else ())]
+    if type(encoder) is not VisionTransformer or not all(type(block) is Block for block in blocks):
+        return "its blocks are of another kind"
+    if encoder.outputs[-1] != len(own):
+        return "its decoder does not read the last block"
+    within = [getattr(block, name) for block in blocks for part, name in SLOTS.items() if part]
+    if not all(isinstance(slot, KeepTokens) for slot in (encoder.outlet, *within)) or _proportional(blocks):
+        return "its method merges inside blocks"
+    slots = [block.merge for block in blocks if not isinstance(block.merge, KeepTokens)]
     static = all(isinstance(s, Clap | Gbm | KeepFirst) and not _decides(s) for s in slots)
-    return plain and (static or all(_decides(s) for s in slots))
+    return None if static or all(_decides(s) for s in slots) else "some of its merges alone depend on the picture"
 
 
-def _segments(model: Segmenter) -> list[list[_Half]]:
+def _proportional(blocks: Sequence[nn.Module]) -> bool:
+    return any(isinstance(block, Block) and block.proportional for block in blocks)
+
+
+def _segments(encoder: VisionTransformer) -> list[list[_Half]]:
     """Halves of the encoder's blocks, cut behind every slot that decides."""
     segments: list[list[_Half]] = [[]]
-    for half in _halves(model.encoder.blocks):
+    for half in _halves(encoder.blocks, encoder.outputs):
         segments[-1].append(half)
         if _decides(half.slot):
             segments.append([])
     return segments
+
+
+def _fused_norm(x: Tensor, norm: nn.LayerNorm) -> Tensor:
+    return residual_norm(x.flatten(0, -2), None, norm)[1].view(x.shape)
+
+
+_FUSED = Steps(_fused_norm, unit)
 
 
 class _Outcome:
@@ -261,6 +219,11 @@ class _Cut(_Outcome):
         if kernels is not None:
             self.decision = kernels.decision(_merge_of(slot, values, first.map.shape[1]), values, first.map.shape[1])
             self.map, self.length = self.decision.map, self.decision.length
+
+    @property
+    def left(self) -> Tokens:
+        """The merged rows."""
+        return Tokens(self.merged, self.size, self.map, self.length, padded=True)
 
     def tokens(self, longest: int) -> Tensor:
         """Room for the rows that go into the merge, (B, longest, D)."""
@@ -310,13 +273,15 @@ class _Memory:
     """Everything that stays where it is, for batches of one size.
 
     image (B, 3, H, W); first: the tokens that enter the first block, whose prefix rows are those of every image;
-    outcomes: one a slot; scores: room for token scores (B, N, K).
+    outcomes: one a slot; levels: what the decoder reads of segments before the last, by output; rooms: where they and
+    the scores lie.
     """
 
     image: Tensor
     first: Tokens
     outcomes: list[_Outcome]
-    scores: Tensor
+    levels: dict[int, Tokens] = field(default_factory=dict)
+    rooms: dict[str, Tensor] = field(default_factory=dict)
 
     def before(self, number: int) -> Tokens | _Cut:
         """What a segment starts with."""
@@ -328,17 +293,26 @@ class _Memory:
         assert isinstance(cut, _Cut)
         return cut
 
+    def kept(self, name: str, x: Tensor, most: int | None = None) -> Tensor:
+        """x (B, S, ...) in memory that stays, which has room for `most` rows of an image; without, S never changes."""
+        if name not in self.rooms:
+            empty = torch.empty_like(x) if most is None else x.new_empty(x.shape[0] * most * x.shape[2:].numel())
+            self.rooms[name] = empty
+        room = self.rooms[name]
+        room = room if most is None else room[: x.numel()].view(x.shape)
+        return room.copy_(x)
+
 
 class Merged(NamedTuple):
-    """Results in the network's own memory: token scores; length (B) and map (B, N) behind every merge."""
+    """Results in the network's own memory: scores; length (B) and map (B, N) behind every merge."""
 
-    scores: TokenScores
+    scores: Scores
     lengths: tuple[Tensor, ...]
     maps: tuple[Tensor, ...]
 
 
-class PackedSegmenter:
-    """Runs a deployed Segmenter that `supports` allows: its slots are empty, all wait for the picture, or none does.
+class PackedNetwork:
+    """Runs a deployed network that `why_not` has nothing against: all its merges wait for the picture, or none does.
 
     Args:
         network: on its device, in evaluation mode.
@@ -350,15 +324,20 @@ class PackedSegmenter:
     def __init__(
         self, network: Deployed, pixels: torch.dtype, *, graphs: bool = True, most_graphs: int = MOST_GRAPHS
     ) -> None:
-        assert supports(network)
         model = network.model
-        assert isinstance(model, Segmenter) and isinstance(model.encoder.patch_embed, PixelEmbedding)
-        self._model, self._embedding, self._pixels = model, model.encoder.patch_embed, pixels
-        self._device = self._embedding.weight.device
+        assert why_not(network) is None and isinstance(model, ReadNetwork)
+        embedding = model.encoder.patch_embed
+        assert isinstance(embedding, PixelEmbedding)
+        self._model, self._embedding, self._pixels = model, embedding, pixels
+        self._projection = embedding.weight.flatten(1).contiguous()
+        self._device = embedding.weight.device
         on_cuda = self._device.type == "cuda"
         self.kernels = use_kernels() if on_cuda else None
         self.graphs = Graphs(self._device, most_graphs) if on_cuda and graphs else None
-        self._segments = _segments(model)
+        if on_cuda:
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # as unmerged rows lie
+        self._readout = model.readout()
+        self._segments = _segments(model.encoder)
         self._thresholds = torch.zeros(2, device=self._device)
         self._given: tuple[float, float] | None = None  # the thresholds there
         self._memories: OrderedDict[int, _Memory] = OrderedDict()
@@ -378,15 +357,14 @@ class PackedSegmenter:
             self._wait()
             try:
                 memory = self._memory(len(image))
-                memory.image.copy_(image)
+                self._picture(memory).copy_(image)
                 if self._given != (clap, gbm):
                     self._given = clap, gbm
                     self._thresholds.copy_(torch.tensor((clap, gbm)))
                 scores = self._advance(memory)
                 maps = tuple(outcome.map for outcome in memory.outcomes)
                 lengths = tuple(outcome.length for outcome in memory.outcomes)
-                last = (memory.first.map, *maps)[-1]
-                yield Merged(TokenScores(scores, last, self._model.encoder.prefix, []), lengths, maps)
+                yield Merged(scores, lengths, maps)
             finally:  # behind an error too: what was queued until then uses the memory
                 if self._done is not None:
                     self._done.record()
@@ -413,20 +391,27 @@ class PackedSegmenter:
 
     def _new_memory(self, images: int) -> _Memory:
         network = self._model.network
-        image = torch.zeros(images, 3, *network.image_size, dtype=self._pixels, device=self._device)
-        first = self._model.encoder.embed(image)
+        # Padding around pictures is zero once pixels are centred.
+        whole = [side * self._embedding.patch_size for side in network.grid]
+        image = torch.full((images, 3, *whole), PIXEL_CENTRE, dtype=self._pixels, device=self._device)
+        first = self._model.encoder.embed(image[:, :, : network.image_size[0], : network.image_size[1]])
         first = first._replace(values=first.values.contiguous(), map=first.map.contiguous())
         slots = [half.slot for segment in self._segments for half in segment if half.slot is not None]
         outcomes = [
             _Cut(s, first, self.kernels) if isinstance(s, Clap | Gbm) and s.decides else _Outcome(first) for s in slots
         ]
-        scores = first.values.new_empty(first.map.numel() * network.classes)
-        return _Memory(image, first, outcomes, scores)
+        return _Memory(image, first, outcomes)
+
+    def _picture(self, memory: _Memory) -> Tensor:
+        """The part of the memory's image, which consists of whole patches, that a picture (B, 3, H, W) covers."""
+        height, width = self._model.network.image_size
+        (top, _), (left, _) = patch_margins((height, width), self._embedding.patch_size)
+        return memory.image[:, :, top : top + height, left : left + width]
 
     # --- segments ---
 
-    def _advance(self, memory: _Memory) -> Tensor:
-        """All segments; returns token scores (B, S - prefix, K)."""
+    def _advance(self, memory: _Memory) -> Scores:
+        """All segments."""
         images, most = memory.first.values.shape[:2]
         rows, longest = images * most, most
         for number in range(len(self._segments) - 1):
@@ -437,7 +422,7 @@ class PackedSegmenter:
         assert scores is not None
         return scores
 
-    def _work(self, memory: _Memory, number: int, rows: int, longest: int) -> Tensor | None:
+    def _work(self, memory: _Memory, number: int, rows: int, longest: int) -> Scores | None:
         work = partial(self._segment, memory, number, rows, longest)
         return work() if self.graphs is None else self.graphs.run((len(memory.image), number, rows, longest), work)
 
@@ -451,14 +436,15 @@ class PackedSegmenter:
             self._stream.synchronize()
         return [int(count) for count in cut.counts.tolist()]
 
-    def _segment(self, memory: _Memory, number: int, rows: int, longest: int) -> Tensor | None:
-        """Runs on `rows` rows, `longest` an image at most. The last segment returns token scores (B, S - prefix, K)."""
+    def _segment(self, memory: _Memory, number: int, rows: int, longest: int) -> Scores | None:
+        """Runs on `rows` rows, `longest` an image at most. The last segment returns scores."""
         if number == 0:
-            x, layout = self._embedded(memory), Layout(len(memory.image), longest)
+            x, layout, tokens = self._embedded(memory), Layout(len(memory.image), longest), memory.first
         else:
-            layout = memory.cut(number - 1).layout(longest)
-            x = _packed(memory.cut(number - 1).merged, layout, rows)
-        delta, tokens, outcomes = None, memory.first, iter(memory.outcomes)
+            cut = memory.cut(number - 1)
+            layout, tokens = cut.layout(longest), cut.left
+            x = packed(cut.merged, layout, rows)
+        delta, outcomes, levels, front = None, iter(memory.outcomes), dict(memory.levels), None
         for half in self._segments[number]:
             x, entering = half.entering(x, delta)
             delta = half.branch(entering, layout)
@@ -468,16 +454,28 @@ class PackedSegmenter:
             if half.slot is not None:
                 values = (x + delta).to(x.dtype).view(layout.images, layout.longest, -1)
                 tokens = half.slot(tokens._replace(values=values), None)
-                next(outcomes).keep(tokens.map, tokens.length)
+                outcome = next(outcomes)
+                outcome.keep(tokens.map, tokens.length)
+                tokens = tokens._replace(map=outcome.map, length=outcome.length)
                 layout = Layout(layout.images, tokens.values.shape[1])
                 x, delta = tokens.values.reshape(-1, x.shape[1]), None
-        return self._scores(memory, x, delta, layout)
+            if half.output is not None:
+                x, read, front = self._read(half.output, x, delta, layout, tokens)
+                delta = None
+                if number < len(self._segments) - 1:
+                    memory.levels[half.output] = self._waiting(memory, half.output, read)
+                levels[half.output] = read._replace(size=read.size[:, : read.values.shape[1]])
+        scores = self._readout.scores([levels[i] for i in range(len(levels))], front, _FUSED)
+        return self._kept(memory, scores)
 
     def _embedded(self, memory: _Memory) -> Tensor:
         """Pixels to the rows that enter the first block, all of them in `first`: a product instead of a convolution."""
         encoder, embedding, values = self._model.encoder, self._embedding, memory.first.values
         pixels = patches(memory.image, embedding.patch_size, 1 / PIXEL_SCALE, values.dtype)
-        embedded = F.linear(pixels, embedding.weight.flatten(1), embedding.bias)
+        if embedding.bias.ndim == 1:
+            embedded = F.linear(pixels, self._projection, embedding.bias)
+        else:  # patches with some padding have a bias of their own
+            embedded = F.linear(pixels, self._projection) + embedding.bias
         prefix = encoder.prefix
         torch.add(embedded, encoder.pos_embed[:, prefix:], out=values[:, prefix:])
         return values.flatten(0, 1)
@@ -489,81 +487,62 @@ class PackedSegmenter:
         if layout.regular:
             torch.add(x, delta, out=tokens.view(x.shape))
         else:
-            tokens.copy_(_apart(x, layout, 0, layout.longest, delta))
+            tokens.copy_(apart(x, layout, 0, layout.longest, delta))
         if self.kernels is not None:
             cut.merge_by(self.kernels, memory.before(number), tokens, self._thresholds)
             cut.counts.copy_(cut.length, non_blocking=True)
 
     # --- decoder ---
 
-    def _scores(self, memory: _Memory, x: Tensor, delta: Tensor | None, layout: Layout) -> Tensor:
-        encoder, decoder = self._model.encoder, self._model.decoder
-        assert isinstance(encoder.norm, nn.LayerNorm)
-        _, normed = residual_norm(x, delta, encoder.norm)
-        count = layout.longest - encoder.prefix
-        if isinstance(decoder, MaskTransformer):
-            rows, classes = self._decoded(decoder, normed, layout)
-            label = unit(classes @ decoder.proj_classes)
-            cosines = unit(rows @ decoder.proj_patch) @ label.mT
-            scores = residual_norm(cosines.flatten(0, 1), None, decoder.mask_norm)[1].view(cosines.shape)
+    def _read(
+        self, output: int, x: Tensor, delta: Tensor | None, layout: Layout, tokens: Tokens
+    ) -> tuple[Tensor, Tokens, Tensor | None]:
+        """x plus delta; what the decoder reads of it; and the rows (B, K, D) that joined, where they do."""
+        readout, encoder = self._readout, self._model.encoder
+        level = readout.levels[output]
+        norm = encoder.norm if isinstance(encoder.norm, nn.LayerNorm) else level.norm
+        if norm is None:
+            x = x if delta is None else (x + delta).to(x.dtype)
+            rows = x
         else:
-            assert isinstance(decoder, LinearDecoder)
-            scores = _apart(decoder.head(normed), layout, encoder.prefix, count)
-        room = memory.scores[: scores.numel()].view(scores.shape)
-        room.copy_(scores)
-        return room
+            x, rows = residual_norm(x, delta, norm)
+        rows = rows if level.rows is None else level.rows(rows)
+        first, count, front = readout.skipped, layout.longest - readout.skipped, None
+        if readout.joining is not None and output == len(readout.levels) - 1:
+            rows, layout = self._joined(readout.joining, rows, layout)
+            first = len(readout.joining.front)
+            front = apart(rows, layout, 0, first)
+        if readout.unmerged:
+            values = every_patch(rows, layout, first - readout.skipped, tokens.map)
+        else:
+            values = apart(rows, layout, first, count)
+        return x, tokens._replace(values=values, length=tokens.length - readout.skipped), front
 
-    def _decoded(self, decoder: MaskTransformer, x: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-        """Patch rows (B, S - prefix, D) and class rows (B, K, D) behind the decoder's blocks."""
-        classes, prefix = decoder.cls_emb.shape[1], self._model.encoder.prefix
-        count = layout.longest - prefix
-        x, layout = _with_classes(decoder.cls_emb[0], decoder.proj_dec(x), layout, prefix)
+    def _joined(self, joining: Joining, x: Tensor, layout: Layout) -> tuple[Tensor, Layout]:
+        """Rows that the network's own have joined, behind the blocks that they pass together."""
+        x, layout = with_front(joining.front, x, layout, self._readout.skipped)
         delta = None
-        for half in _halves(decoder.blocks):
+        for half in _halves(joining.blocks):
             x, entering = half.entering(x, delta)
             delta = half.branch(entering, layout)
-        _, normed = residual_norm(x, delta, decoder.decoder_norm)
-        return _apart(normed, layout, classes, count), _apart(normed, layout, 0, classes)
+        return residual_norm(x, delta, joining.norm)[1], layout
 
+    def _waiting(self, memory: _Memory, output: int, tokens: Tokens) -> Tokens:
+        """The same for the last segment to read, which does not know how many rows there are."""
+        name, values = f"level {output}", tokens.values
+        if self._readout.unmerged:
+            return tokens._replace(values=memory.kept(name, values))
+        if name not in memory.rooms:
+            memory.rooms[name] = values.new_zeros(*tokens.size.shape, values.shape[2])
+        room = memory.rooms[name]
+        room[:, : values.shape[1]] = values
+        return tokens._replace(values=room)
 
-def _packed(merged: Tensor, layout: Layout, rows: int) -> Tensor:
-    """Rows (rows, D) of padded ones (B, S, D)."""
-    if layout.images == 1:
-        return merged[0, :rows]
-    assert layout.starts is not None
-    if fits_moving(merged):
-        return packed(merged, merged.shape[1], layout.starts, (rows, layout.longest), merged[0, :0], 0)
-    return merged.flatten(0, 1).index_select(0, packed_index(layout, rows, merged.shape[1]))
-
-
-def _apart(x: Tensor, layout: Layout, first: int, count: int, delta: Tensor | None = None) -> Tensor:
-    """Rows first to first + count of every image, (B, count, D), x plus delta; behind its end they are anything."""
-    if layout.starts is not None and layout.images > 1 and fits_moving(x):
-        return apart(x, delta, layout.starts, first, count)
-    total = x if delta is None else x + delta
-    if layout.regular:
-        return total.view(layout.images, -1, x.shape[1])[:, first : first + count]
-    return total[padded_index(layout, len(x), first, count)]
-
-
-def _with_classes(embeddings: Tensor, x: Tensor, layout: Layout, prefix: int) -> tuple[Tensor, Layout]:
-    """Each image's rows without its first `prefix` ones, behind the class embeddings (K, D)."""
-    classes, images, starts = len(embeddings), layout.images, layout.starts
-    more = classes - prefix
-    if starts is not None:
-        starts = starts + more * torch.arange(images + 1, dtype=torch.int32, device=x.device)
-    behind = Layout(images, layout.longest + more, starts)
-    if layout.regular:
-        parts = embeddings.expand(images, -1, -1), x.view(images, -1, x.shape[1])[:, prefix:]
-        return torch.cat(parts, 1).flatten(0, 1), behind
-    assert layout.starts is not None and starts is not None
-    rows = len(x) + images * more
-    if fits_moving(x):
-        return packed(x, layout.starts, starts, (rows, behind.longest), embeddings, prefix), behind
-    row = torch.arange(rows, device=x.device, dtype=torch.int32)
-    image = torch.searchsorted(starts[1:], row, right=True).clamp_(max=images - 1)
-    place = row - starts[image]
-    # In [embeddings | rows].
-    source = torch.where(place < classes, place, layout.starts[image] + prefix + place)
-    table = torch.cat([embeddings, x])
-    return table.index_select(0, source.clamp_(max=len(table) - 1)), behind
+    def _kept(self, memory: _Memory, scores: Scores) -> Scores:
+        """The same in memory that stays."""
+        if isinstance(scores, TokenScores):
+            return scores._replace(scores=memory.kept("scores", scores.scores, memory.first.map.shape[1]))
+        if isinstance(scores, GridScores):
+            return scores._replace(scores=memory.kept("scores", scores.scores))
+        assert isinstance(scores, MaskScores)
+        return scores._replace(masks=memory.kept("masks", scores.masks), classes=memory.kept("classes", scores.classes))

@@ -1,8 +1,8 @@
 """The torch runtime: the bundle's weights in PyTorch, on a CUDA device where there is one.
 
-On a CUDA device a Segmenter runs on packed rows, in CUDA graphs (`packed.py`); other networks run as they are, in one
-CUDA graph where no picture changes their shapes (`whole.py`). Everything runs as it is on a CPU. Merges and label maps
-are the project's own kernels where these are built.
+On a CUDA device networks run on packed rows, in CUDA graphs (`packed.py`). One that does not fit there runs as it is: in
+one CUDA graph where no picture changes its shapes (`whole.py`), else layer by layer, and one line says why. Everything
+runs as it is on a CPU. Merges and label maps are the project's own kernels where these are built.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from algm_deploy.native_libraries import REBUILD, say_once
 from algm_deploy.ops.native_kernels import LIBRARY, use_kernels
 from algm_deploy.recipe.schema import Precision
 from algm_deploy.runners.contract import Runner
-from algm_deploy.runners.torch.packed import Merged, PackedSegmenter, supports
+from algm_deploy.runners.torch.packed import Merged, PackedNetwork, why_not
 from algm_deploy.runners.torch.whole import WholeNetwork
 from algm_deploy.runners.turns import DEVICES
 
@@ -56,7 +56,7 @@ class TorchRunner(Runner):
         super().__init__(bundle, device if precision is None else "cpu")
         self._precision, self._network = precision or super().precision, network
         self._model: Deployed | None = None
-        self._packed: PackedSegmenter | None = None
+        self._packed: PackedNetwork | None = None
         self._whole: WholeNetwork | None = None
 
     @property
@@ -92,15 +92,14 @@ class TorchRunner(Runner):
                 use_fp8(self._model)
             if self.device.type == "cuda":
                 use_kernels()
-                if supports(self._model):
-                    self._packed = PackedSegmenter(self._model, getattr(torch, self.signature.image.dtype))
+                reason = why_not(self._model)
+                if reason is None:
+                    self._packed = PackedNetwork(self._model, getattr(torch, self.signature.image.dtype))
                 elif self.bundle.recipe.merging.static and self.precision != "fp8":
                     self._whole = WholeNetwork(self._model, merge_inputs(0.0, 0.0, device=self.device), self.device)
-                elif self.precision == "fp8":
-                    say_once(
-                        "torch: fp8 units serve Segmenters alone, so this network's fp8 is computed in fp32, slowly; "
-                        "faster with: export --precision fp16"
-                    )
+                else:
+                    slowly = ", its fp8 computed in fp32" if self.precision == "fp8" else ""
+                    say_once(f"torch: the network runs layer by layer{slowly}, slower than others, as {reason}")
 
     def _require_fp8_units(self) -> None:
         found = torch.cuda.get_device_capability(self.device)
@@ -147,10 +146,11 @@ class TorchRunner(Runner):
         assert self._model is not None
         network, scores = self._model.network, merged.scores
         tail = labels_of if self._model.output == "labels" else upsample_scores
-        empty = scores.map.new_zeros(len(scores.map), 0)
 
         def counts() -> Tensor:
-            return torch.stack(merged.lengths, 1) - scores.prefix if merged.lengths else empty
+            if not merged.lengths:
+                return torch.zeros(len(scores[0]), 0, dtype=torch.int64, device=self.device)
+            return torch.stack(merged.lengths, 1) - scores.prefix
 
         return [lambda: tail(scores, network.grid, network.image_size), counts, *(m.clone for m in merged.maps)]
 

@@ -28,7 +28,7 @@ from algm_deploy.report.records import artifact_of
 from algm_deploy.runners.contract import runner
 from algm_deploy.runners.registry import RUNTIMES, row_of
 from algm_deploy.runners.torch import fused as torch_fused
-from algm_deploy.runners.torch.packed import PackedSegmenter
+from algm_deploy.runners.torch.packed import PackedNetwork
 from algm_deploy.runners.torch.runner import TorchRunner
 
 Images = Callable[[int], np.ndarray]
@@ -53,7 +53,7 @@ def deployed(dtype: torch.dtype, device: str = "cpu") -> Deployed:
     return Deployed(insert_merging(model.to(dtype), PLAN), shape, "scores").eval().to(device)
 
 
-def scores_of(packed: PackedSegmenter, image: Tensor) -> Tensor:
+def scores_of(packed: PackedNetwork, image: Tensor) -> Tensor:
     with packed.run(image, 0.9, 0.0) as merged:
         rows = [row.index_select(0, map) for row, map in zip(merged.scores.scores, merged.scores.map - 1, strict=True)]
         return torch.stack(rows).float().cpu()
@@ -64,12 +64,12 @@ def assert_fp8_like_modules(dtype: torch.dtype, device: str, images: Images) -> 
     exact, low = deployed(torch.float32), deployed(dtype)
     use_fp8(low)
     image = torch.from_numpy(images(2))
-    truth = scores_of(PackedSegmenter(exact, torch.uint8), image)
+    truth = scores_of(PackedNetwork(exact, torch.uint8), image)
     with torch.inference_mode():
         result = low.model(image, merge_inputs(0.9, 0.0))
     assert result.stages[-1].length.min() < 60, "nothing merges"
     modules = torch.stack([r.index_select(0, m) for r, m in zip(result.scores, result.map - 1, strict=True)]).float()
-    found = scores_of(PackedSegmenter(low.to(device), torch.uint8), image)
+    found = scores_of(PackedNetwork(low.to(device), torch.uint8), image)
     error = (modules - truth).norm()
     assert 1e-3 * truth.norm() < error < 0.4 * truth.norm()
     assert (found - truth).norm() < 1.5 * error

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from algm_deploy.runners.torch import fused as torch_fused
-from algm_deploy.runners.torch import packed as torch_packed
-from algm_deploy.runners.torch.packed import Layout
+from algm_deploy.runners.torch import layout as torch_layout
+from algm_deploy.runners.torch.layout import Layout
 
 pytestmark = pytest.mark.gpu
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -112,10 +112,10 @@ def test_rows_move_as_by_index(classes: int, prefix: int, dtype: torch.dtype, mo
     merged, embeddings = rows(3, 12, width, dtype=dtype), rows(classes, width, dtype=dtype)
 
     def moved() -> list[Tensor]:
-        behind, _ = torch_packed._with_classes(embeddings, x, layout, prefix)
-        parts = [torch_packed._packed(merged, layout, valid + 4)[:valid], behind[: valid + 3 * (classes - prefix)]]
+        behind, _ = torch_layout.with_front(embeddings, x, layout, prefix)
+        parts = [torch_layout.packed(merged, layout, valid + 4)[:valid], behind[: valid + 3 * (classes - prefix)]]
         for first, count, added in ((1, 8, None), (0, 12, delta)):
-            padded = torch_packed._apart(x, layout, first, count, added)
+            padded = torch_layout.apart(x, layout, first, count, added)
             parts += [row[: length - first] for row, length in zip(padded, lengths, strict=True)]
         return parts
 

@@ -11,20 +11,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from algm_deploy.merging import insert_merging, merge_inputs, replay_merging, truncate
 from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.loading import network_class
 from algm_deploy.models.scores import labels_of, upsample_scores
-from algm_deploy.models.segmenter import Segmenter
+from algm_deploy.models.vit import VitNetwork
 from algm_deploy.ops.clap import clap as clap_operator
 from algm_deploy.ops.gbm import gbm as gbm_operator
 from algm_deploy.ops.native_kernels import use_kernels
+from algm_deploy.recipe.families import architectures
 from algm_deploy.recipe.schema import DENSE, MergePlan, Network
 from algm_deploy.runners.torch import packed as torch_packed
-from algm_deploy.runners.torch.packed import Layout, PackedSegmenter, attend, bucket, packed_index, padded_index
+from algm_deploy.runners.torch.layout import Layout, bucket, packed_index, padded_index
+from algm_deploy.runners.torch.packed import PackedNetwork, attend
 
 Images = Callable[[int], np.ndarray]
 PLANS = {
@@ -44,9 +46,20 @@ def network(decoder: str = "mask_transformer", width: int = 64) -> Network:
     return Network("segmenter", width, 4, 2, 11, (128, 128), decoder=decoder)  # type: ignore[arg-type]
 
 
-def segmenter(shape: Network, dtype: torch.dtype = torch.float32) -> Segmenter:
+FAMILIES = {
+    "setr": replace(network(), family="setr", decoder="pup", decoder_dim=16),
+    "setr, levels": replace(network(), family="setr", decoder="mla", decoder_dim=16, stages=(1, 2, 3, 4)),
+    "segvit": replace(network(), family="segvit", decoder="atm", decoder_dim=32, stages=(2, 3, 4)),
+    "dinov2, padded pictures": replace(network(), family="dinov2", decoder="linear", patch_size=14, extra_tokens=4),
+    "dinov2, levels": replace(network(), family="dinov2", decoder="linear_ms", stages=(1, 2, 3, 4)),
+    "deit": replace(network(), family="deit", decoder="linear", extra_tokens=1),
+    "eomt": replace(network(), family="eomt", decoder="queries", depth=5, decoder_depth=1, queries=7, extra_tokens=4),
+}
+
+
+def model_of(shape: Network, dtype: torch.dtype = torch.float32) -> VitNetwork:
     generator = torch.Generator().manual_seed(0)
-    model = Segmenter(shape).eval().requires_grad_(False)
+    model = network_class(shape)(shape).eval().requires_grad_(False)
     for name, weight in model.named_parameters():
         if "norm" not in name:
             weight.copy_(torch.randn(weight.shape, generator=generator) * 0.05)
@@ -57,7 +70,7 @@ def deployed(
     plan: MergePlan, shape: Network | None = None, dtype: Any = torch.float32, device: str = "cpu"
 ) -> Deployed:
     shape = shape or network()
-    return Deployed(insert_merging(segmenter(shape, dtype), plan), shape, "scores").eval().to(device)
+    return Deployed(insert_merging(model_of(shape, dtype), plan), shape, "scores").eval().to(device)
 
 
 class Rounded:
@@ -76,13 +89,13 @@ class Rounded:
         self.keys = [key for key in self.keys if not belongs(key)]
 
 
-def run(packed: PackedSegmenter, image: Tensor, clap: float, gbm: float) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+def run(packed: PackedNetwork, image: Tensor, clap: float, gbm: float) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     with packed.run(image, clap, gbm) as merged:
         scores = upsample_scores(merged.scores, packed._model.network.grid, packed._model.network.image_size)
         return scores, [length.clone() for length in merged.lengths], [map.clone() for map in merged.maps]
 
 
-def assert_like_modules(packed: PackedSegmenter, plain: Deployed, image: Tensor, clap: float, gbm: float) -> None:
+def assert_like_modules(packed: PackedNetwork, plain: Deployed, image: Tensor, clap: float, gbm: float) -> None:
     """fp32: the same decisions, and scores within rounding."""
     scores, lengths, maps = run(packed, image, clap, gbm)
     with torch.inference_mode():
@@ -166,7 +179,7 @@ def unwritten_memory_is_nan() -> Iterator[None]:
 @pytest.mark.parametrize("plan", PLANS)
 def test_same_results_as_the_modules(plan: str, decoder: str, rounded: bool, blob_images: Images) -> None:
     plain = deployed(PLANS[plan], network(decoder))
-    packed = PackedSegmenter(plain, torch.uint8)
+    packed = PackedNetwork(plain, torch.uint8)
     if rounded:
         packed.graphs = Rounded()  # type: ignore[assignment]
     for count in (3, 1, 2):
@@ -175,17 +188,31 @@ def test_same_results_as_the_modules(plan: str, decoder: str, rounded: bool, blo
             assert_like_modules(packed, plain, image, clap, gbm)
 
 
+@pytest.mark.usefixtures("unwritten_memory_is_nan")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_same_results_as_the_modules_of_every_family(family: str, blob_images: Images) -> None:
+    """Also where rows are rounded up, and where a level is read before the last merge."""
+    for plan in ("dense", USUAL, "two gbm", "budgets"):
+        plain = deployed(PLANS[plan], FAMILIES[family])
+        packed = PackedNetwork(plain, torch.uint8)
+        for graphs in (None, Rounded()):
+            packed.graphs = graphs  # type: ignore[assignment]
+            for count in (3, 1):
+                thresholds = THRESHOLDS[PLANS[plan].gbm][0]
+                assert_like_modules(packed, plain, torch.from_numpy(blob_images(count)), *thresholds)
+
+
 @pytest.mark.parametrize("decoder", ["mask_transformer", "linear"])
 def test_two_tokens_in_front_of_the_patches(decoder: str, blob_images: Images) -> None:
     plain = deployed(PLANS[USUAL], replace(network(decoder), extra_tokens=1))
     image = torch.from_numpy(blob_images(3))
-    assert_like_modules(PackedSegmenter(plain, torch.uint8), plain, image, *THRESHOLDS["adaptive"][0])
+    assert_like_modules(PackedNetwork(plain, torch.uint8), plain, image, *THRESHOLDS["adaptive"][0])
 
 
 def test_rows_of_padding_reach_nothing(blob_images: Images) -> None:
     """Everything that a segment does not write is NaN before it."""
     plain = deployed(PLANS[USUAL])
-    packed = PackedSegmenter(plain, torch.uint8)
+    packed = PackedNetwork(plain, torch.uint8)
     image = torch.from_numpy(blob_images(3))
     expected = run(packed, image, 0.9, 0.0)
 
@@ -195,7 +222,8 @@ def test_rows_of_padding_reach_nothing(blob_images: Images) -> None:
             for row, length in enumerate(cut.length.tolist()):
                 cut.merged[row, min(length, cut.merged.shape[1]) :] = torch.nan
             cut._tokens.fill_(torch.nan)
-        memory.scores.fill_(torch.nan)
+        for room in memory.rooms.values():
+            room.fill_(torch.nan)
 
     packed.graphs = Rounded(poison)  # type: ignore[assignment]
     scores, lengths, maps = run(packed, image, 0.9, 0.0)
@@ -206,8 +234,8 @@ def test_rows_of_padding_reach_nothing(blob_images: Images) -> None:
 
 def test_a_network_that_drops_tokens_keeps_one_segment(blob_images: Images) -> None:
     shape = network()
-    plain = Deployed(truncate(segmenter(shape), {1: 40, 3: 25}), shape, "scores").eval()
-    packed = PackedSegmenter(plain, torch.uint8)
+    plain = Deployed(truncate(model_of(shape), {1: 40, 3: 25}), shape, "scores").eval()
+    packed = PackedNetwork(plain, torch.uint8)
     packed.graphs = Rounded()  # type: ignore[assignment]
     assert_like_modules(packed, plain, torch.from_numpy(blob_images(2)), 0.0, 0.0)
     assert len(packed.graphs.keys) == 1
@@ -215,7 +243,7 @@ def test_a_network_that_drops_tokens_keeps_one_segment(blob_images: Images) -> N
 
 def test_budgets_keep_one_segment_a_batch_size(blob_images: Images) -> None:
     """Whatever the pictures; by threshold there are three, for other rows at each other picture."""
-    packed = PackedSegmenter(deployed(PLANS["budgets"]), torch.uint8)
+    packed = PackedNetwork(deployed(PLANS["budgets"]), torch.uint8)
     packed.graphs = graphs = Rounded()  # type: ignore[assignment]
     images = torch.from_numpy(blob_images(4))
     for batch in (images[:1], images[1:2], images[2:], images[:2], torch.full_like(images[:1], 90)):
@@ -243,7 +271,7 @@ def test_a_merge_by_budget_reads_nothing_back(budget: bool) -> None:
 
 
 def test_memory_of_few_batch_sizes_is_kept(blob_images: Images) -> None:
-    packed = PackedSegmenter(deployed(PLANS[USUAL]), torch.uint8)
+    packed = PackedNetwork(deployed(PLANS[USUAL]), torch.uint8)
     packed.graphs = graphs = Rounded()  # type: ignore[assignment]
     for count in (1, 2, 3, 4, 1, 5):
         run(packed, torch.from_numpy(blob_images(count)), 0.9, 0.0)
@@ -252,7 +280,7 @@ def test_memory_of_few_batch_sizes_is_kept(blob_images: Images) -> None:
 
 
 def test_thresholds_are_those_of_the_call(blob_images: Images) -> None:
-    packed = PackedSegmenter(deployed(PLANS[USUAL]), torch.uint8)
+    packed = PackedNetwork(deployed(PLANS[USUAL]), torch.uint8)
     image = torch.from_numpy(blob_images(2))
     first = run(packed, image, 0.9, 0.0)
     assert not torch.equal(first[0], run(packed, image, NEVER, NEVER)[0])
@@ -261,30 +289,44 @@ def test_thresholds_are_those_of_the_call(blob_images: Images) -> None:
 
 def test_float_pixels(blob_images: Images) -> None:
     plain = deployed(PLANS[USUAL])
-    packed = PackedSegmenter(plain, torch.float32)
+    packed = PackedNetwork(plain, torch.float32)
     assert_like_modules(packed, plain, torch.from_numpy(blob_images(2).astype(np.float32)) + 0.25, 0.9, 0.0)
 
 
-def test_other_networks_are_not_supported() -> None:
-    assert torch_packed.supports(deployed(PLANS[USUAL]))
-    setr = Network("setr", 64, 4, 2, 11, (128, 128), decoder="naive")
-    assert not torch_packed.supports(Deployed(network_class(setr)(setr), setr, "scores"))
-    replaying = Deployed(replay_merging(segmenter(network()), PLANS[USUAL]), network(), "scores")
-    assert not torch_packed.supports(replaying)
+def test_what_does_not_fit_is_told() -> None:
+    def said(network: Deployed) -> str:
+        return torch_packed.why_not(network) or ""
+
+    for plan in PLANS.values():
+        assert torch_packed.why_not(deployed(plan)) is None
+    replaying = replay_merging(model_of(network()), PLANS[USUAL])
+    assert "some of its merges" in said(Deployed(replaying, network(), "scores"))
     counting = deployed(PLANS[USUAL])
     counting.model.encoder.blocks[2].proportional = True
-    assert not torch_packed.supports(counting)
-    assert torch_packed.supports(deployed(PLANS["budgets"]))
+    assert "inside blocks" in said(counting)
     half = replace(PLANS["budgets"], gbm="adaptive", gbm_budget=0)  # a known number first, then one of the picture
-    assert not torch_packed.supports(deployed(half))
+    assert "some of its merges" in said(deployed(half))
+    shallow = replace(FAMILIES["dinov2, levels"], depth=5)
+    assert "last block" in said(deployed(PLANS[USUAL], shallow))
+
+    class Stranger(nn.Module):
+        """A family that was registered by another package, without a description."""
+
+    other = deployed(PLANS[USUAL])
+    other.model = Stranger()  # type: ignore[assignment]
+    assert "does not describe" in said(other)
+
+
+def test_every_family_fits() -> None:
+    assert {shape.family for shape in FAMILIES.values()} | {"segmenter"} == {row.family for row in architectures()}
 
 
 def test_threads_take_turns(blob_images: Images) -> None:
-    packed = PackedSegmenter(deployed(PLANS[USUAL]), torch.uint8)
+    packed = PackedNetwork(deployed(PLANS[USUAL]), torch.uint8)
     assert_threads_take_turns(packed, [torch.from_numpy(blob_images(count)) for count in (1, 2, 3)])
 
 
-def assert_threads_take_turns(packed: PackedSegmenter, images: Sequence[Tensor]) -> None:
+def assert_threads_take_turns(packed: PackedNetwork, images: Sequence[Tensor]) -> None:
     expected = [run(packed, image, 0.9, 0.0)[0] for image in images]
     with ThreadPoolExecutor(len(images)) as pool:
         found = [pool.submit(run, packed, image, 0.9, 0.0) for _ in range(3) for image in images]
@@ -311,7 +353,7 @@ def merging(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def test_graphs_give_the_modules_results(plan: str, graphs: bool, merging: str, blob_images: Images) -> None:
     """The first time, when all is captured, and replayed."""
     plain = deployed(PLANS[plan], device="cuda")
-    packed = PackedSegmenter(plain, torch.uint8, graphs=graphs)
+    packed = PackedNetwork(plain, torch.uint8, graphs=graphs)
     for _ in range(3):
         for count in (3, 1, 2):
             image = torch.from_numpy(blob_images(count)).cuda()
@@ -325,11 +367,11 @@ def test_graphs_give_the_modules_results(plan: str, graphs: bool, merging: str, 
 def test_low_precision_errs_no_more_than_the_modules(dtype: torch.dtype, merging: str, blob_images: Images) -> None:
     """Against fp32 with the packed network's own maps; twice the error of the modules in the same precision."""
     shape = network(width=128)
-    packed = PackedSegmenter(deployed(PLANS[USUAL], shape, dtype, "cuda"), torch.uint8)
+    packed = PackedNetwork(deployed(PLANS[USUAL], shape, dtype, "cuda"), torch.uint8)
     image = torch.from_numpy(blob_images(1)).cuda()
     for _ in range(2):
         scores, _, maps = run(packed, image, 0.9, 0.0)
-    models = segmenter(shape, dtype), segmenter(shape, dtype).float()
+    models = model_of(shape, dtype), model_of(shape, dtype).float()
     plain, exact = (Deployed(replay_merging(m, PLANS[USUAL]), shape, "scores").eval().cuda() for m in models)
     with torch.inference_mode():
         inputs = merge_inputs(0.0, 0.0, tuple(maps), "cuda")
@@ -341,7 +383,7 @@ def test_low_precision_errs_no_more_than_the_modules(dtype: torch.dtype, merging
 
 @pytest.mark.gpu
 def test_counts_and_thresholds_change_without_new_graphs(blob_images: Images) -> None:
-    packed = PackedSegmenter(deployed(PLANS[USUAL], device="cuda"), torch.uint8)
+    packed = PackedNetwork(deployed(PLANS[USUAL], device="cuda"), torch.uint8)
     assert packed.graphs is not None
     images = [torch.from_numpy(blob_images(4)[i : i + 1]).cuda() for i in range(4)]
     work = [(image, clap, gbm) for image in images for clap, gbm in (*THRESHOLDS["adaptive"], (NEVER, NEVER))]
@@ -358,7 +400,7 @@ def test_counts_and_thresholds_change_without_new_graphs(blob_images: Images) ->
 
 @pytest.mark.gpu
 def test_budgets_are_one_graph_a_batch_size_on_cuda(merging: str, blob_images: Images) -> None:
-    packed = PackedSegmenter(deployed(PLANS["budgets"], device="cuda"), torch.uint8)
+    packed = PackedNetwork(deployed(PLANS["budgets"], device="cuda"), torch.uint8)
     assert packed.graphs is not None
     images = torch.from_numpy(blob_images(4)).cuda()
     for _ in range(2):
@@ -369,7 +411,7 @@ def test_budgets_are_one_graph_a_batch_size_on_cuda(merging: str, blob_images: I
 
 @pytest.mark.gpu
 def test_the_callers_stream_is_respected(blob_images: Images) -> None:
-    packed = PackedSegmenter(deployed(PLANS[USUAL], device="cuda"), torch.uint8)
+    packed = PackedNetwork(deployed(PLANS[USUAL], device="cuda"), torch.uint8)
     images = [torch.from_numpy(blob_images(2)[i : i + 1]).cuda() for i in range(2)]
     expected = [run(packed, image, 0.9, 0.0)[0] for image in images]
     streams = [torch.cuda.Stream() for _ in range(2)]
@@ -387,13 +429,13 @@ def test_the_callers_stream_is_respected(blob_images: Images) -> None:
 
 @pytest.mark.gpu
 def test_threads_take_turns_on_cuda(blob_images: Images) -> None:
-    packed = PackedSegmenter(deployed(PLANS[USUAL], device="cuda"), torch.uint8)
+    packed = PackedNetwork(deployed(PLANS[USUAL], device="cuda"), torch.uint8)
     assert_threads_take_turns(packed, [torch.from_numpy(blob_images(count)).cuda() for count in (1, 2, 3)])
 
 
 @pytest.mark.gpu
 def test_graphs_are_few_and_share_their_memory(blob_images: Images) -> None:
-    packed = PackedSegmenter(deployed(PLANS[USUAL], device="cuda"), torch.uint8, most_graphs=5)
+    packed = PackedNetwork(deployed(PLANS[USUAL], device="cuda"), torch.uint8, most_graphs=5)
     assert packed.graphs is not None
     reserved = []
     for _ in range(4):
@@ -410,7 +452,7 @@ def test_graphs_are_few_and_share_their_memory(blob_images: Images) -> None:
 def test_labels_of_packed_scores(merging: str, blob_images: Images) -> None:
     plain = deployed(PLANS[USUAL], device="cuda")
     plain.output = "labels"
-    packed = PackedSegmenter(plain, torch.uint8)
+    packed = PackedNetwork(plain, torch.uint8)
     image = torch.from_numpy(blob_images(3)).cuda()
     for _ in range(2):
         with packed.run(image, 0.9, 0.0) as merged:
