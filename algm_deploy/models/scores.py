@@ -78,12 +78,16 @@ def scores_of_masks(masks: Tensor, classes: Tensor, size: Size) -> Tensor:
 
     Every mask is enlarged and weighted with its query's probabilities; the last class stands for no object.
     """
-    probability = wide(classes).softmax(-1)[..., :-1]
     # The sigmoid in full: ONNX Runtime's own on a CPU is 17 % off at -15 and zero below -18, and where no query has a
     # mask such values decide. No exponent is positive: in an fp16 engine exp(12) is infinite.
     logits = resize(wide(masks), size)
     covered = logits.clamp(max=0).exp() / ((-logits.abs()).exp() + 1)
-    return torch.einsum("bqk,bqhw->bkhw", probability, covered)
+    return torch.einsum("bqk,bqhw->bkhw", probabilities(classes), covered)
+
+
+def probabilities(classes: Tensor) -> Tensor:
+    """Of the classes (B, Q, K) of queries, given before their activation with one more, which stands for no object."""
+    return wide(classes).softmax(-1)[..., :-1]
 
 
 def upsample_scores(output: Scores, grid: Size, size: Size) -> Tensor:

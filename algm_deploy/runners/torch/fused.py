@@ -246,6 +246,11 @@ def fits_moving(x: Tensor) -> bool:
     return _fusible(x)
 
 
+def fits_fused(x: Tensor) -> bool:
+    """Whether a kernel in Triton can be had for a tensor."""
+    return x.is_cuda and _triton_compiles()
+
+
 def packed(x: Tensor, bases: Tensor | int, starts: Tensor, size: tuple[int, int], head: Tensor, skipped: int) -> Tensor:
     """Rows of every image one behind the other, each image's behind the same head; rows that belong to none are open.
 

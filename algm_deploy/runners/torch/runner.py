@@ -22,12 +22,13 @@ from algm_deploy.merging import deployed_network, merge_inputs
 from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.fp8 import use_fp8
 from algm_deploy.models.loading import DTYPES
-from algm_deploy.models.scores import labels_of, upsample_scores
+from algm_deploy.models.scores import upsample_scores
 from algm_deploy.native_libraries import REBUILD, say_once
 from algm_deploy.ops.native_kernels import LIBRARY, use_kernels
 from algm_deploy.recipe.schema import Precision
 from algm_deploy.runners.contract import Runner
 from algm_deploy.runners.torch.packed import Merged, PackedNetwork, why_not
+from algm_deploy.runners.torch.tail import labels
 from algm_deploy.runners.torch.whole import WholeNetwork
 from algm_deploy.runners.turns import DEVICES
 
@@ -145,7 +146,7 @@ class TorchRunner(Runner):
         """What computes each output of the signature; a network that drops tokens has maps that nobody names."""
         assert self._model is not None
         network, scores = self._model.network, merged.scores
-        tail = labels_of if self._model.output == "labels" else upsample_scores
+        tail = labels if self._model.output == "labels" else upsample_scores
 
         def counts() -> Tensor:
             if not merged.lengths:
