@@ -46,6 +46,7 @@ from algm_deploy.models.vit import MergeInputs, Tokens, VitNetwork
 from algm_deploy.native_libraries import require_library
 from algm_deploy.ops.clap import window_similarity
 from algm_deploy.ops.gbm import gbm_similarity
+from algm_deploy.recipe.reading import recipe as named_recipe
 from algm_deploy.recipe.schema import MergePlan, Network, Protocol, Recipe
 from algm_deploy.runners.onnxruntime.runner import LIBRARY
 from algm_deploy.runners.onnxruntime.sessions import CUDA_OPTIONS, CudaSession, placement
@@ -60,8 +61,8 @@ SIZES = {
     "L": (1024, 24, 16, 7),
     "toy": (64, 3, 1, 2),
 }
-MERGED_WINDOWS, MERGED_ROWS = 128, 130
-TOKENS = (1024 - 3 * MERGED_WINDOWS, 1024 - 3 * MERGED_WINDOWS - MERGED_ROWS)
+PATCHES, MERGED_WINDOWS, MERGED_ROWS = 1024, 128, 130
+TOKENS = (PATCHES - 3 * MERGED_WINDOWS, PATCHES - 3 * MERGED_WINDOWS - MERGED_ROWS)
 PLANS: dict[str, VariantName] = {"dense": "dense", "merged": "merged", "truncated": "truncated", "mixed": "merged"}
 SEED = 0
 
@@ -83,7 +84,7 @@ def main() -> None:
 def parser_of(description: str | None, output: str, repeats: int = 30) -> argparse.ArgumentParser:
     """What the benchmarks of these networks are all asked for."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--networks", nargs="+", choices=SIZES, default=["S", "L"])
+    parser.add_argument("--networks", nargs="+", default=["S", "L"], help=f"of {', '.join(SIZES)}, or recipes")
     parser.add_argument("--repeats", type=int, default=repeats)
     parser.add_argument("--precision", choices=("fp16", "fp32", "fp8"), default="fp16")
     parser.add_argument("-o", "--output", type=Path, default=Path(output))
@@ -113,14 +114,16 @@ def write_record(
 
 
 def recipe_of(name: str, options: argparse.Namespace, batch: str) -> Recipe:
+    """A size of Segmenter, or a recipe by its name."""
+    told = {"output": "labels", "precision": options.precision, "max_batch": max(options.batches)}
+    if name not in SIZES:
+        found = named_recipe(name)
+        return dataclasses.replace(found, merging=dataclasses.replace(found.merging, batch=batch), **told)  # type: ignore[arg-type]
     width, depth, heads, gbm = SIZES[name]
     network = Network("segmenter", width, depth, heads, 150, (512, 512))
     plan = MergePlan((1,), (gbm,), batch=batch)  # type: ignore[arg-type]
     protocol = Protocol("ade20k", 512, 512, 480)
-    return Recipe(
-        name=f"segmenter_{name}", network=network, merging=plan, protocol=protocol, output="labels",
-        precision=options.precision, max_batch=max(options.batches),
-    )  # fmt: skip
+    return Recipe(name=f"segmenter_{name}", network=network, merging=plan, protocol=protocol, **told)  # type: ignore[arg-type]
 
 
 def random_network(recipe: Recipe) -> VitNetwork:
@@ -138,12 +141,17 @@ def random_network(recipe: Recipe) -> VitNetwork:
     return network_module(recipe.network, weights, dtype)
 
 
-def pictures(count: int) -> torch.Tensor:
-    """uint8 (count, 3, 512, 512): soft colours under noise whose strength differs from patch to patch."""
+def merged_in(patches: int) -> tuple[int, int]:
+    """Windows and rows that merge of a picture, as many of each patch as in a Segmenter's."""
+    return round(patches * MERGED_WINDOWS / PATCHES), round(patches * MERGED_ROWS / PATCHES)
+
+
+def pictures(count: int, size: tuple[int, int] = (512, 512)) -> torch.Tensor:
+    """uint8 (count, 3, *size): soft colours under noise whose strength differs from patch to patch."""
     generator = torch.Generator().manual_seed(SEED)
-    colours = F.interpolate(torch.rand(count, 3, 8, 8, generator=generator), size=512, mode="bilinear")
-    strength = F.interpolate(torch.rand(count, 1, 32, 32, generator=generator), size=512, mode="nearest")
-    noise = torch.randn(count, 3, 512, 512, generator=generator) * strength
+    colours = F.interpolate(torch.rand(count, 3, 8, 8, generator=generator), size=size, mode="bilinear")
+    strength = F.interpolate(torch.rand(count, 1, 32, 32, generator=generator), size=size, mode="nearest")
+    noise = torch.randn(count, 3, *size, generator=generator) * strength
     return (colours * 255 + 60 * noise).clamp(0, 255).to(torch.uint8)
 
 
@@ -313,6 +321,7 @@ class OnCpu:
 def calibrated(model: VitNetwork, recipe: Recipe, image: torch.Tensor) -> dict[str, float]:
     """Thresholds between the last window or row that is to merge and the first that is not."""
     plan, grid, entering = recipe.merging, list(recipe.network.grid), {}
+    windows, rows = merged_in(grid[0] * grid[1])
     network = variant_network(model, recipe, "merged", TOKENS)[0].to(image.device)
     for layer in plan.layers:
         network.model.blocks[layer - 1].merge.register_forward_pre_hook(  # type: ignore[operator, union-attr]
@@ -325,12 +334,12 @@ def calibrated(model: VitNetwork, recipe: Recipe, image: torch.Tensor) -> dict[s
 
     prefix = model.encoder.prefix
     similarity = window_similarity(tokens_of(plan.clap_layers[0], float("inf")).values, grid, list(plan.window), prefix)
-    clap = between(similarity[0], MERGED_WINDOWS)
+    clap = between(similarity[0], windows)
     layer = plan.gbm_layers[0]
     tokens = tokens_of(layer, clap)
     best = gbm_similarity(tokens.values, tokens.length, prefix, plan.semantics)[0][0]
     best = best[torch.isfinite(best)].double()
-    limit = between(best, MERGED_ROWS)
+    limit = between(best, rows)
     return {CLAP_THRESHOLD: clap, GBM_THRESHOLD: ((limit - best.mean()) * layer / best.std()).item()}
 
 

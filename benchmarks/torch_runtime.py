@@ -2,8 +2,11 @@
 
     python benchmarks/torch_runtime.py -o benchmarks/records/torch_h200.json     needs a GPU and the kernel library
     python benchmarks/torch_runtime.py --precision fp8 -o benchmarks/records/torch_fp8_h200.json
+    python benchmarks/torch_runtime.py --networks setr_naive_vit_b16_cityscapes deit_vit_b16_ade20k --compiled 1 32 \
+        --beside eager -o benchmarks/records/torch_families_h200.json
 
-The networks, pictures and thresholds of `runtimes.py`. What runs is what the torch runtime runs: packed rows, the
+The networks, pictures and thresholds of `runtimes.py`; a recipe's network is as large as the recipe says, with random
+weights, and merges as many of its patches as they do. What runs is what the torch runtime runs: packed rows, the
 segments between the merges as CUDA graphs, merges and label map by the kernels of this project. `duplicate`: one image
 repeated, images of a batch decide together. `mixed`: different images, each decides alone, thresholds such that they
 keep as many tokens on average. Beside them: the modules as they are (`eager`); a dense network with cuDNN's attention;
@@ -21,6 +24,7 @@ import argparse
 import dataclasses
 import gc
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -40,7 +44,7 @@ from algm_deploy.merging import merge_inputs, replay_merging
 from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.fp8 import use_fp8
 from algm_deploy.models.loading import network_module
-from algm_deploy.models.scores import TokenScores, labels_of, upsample_scores
+from algm_deploy.models.scores import Scores, upsample_scores
 from algm_deploy.models.vit import MergeInputs, VitNetwork
 from algm_deploy.native_libraries import REBUILD
 from algm_deploy.ops.attention import _BACKENDS
@@ -48,15 +52,16 @@ from algm_deploy.ops.native_kernels import LIBRARY, use_kernels
 from algm_deploy.recipe.schema import Precision, Recipe, Size
 from algm_deploy.runners.torch import packed as torch_packed
 from algm_deploy.runners.torch.packed import PackedNetwork
+from algm_deploy.runners.torch.tail import labels
 from algm_deploy.timing.variants import VARIANTS, variant_network
 from runtimes import (
-    TOKENS,
     bisected,
     calibrated,
     gained,
     host,
     kernels,
     measured,
+    merged_in,
     parser_of,
     pictures,
     random_network,
@@ -66,6 +71,7 @@ from runtimes import (
 
 Call = Callable[[], Tensor]
 COMPARED = 4  # images of a batch
+BESIDE = ("eager", "cudnn", "photos", "kernels")
 
 
 @dataclass
@@ -87,6 +93,9 @@ def main() -> None:
     parser = parser_of(__doc__, "torch_runtime.json")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 32])
     parser.add_argument("--compiled", nargs="*", type=int, default=[], help="batches with PyTorch's compiler beside")
+    parser.add_argument("--compiled-variants", nargs="+", choices=VARIANTS, default=["dense", "truncated"])
+    parser.add_argument("--beside", nargs="*", choices=BESIDE, default=[*BESIDE], help="what else is measured")
+    parser.add_argument("--only-compile", action="store_true", help="fill the compiler's cache and measure nothing")
     parser.add_argument("--scores", nargs="*", type=int, default=[], help="batches with scores beside labels")
     options = parser.parse_args()
     if use_kernels() is None:
@@ -97,6 +106,8 @@ def main() -> None:
 @torch.inference_mode()
 def network_record(name: str, options: argparse.Namespace) -> dict[str, Any]:
     bench = Bench(name, options)
+    if options.only_compile:
+        return {str(batch): bench.compile_all(batch, {}) for batch in options.compiled}
     result: dict[str, Any] = {"thresholds": bench.thresholds, "batches": {}}
     for batch in options.batches:
         result["batches"][str(batch)] = bench.batch_record(batch)
@@ -113,8 +124,11 @@ class Bench:
         self.alone = recipe_of(name, options, "per_image")
         self.model = random_network(self.recipe)
         self.exact = network_module(self.recipe.network, self.model.state_dict(), torch.float32)
-        self.images = pictures(max(options.batches)).cuda()
-        self.thresholds = calibrated(self.model, self.recipe, self.images[:1])
+        self.images = pictures(max(options.batches), self.recipe.network.image_size).cuda()
+        patches = math.prod(self.recipe.network.grid)
+        windows, rows = merged_in(patches)
+        self.tokens = patches - 3 * windows, patches - 3 * windows - rows
+        self.thresholds = {} if options.only_compile else calibrated(self.model, self.recipe, self.images[:1])
 
     def batch_record(self, batch: int) -> dict[str, Any]:
         same, different = self.images[:1].expand(batch, -1, -1, -1).contiguous(), self.images[:batch]
@@ -138,22 +152,20 @@ class Bench:
                 label = f"{variant} fp16"
                 found[label] = self.packed(fp16, variant, same, thresholds, memory, label)
         else:
-            with cudnn_attention():
-                found["dense cudnn"] = self.packed(self.recipe, "dense", same, thresholds, memory, "dense cudnn")
-            for variant in ("dense", "merged"):
+            if "cudnn" in self.options.beside:
+                with cudnn_attention():
+                    found["dense cudnn"] = self.packed(self.recipe, "dense", same, thresholds, memory, "dense cudnn")
+            for variant in ("dense", "merged") if "eager" in self.options.beside else ():
                 found[f"{variant} eager"] = self.eager(variant, same, thresholds)
         if batch in self.options.compiled:
-            start = time.perf_counter()
-            for variant in ("dense", "truncated"):
-                found[f"{variant} compiled"] = self.compiled(variant, same)
-            row["compile_s"] = time.perf_counter() - start
+            row["compile_s"] = self.compile_all(batch, found)
         row["parity"] = {label: self.parity(label, each) for label, each in found.items()}
         print(self.name, batch, json.dumps(row["parity"]), flush=True)
         times = measured({label: each.call for label, each in found.items()}, self.options.repeats)
         row["ms"] = {label: statistics.median(values) for label, values in times.items()}
         row["spread_ms"] = {label: [min(values), max(values)] for label, values in times.items()}
         row["peak_memory_bytes"] = memory
-        row["merged_tokens"] = counts(found["merged"])
+        row["merged_tokens"] = self.counts(found["merged"])
         row |= derived(row["ms"], batch)
         if batch == 1:
             row["host_ms"] = {
@@ -161,18 +173,26 @@ class Bench:
                 for label, each in found.items()
                 if "eager" not in label
             }
-            row["kernels_merged"] = kernels(found["merged"].call)
-            row["kernels_dense"] = kernels(found["dense"].call)
-            row["photos_ms"] = self.photos()
+            if "photos" in self.options.beside:
+                row["photos_ms"] = self.photos()
         else:
-            row["mixed_tokens"] = counts(found["mixed"])
-            row["kernels_merged"] = kernels(found["merged"].call)
-            row["kernels_mixed"] = kernels(found["mixed"].call)
+            row["mixed_tokens"] = self.counts(found["mixed"])
+        if "kernels" in self.options.beside:
+            for label in ("merged", "dense" if batch == 1 else "mixed"):
+                row[f"kernels_{label}"] = kernels(found[label].call)
         print(self.name, batch, json.dumps({k: round(v, 3) for k, v in row["ms"].items()}), flush=True)
         print(json.dumps({k: row[k] for k in ("merge_efficiency", "speedup", "images_per_s")}), flush=True)
         return row
 
     # --- what is timed ---
+
+    def compile_all(self, batch: int, found: dict[str, Configuration]) -> float:
+        """Adds what PyTorch's compiler makes of the networks; returns the seconds it took."""
+        start = time.perf_counter()
+        same = self.images[:1].expand(batch, -1, -1, -1).contiguous()
+        for variant in self.options.compiled_variants:
+            found[f"{variant} compiled"] = self.compiled(variant, same)
+        return time.perf_counter() - start
 
     def packed(
         self,
@@ -182,7 +202,7 @@ class Bench:
         thresholds: tuple[float, float],
         memory: dict[str, int],
         label: str,
-        tail: Callable[[TokenScores, Size, Size], Tensor] = labels_of,
+        tail: Callable[[Scores, Size, Size], Tensor] = labels,
     ) -> Configuration:
         """As the torch runtime runs it; peak memory beside the weights, as the allocator reserves it."""
         network = self.network(recipe, variant)
@@ -206,39 +226,34 @@ class Bench:
 
     def network(self, recipe: Recipe, variant: VariantName) -> Deployed:
         """In the recipe's precision."""
-        network = variant_network(self.model, recipe, variant, TOKENS)[0].cuda()
+        network = variant_network(self.model, recipe, variant, self.tokens)[0].cuda()
         if recipe.precision == "fp8":
             use_fp8(network)
         return network
 
     def eager(self, variant: VariantName, image: Tensor, thresholds: tuple[float, float]) -> Configuration:
-        network = variant_network(self.model, self.recipe, variant, TOKENS)[0].cuda()
+        network = variant_network(self.model, self.recipe, variant, self.tokens)[0].cuda()
         inputs = merge_inputs(*thresholds, device="cuda")
         return Configuration(variant, image, lambda: network(image, inputs)[0], lambda: network(image, inputs)[2])
 
     def compiled(self, variant: VariantName, image: Tensor) -> Configuration:
-        """PyTorch's compiler on the whole network for its shapes, captured with the label map behind it."""
-        network = variant_network(self.model, self.recipe, variant, TOKENS)[0].cuda()
-        grid, size = self.recipe.network.grid, self.recipe.network.image_size
+        """PyTorch's compiler on the whole network for its shapes, labels included, captured."""
+        network = self.network(self.recipe, variant)
 
         @torch.compile(dynamic=False)
-        def scores_of(image: Tensor) -> tuple[Tensor, Tensor]:
-            found = network.model(image, None)
-            return found.scores, found.map
-
-        def labels(image: Tensor) -> Tensor:
-            scores, map = scores_of(image)
-            return labels_of(TokenScores(scores, map, network.model.encoder.prefix, []), grid, size)
+        def compiled(image: Tensor) -> Tensor:
+            found: Tensor = network(image, None)[0]
+            return found
 
         given, stream = image.clone(), torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(3):
-                labels(given)
+                compiled(given)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            result = labels(given)
+            result = compiled(given)
 
         def call() -> Tensor:
             given.copy_(image)
@@ -254,10 +269,17 @@ class Bench:
 
         def mean(stage: int, clap: float, gbm: float) -> float:
             with packed.run(images, clap, gbm) as merged:
-                return float(merged.lengths[stage].double().mean()) - 1
+                return float(merged.lengths[stage].double().mean()) - self.recipe.network.prefix
 
-        clap = bisected(lambda x: mean(0, x, float("inf")), TOKENS[0], -1.0, 1.0)
-        return clap, bisected(lambda x: mean(1, clap, x), TOKENS[1], -30.0, 30.0)
+        clap = bisected(lambda x: mean(0, x, float("inf")), self.tokens[0], -1.0, 1.0)
+        return clap, bisected(lambda x: mean(1, clap, x), self.tokens[1], -30.0, 30.0)
+
+    def counts(self, each: Configuration) -> dict[str, Any]:
+        """Patch tokens behind each merge, from its maps."""
+        each.call()
+        last = torch.stack([map.amax(1) for map in each.decisions()])
+        found = last + 1 - self.recipe.network.prefix
+        return {"mean": found.double().mean(1).tolist(), "min": found.amin(1).tolist(), "max": found.amax(1).tolist()}
 
     # --- parity ---
 
@@ -270,17 +292,17 @@ class Bench:
             GateError: more pixels of these images differ than are allowed.
         """
         for _ in range(2):  # captured, then replayed
-            labels = each.call()
-        if labels.ndim == 4:
-            labels = labels.argmax(1)
+            result = each.call()
+        if result.ndim == 4:
+            result = result.argmax(1)
         maps = tuple(map.clone() for map in each.decisions())
-        chosen = sorted({round(i) for i in np.linspace(0, len(labels) - 1, COMPARED)})
+        chosen = sorted({round(i) for i in np.linspace(0, len(result) - 1, COMPARED)})
         wrong, allowed = [], []
         for i in chosen:
             forced = tuple(map[i : i + 1] for map in maps)
             image = each.image[i : i + 1]
             truth, plain = (self.replayed(kind, each.variant, image, forced) for kind in ("fp32", each.precision))
-            wrong.append((labels[i] != truth[0]).double().mean().item())
+            wrong.append((result[i] != truth[0]).double().mean().item())
             allowed.append(2 * (plain != truth).double().mean().item() + 1e-3)
         found = {"images": chosen, "pixels_differ": wrong, "allowed": allowed}
         if np.mean(wrong) > np.mean(allowed):
@@ -292,18 +314,19 @@ class Bench:
         if variant == "merged":
             network = Deployed(replay_merging(model, self.recipe.merging), self.recipe.network, "labels").eval()
         else:
-            network = variant_network(model, self.recipe, variant, TOKENS)[0]
+            network = variant_network(model, self.recipe, variant, self.tokens)[0]
         inputs = MergeInputs(*merge_inputs(0.0, 0.0, device="cuda")[:2], maps)
         if precision == "fp8":
             use_fp8(network)
-        labels: Tensor = network.cuda()(image, inputs)[0]
-        return labels
+        with torch.backends.cudnn.flags(allow_tf32=False):
+            found: Tensor = network.cuda()(image, inputs)[0]
+        return found
 
     # --- more numbers at batch 1 ---
 
     def photos(self, count: int = 16) -> dict[str, Any]:
         """Host milliseconds for photos of different token counts, one by one: as they come, and once more."""
-        images = pictures(count).cuda()
+        images = pictures(count, self.recipe.network.image_size).cuda()
         packed = PackedNetwork(self.network(self.alone, "merged"), torch.uint8)
         thresholds = self.thresholds[CLAP_THRESHOLD], self.thresholds[GBM_THRESHOLD]
         passes: list[list[float]] = []
@@ -312,7 +335,7 @@ class Bench:
             for image in images:
                 start = time.perf_counter()
                 with packed.run(image[None], *thresholds) as merged:
-                    labels_of(merged.scores, self.recipe.network.grid, self.recipe.network.image_size).cpu()
+                    labels(merged.scores, self.recipe.network.grid, self.recipe.network.image_size).cpu()
                 passes[-1].append(1e3 * (time.perf_counter() - start))
         assert packed.graphs is not None
         medians = [statistics.median(times) for times in passes]
@@ -326,13 +349,6 @@ def cudnn_attention() -> Iterator[None]:
     torch_packed.fits_attention, _BACKENDS[:] = lambda *_: False, [SDPBackend.CUDNN_ATTENTION]
     yield
     torch_packed.fits_attention, _BACKENDS[:] = ours, backends
-
-
-def counts(each: Configuration) -> dict[str, Any]:
-    """Patch tokens behind each merge, from its maps."""
-    each.call()
-    found = torch.stack([map.amax(1) for map in each.decisions()])  # rows count cls, so the last row is the count
-    return {"mean": found.double().mean(1).tolist(), "min": found.amin(1).tolist(), "max": found.amax(1).tolist()}
 
 
 def derived(ms: dict[str, float], batch: int) -> dict[str, Any]:

@@ -47,8 +47,9 @@ def _labels_of_masks(masks: Tensor, classes: Tensor, size: Size) -> Tensor:
     rest = max(16, triton.next_power_of_2(count - most)) if count > most else 0
     blocks = triton.cdiv(size[1], _PIXELS), size[0], images
     _mask_labels_kernel[blocks](
-        masks, shares, out, queries, count, *masks.shape[2:], *size, *masks.stride(),
-        masks.shape[2] / size[0], masks.shape[3] / size[1], most, rest, _PIXELS, _QUERIES, num_warps=4, num_stages=2,
+        masks, shares, out, *masks.shape[2:], *size, *masks.stride(),
+        masks.shape[2] / size[0], masks.shape[3] / size[1],
+        queries, count, most, rest, _PIXELS, _QUERIES, num_warps=4, num_stages=2,
     )  # fmt: skip
     return out
 
@@ -64,9 +65,10 @@ if triton is not None:
 
     @triton.jit
     def _mask_labels_kernel(  # type: ignore[no-untyped-def]
-        masks, shares, out, queries, classes, down, across, height, width, mask_image, mask_query, mask_row, mask_cell,
+        masks, shares, out, down, across, height, width, mask_image, mask_query, mask_row, mask_cell,
         ratio_down, ratio_across,
-        most: tl.constexpr, rest: tl.constexpr, pixels: tl.constexpr, step: tl.constexpr,
+        queries: tl.constexpr, classes: tl.constexpr, most: tl.constexpr, rest: tl.constexpr,
+        pixels: tl.constexpr, step: tl.constexpr,
     ):  # fmt: skip
         """One program: the labels of `pixels` neighbours in one line of one image."""
         line, image = tl.program_id(1), tl.program_id(2)

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from algm_deploy.merging import insert_merging, merge_inputs, replay_merging, truncate
 from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.loading import network_class
-from algm_deploy.models.scores import labels_of, upsample_scores
+from algm_deploy.models.scores import MaskScores, labels_of, upsample_scores
 from algm_deploy.models.vit import VitNetwork
 from algm_deploy.ops.clap import clap as clap_operator
 from algm_deploy.ops.gbm import gbm as gbm_operator
@@ -27,6 +27,7 @@ from algm_deploy.recipe.schema import DENSE, MergePlan, Network
 from algm_deploy.runners.torch import packed as torch_packed
 from algm_deploy.runners.torch.layout import Layout, bucket, packed_index, padded_index
 from algm_deploy.runners.torch.packed import PackedNetwork, attend
+from algm_deploy.runners.torch.tail import labels
 
 Images = Callable[[int], np.ndarray]
 PLANS = {
@@ -360,6 +361,58 @@ def test_graphs_give_the_modules_results(plan: str, graphs: bool, merging: str, 
             for clap, gbm in THRESHOLDS[PLANS[plan].gbm]:
                 assert_like_modules(packed, plain, image, clap, gbm)
     assert (packed.graphs is None) == (not graphs)
+
+
+@pytest.fixture
+def full_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Convolutions in all bits of fp32, which are not PyTorch's default."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("full_fp32")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_graphs_give_the_modules_results_of_every_family(family: str, blob_images: Images) -> None:
+    for plan in ("dense", USUAL, "two gbm", "budgets"):
+        plain = deployed(PLANS[plan], FAMILIES[family], device="cuda")
+        packed = PackedNetwork(plain, torch.uint8)
+        assert packed.graphs is not None
+        for count in (3, 1, 3, 1):
+            image = torch.from_numpy(blob_images(count)).cuda()
+            assert_like_modules(packed, plain, image, *THRESHOLDS[PLANS[plan].gbm][0])
+        assert 0 < packed.graphs.captures == len(packed.graphs) <= 6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_labels_of_every_family(family: str, blob_images: Images) -> None:
+    """In fp16 no more labels differ from fp32 with the same decisions than twice the modules' own."""
+    shape = FAMILIES[family]
+    packed = PackedNetwork(deployed(PLANS[USUAL], shape, torch.float16, "cuda"), torch.uint8)
+    image = torch.from_numpy(blob_images(1)).cuda()
+    for _ in range(2):
+        with packed.run(image, 0.9, 0.0) as merged:
+            found, maps = labels(merged.scores, shape.grid, shape.image_size), [map.clone() for map in merged.maps]
+    models = model_of(shape, torch.float16), model_of(shape, torch.float16).float()
+    plain, exact = (Deployed(replay_merging(m, PLANS[USUAL]), shape, "labels").eval().cuda() for m in models)
+    with torch.inference_mode():
+        inputs = merge_inputs(0.0, 0.0, tuple(maps), "cuda")
+        truth, same = exact(image, inputs)[0], plain(image, inputs)[0]
+    assert found.dtype == truth.dtype
+    assert (found != truth).double().mean() <= 2 * (same != truth).double().mean() + 2e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("queries", "classes", "cells"), [(7, 11, 8), (100, 150, 32), (33, 19, 64), (20, 300, 5)])
+def test_labels_of_masks_are_those_of_their_scores(queries: int, classes: int, cells: int) -> None:
+    """Also of masks that hardly cover anything, where small values decide."""
+    generator = torch.Generator().manual_seed(0)
+    for shift in (0, -30):
+        masks = (torch.randn(2, queries, cells, cells + 1, generator=generator) * 4 + shift).cuda()
+        scores = MaskScores(masks, torch.randn(2, queries, classes + 1, generator=generator).cuda() * 3, 0, [])
+        found, expected = labels(scores, (1, 1), (70, 84)), labels_of(scores, (1, 1), (70, 84))
+        assert found.dtype == expected.dtype
+        assert (found != expected).double().mean() < 1e-3  # near ties of two classes
 
 
 @pytest.mark.gpu
