@@ -22,11 +22,40 @@ from algm_deploy.ops._rows import wide
 from algm_deploy.recipe.schema import Size
 
 
+class Crossed(NamedTuple):
+    """What attention of queries to rows gives: the mixed rows (B, K, D), and (B, K, S) fp32, the mean over the heads of
+    what went into its softmax."""
+
+    mixed: Tensor
+    similarity: Tensor | None
+
+
 class Steps(NamedTuple):
-    """Steps on rows (..., D) that a runtime may have kernels of its own for: a norm, and scaling rows to length one."""
+    """Steps that a runtime may do in its own way.
+
+    normed, unit: a norm of rows (..., D), and scaling them to length one. crossed: attention of queries (B, K, D) to
+    keys and values (B, S, D), given the number of heads, a scale, where (B, S) rows are valid, unless all are, and
+    whether the similarity is wanted, without which it may be left out.
+    """
 
     normed: Callable[[Tensor, nn.LayerNorm], Tensor]
     unit: Callable[[Tensor], Tensor]
+    crossed: Callable[[Tensor, Tensor, Tensor, int, float, Tensor | None, bool], Crossed]
+
+
+def heads_of(x: Tensor, heads: int) -> Tensor:
+    """Rows (B, S, D) as (B, heads, S, D / heads)."""
+    return x.unflatten(2, (heads, -1)).transpose(1, 2)
+
+
+def _crossed(
+    query: Tensor, key: Tensor, value: Tensor, heads: int, scale: float, valid: Tensor | None, compared: bool
+) -> Crossed:
+    query, key, value = (heads_of(x, heads) for x in (query, key, value))
+    similarity = wide(query @ key.mT * scale)
+    masked = similarity if valid is None else torch.where(valid[:, None, None], similarity, -torch.inf)
+    mixed = masked.softmax(-1).to(value.dtype) @ value
+    return Crossed(mixed.transpose(1, 2).flatten(2), similarity.mean(1) if compared else None)
 
 
 def _normed(x: Tensor, norm: nn.LayerNorm) -> Tensor:
@@ -39,7 +68,7 @@ def _unit(x: Tensor) -> Tensor:
     return F.normalize(wide(x), dim=-1).to(x.dtype)
 
 
-PLAIN = Steps(_normed, _unit)
+PLAIN = Steps(_normed, _unit, _crossed)
 
 
 class Level(NamedTuple):

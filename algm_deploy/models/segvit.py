@@ -18,7 +18,6 @@ from algm_deploy.models.naming import Naming, dropped, mmseg_encoder
 from algm_deploy.models.readout import Level, ReadNetwork, Readout, Steps
 from algm_deploy.models.scores import MaskScores, to_grid
 from algm_deploy.models.vit import Attention, Tokens
-from algm_deploy.ops._rows import wide
 from algm_deploy.recipe.schema import Network
 
 ENCODER_EPS = 1e-6
@@ -32,16 +31,15 @@ class CrossAttention(nn.Module):
         self.heads, self.scale = heads, (dim // heads) ** -0.5
         self.q, self.k, self.v, self.proj = (nn.Linear(dim, dim) for _ in range(4))
 
-    def forward(self, queries: Tensor, rows: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
-        """`valid` (B, S) is false for rows of padding. The second result is the mean over heads (B, K, S), fp32."""
-        query, key, value = (self._heads(x) for x in (self.q(queries), self.k(rows), self.v(rows)))
-        similarity = wide(query @ key.mT * self.scale)
-        masked = similarity if valid is None else torch.where(valid[:, None, None], similarity, -torch.inf)
-        mixed = masked.softmax(-1).to(value.dtype) @ value
-        return self.proj(mixed.transpose(1, 2).flatten(2)), similarity.mean(1)
-
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.view(*x.shape[:2], self.heads, -1).transpose(1, 2)
+    def forward(
+        self, queries: Tensor, rows: Tensor, valid: Tensor | None, compared: bool, steps: Steps
+    ) -> tuple[Tensor, Tensor | None]:
+        """`valid` (B, S) is false for rows of padding. The second result is the mean over heads (B, K, S), fp32, which
+        is there if it is to be `compared`."""
+        projected = self.q(queries), self.k(rows), self.v(rows)
+        mixed, similarity = steps.crossed(*projected, self.heads, self.scale, valid, compared)
+        out: Tensor = self.proj(mixed)
+        return out, similarity
 
 
 class DecoderLayer(nn.Module):
@@ -53,9 +51,11 @@ class DecoderLayer(nn.Module):
         self.fc1, self.fc2 = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
         self.norm1, self.norm2, self.norm3 = (nn.LayerNorm(dim) for _ in range(3))
 
-    def forward(self, queries: Tensor, rows: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, queries: Tensor, rows: Tensor, valid: Tensor | None, compared: bool, steps: Steps
+    ) -> tuple[Tensor, Tensor | None]:
         queries = self.norm1(queries + self.attn(queries, None))
-        mixed, similarity = self.cross(queries, rows, valid)
+        mixed, similarity = self.cross(queries, rows, valid, compared, steps)
         queries = self.norm2(queries + mixed)
         return self.norm3(queries + self.fc2(F.relu(self.fc1(queries)))), similarity
 
@@ -74,14 +74,14 @@ class Stage(nn.Module):
         rows: Tensor = self.norm(self.proj(x))
         return rows
 
-    def forward(self, queries: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    def forward(self, queries: Tensor, tokens: Tokens, steps: Steps) -> tuple[Tensor, Tensor]:
         """Queries (B, K, D), and the attention map (B, S, K), one row a token; tokens have been given to `rows`."""
         rows, valid = tokens.values, None
         if tokens.padded:
             valid = tokens.size > 0
             rows = torch.where(valid[:, :, None], rows, 0)  # zero times a NaN of padding would be NaN
         for layer in self.layers:
-            queries, similarity = layer(queries, rows, valid)
+            queries, similarity = layer(queries, rows, valid, layer is self.layers[-1], steps)
         return queries, similarity.mT
 
 
@@ -99,12 +99,12 @@ class AtmDecoder(nn.Module):
         """As the encoder has them, so the last stage comes first."""
         return tuple(Level(rows=stage.rows) for stage in reversed([*self.stages]))
 
-    def forward(self, levels: Sequence[Tokens]) -> tuple[Tensor, Tensor]:
+    def forward(self, levels: Sequence[Tokens], steps: Steps) -> tuple[Tensor, Tensor]:
         """Masks (B, K, h, w) and classes (B, K, K + 1) of the queries."""
         queries = self.queries.expand(levels[0].values.shape[0], -1, -1)
         masks = []
         for stage, tokens in zip(self.stages, reversed(levels), strict=True):
-            queries, attention = stage(queries, tokens)
+            queries, attention = stage(queries, tokens, steps)
             masks.append(to_grid(attention, tokens.map, 0, self.grid))
         return torch.stack(masks).sum(0), self.classes(queries)
 
@@ -120,7 +120,7 @@ class Segvit(ReadNetwork):
         return Readout(self.decoder.levels(), self._scores)
 
     def _scores(self, levels: Sequence[Tokens], front: Tensor | None, steps: Steps) -> MaskScores:
-        return MaskScores(*self.decoder(levels), self.encoder.prefix, [])
+        return MaskScores(*self.decoder(levels, steps), self.encoder.prefix, [])
 
     @staticmethod
     def decoder_multiply_adds(network: Network, levels: Sequence[int]) -> int:

@@ -35,9 +35,10 @@ from algm_deploy.merging import Clap, Gbm, KeepFirst
 from algm_deploy.models.deployed import PIXEL_CENTRE, PIXEL_SCALE, Deployed, PixelEmbedding
 from algm_deploy.models.fp8 import Fp8Linear, Quantised
 from algm_deploy.models.quantized import is_quantized
-from algm_deploy.models.readout import Joining, ReadNetwork, Steps
+from algm_deploy.models.readout import Crossed, Joining, ReadNetwork, Steps, heads_of
 from algm_deploy.models.scores import GridScores, MaskScores, Scores, TokenScores
 from algm_deploy.models.vit import SLOTS, Attention, Block, KeepTokens, MergeInputs, Mlp, Tokens, VisionTransformer
+from algm_deploy.ops._rows import wide
 from algm_deploy.ops.native_kernels import Kernels, Merge, clap_merge, gbm_merge, use_kernels
 from algm_deploy.recipe.schema import patch_margins
 from algm_deploy.runners.torch.fused import (
@@ -188,7 +189,17 @@ def _fused_norm(x: Tensor, norm: nn.LayerNorm) -> Tensor:
     return residual_norm(x.flatten(0, -2), None, norm)[1].view(x.shape)
 
 
-_FUSED = Steps(_fused_norm, unit)
+def _fused_crossed(
+    query: Tensor, key: Tensor, value: Tensor, heads: int, scale: float, valid: Tensor | None, compared: bool
+) -> Crossed:
+    """The mean of the heads' products is one product over all of them."""
+    parts = [heads_of(x, heads) for x in (query, key, value)]
+    mask = None if valid is None else valid[:, None, None]
+    mixed = F.scaled_dot_product_attention(*parts, attn_mask=mask, scale=scale).transpose(1, 2).flatten(2)
+    return Crossed(mixed, wide(query * (scale / heads) @ key.mT) if compared else None)
+
+
+_FUSED = Steps(_fused_norm, unit, _fused_crossed)
 
 
 class _Outcome:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from algm_deploy.models.scores import GridScores, MaskScores, Scores, labels_of, probabilities
@@ -38,18 +39,26 @@ def _labels_of_grid(scores: Tensor, size: Size) -> Tensor:
 
 
 def _labels_of_masks(masks: Tensor, classes: Tensor, size: Size) -> Tensor:
-    """Of masks (B, Q, h, w) and classes (B, Q, K + 1): enlarged, weighted and compared where they are."""
-    shares = probabilities(classes).contiguous()
-    images, queries, count = shares.shape
-    out = masks.new_empty(images, *size, dtype=label_dtype(count))
+    """Of masks (B, Q, h, w) and classes (B, Q, K + 1): enlarged, weighted and compared where they are.
+
+    Products are those of numbers cut into two of bf16 each, which keeps the range of fp32 and 16 binary digits: tiny
+    values decide where no query has a mask.
+    """
+    images, _, *cells = masks.shape
+    shares = probabilities(classes)
+    count = shares.shape[2]
     # Matrix units take powers of two: what lies beyond the largest one in the count has a product of its own.
     most = max(16, 1 << count.bit_length() - 1)
     rest = max(16, triton.next_power_of_2(count - most)) if count > most else 0
+    steps = triton.cdiv(masks.shape[1], _QUERIES)
+    shares = F.pad(shares, (0, most + rest - count, 0, steps * _QUERIES - masks.shape[1]))
+    high = shares.bfloat16()
+    low = (shares - high).bfloat16()
+    out = masks.new_empty(images, *size, dtype=label_dtype(count))
     blocks = triton.cdiv(size[1], _PIXELS), size[0], images
     _mask_labels_kernel[blocks](
-        masks, shares, out, *masks.shape[2:], *size, *masks.stride(),
-        masks.shape[2] / size[0], masks.shape[3] / size[1],
-        queries, count, most, rest, _PIXELS, _QUERIES, num_warps=4, num_stages=2,
+        masks, high, low, out, *cells, *size, *masks.stride(), cells[0] / size[0], cells[1] / size[1],
+        masks.shape[1], count, steps, most, rest, max(16, rest), _PIXELS, _QUERIES, num_warps=4, num_stages=2,
     )  # fmt: skip
     return out
 
@@ -64,48 +73,54 @@ if triton is not None:
         return low, tl.minimum(low + 1, cells - 1), centre - low.to(tl.float32)
 
     @triton.jit
+    def _products(high, low, covered, fine, total):  # type: ignore[no-untyped-def]
+        """Sums of products of covered + fine (pixels, queries) and the loaded high + low (queries, classes)."""
+        share = tl.load(high)
+        total = tl.dot(covered, share, total)
+        total = tl.dot(fine, share, total)
+        return tl.dot(covered, tl.load(low), total)
+
+    @triton.jit
     def _mask_labels_kernel(  # type: ignore[no-untyped-def]
-        masks, shares, out, down, across, height, width, mask_image, mask_query, mask_row, mask_cell,
+        masks, high, low, out, down, across, height, width, mask_image, mask_query, mask_row, mask_cell,
         ratio_down, ratio_across,
-        queries: tl.constexpr, classes: tl.constexpr, most: tl.constexpr, rest: tl.constexpr,
-        pixels: tl.constexpr, step: tl.constexpr,
+        queries: tl.constexpr, classes: tl.constexpr, steps: tl.constexpr, most: tl.constexpr, rest: tl.constexpr,
+        room: tl.constexpr, pixels: tl.constexpr, step: tl.constexpr,
     ):  # fmt: skip
         """One program: the labels of `pixels` neighbours in one line of one image."""
         line, image = tl.program_id(1), tl.program_id(2)
         column = tl.program_id(0) * pixels + tl.arange(0, pixels)
         left, right, along = _corners(column, ratio_across, across)
         upper, lower, beside = _corners(line, ratio_down, down)
-        base = masks + image.to(tl.int64) * mask_image
-        shares += image.to(tl.int64) * queries * classes
-        first = tl.arange(0, most)
-        total = tl.zeros([most, pixels], tl.float32)
-        if rest > 0:
-            more = most + tl.arange(0, rest)
-            beyond = tl.zeros([rest, pixels], tl.float32)
-        for start in range(0, queries, step):
-            query = start + tl.arange(0, step)
-            there = query < queries
-            at = base + query[:, None].to(tl.int64) * mask_query
+        masks += image.to(tl.int64) * mask_image
+        padded: tl.constexpr = most + rest
+        shares = image.to(tl.int64) * (steps * step * padded)
+        first, more = tl.arange(0, most)[None, :], most + tl.arange(0, room)[None, :]
+        total = tl.zeros([pixels, most], tl.float32)
+        beyond = tl.zeros([pixels, room], tl.float32)
+        from_left, from_right = (left * mask_cell)[:, None], (right * mask_cell)[:, None]
+        for number in range(steps):
+            query = number * step + tl.arange(0, step)
+            there = (query < queries)[None, :]
+            at = masks + query[None, :] * mask_query
             top, bottom = at + upper * mask_row, at + lower * mask_row
-            a = tl.load(top + left[None, :] * mask_cell, mask=there[:, None], other=0.0).to(tl.float32)
-            b = tl.load(top + right[None, :] * mask_cell, mask=there[:, None], other=0.0).to(tl.float32)
-            c = tl.load(bottom + left[None, :] * mask_cell, mask=there[:, None], other=0.0).to(tl.float32)
-            d = tl.load(bottom + right[None, :] * mask_cell, mask=there[:, None], other=0.0).to(tl.float32)
-            above, below = a + (b - a) * along[None, :], c + (d - c) * along[None, :]
-            value = above + (below - above) * beside
-            fading = tl.exp(-tl.abs(value))
-            covered = tl.where(value < 0, fading, 1.0) / (1.0 + fading)
-            row = shares + query[None, :] * classes
-            share = tl.load(row + first[:, None], mask=there[None, :] & (first < classes)[:, None], other=0.0)
-            total = tl.dot(share, covered, total, input_precision="tf32x3")
+            a = tl.load(top + from_left, mask=there, other=0.0).to(tl.float32)
+            b = tl.load(top + from_right, mask=there, other=0.0).to(tl.float32)
+            c = tl.load(bottom + from_left, mask=there, other=0.0).to(tl.float32)
+            d = tl.load(bottom + from_right, mask=there, other=0.0).to(tl.float32)
+            above, below = a + (b - a) * along[:, None], c + (d - c) * along[:, None]
+            share = 1.0 / (1.0 + tl.exp(-(above + (below - above) * beside)))
+            covered = share.to(tl.bfloat16)
+            fine = (share - covered.to(tl.float32)).to(tl.bfloat16)
+            row = shares + query[:, None] * padded
+            total = _products(high + row + first, low + row + first, covered, fine, total)
             if rest > 0:
-                share = tl.load(row + more[:, None], mask=there[None, :] & (more < classes)[:, None], other=0.0)
-                beyond = tl.dot(share, covered, beyond, input_precision="tf32x3")
-        total = tl.where((first < classes)[:, None], total, -1.0)
-        best, label = tl.max(total, 0, return_indices=True, return_indices_tie_break_left=True)
+                beyond = _products(high + row + more, low + row + more, covered, fine, beyond)
+        total = tl.where(first < classes, total, -1.0)
+        best, label = tl.max(total, 1, return_indices=True, return_indices_tie_break_left=True)
         if rest > 0:
-            beyond = tl.where((more < classes)[:, None], beyond, -1.0)
-            other, index = tl.max(beyond, 0, return_indices=True, return_indices_tie_break_left=True)
+            beyond = tl.where(more < classes, beyond, -1.0)
+            other, index = tl.max(beyond, 1, return_indices=True, return_indices_tie_break_left=True)
             label = tl.where(other > best, most + index, label)
         to = (image.to(tl.int64) * height + line) * width + column
         tl.store(out + to, label.to(out.dtype.element_ty), mask=column < width)
