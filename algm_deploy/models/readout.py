@@ -143,7 +143,7 @@ def _read(level: Level, tokens: Tokens, skipped: int) -> Tokens:
 
 
 def _joined(joining: Joining, tokens: Tokens) -> tuple[Tokens, Tensor]:
-    images, count = len(tokens.values), len(joining.front)
+    images, count = tokens.values.shape[0], joining.front.shape[0]
     rows = torch.cat([joining.front.expand(images, -1, -1), tokens.values], 1)
     joined = tokens._replace(values=rows, length=tokens.length + count)
     for block in joining.blocks:

@@ -25,13 +25,13 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple, TypeGuard, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from algm_deploy.merging import Clap, Gbm, KeepFirst
+from algm_deploy.merging import Clap, Gbm, KeepFirst, Tome, Unmerge
 from algm_deploy.models.deployed import PIXEL_CENTRE, PIXEL_SCALE, Deployed, PixelEmbedding
 from algm_deploy.models.fp8 import Fp8Linear, Quantised
 from algm_deploy.models.quantized import is_quantized
@@ -91,6 +91,7 @@ class _Half(NamedTuple):
     """Half a block: rows plus `branch` of their norm; then the merge slot, where it is not empty.
 
     `first`: the layer that the normed rows enter. `output`: which of the encoder's outputs comes after it, if any.
+    `counting`: the attention that counts the patches of a row, which takes the place of the branch.
     """
 
     norm: nn.LayerNorm
@@ -98,6 +99,11 @@ class _Half(NamedTuple):
     branch: Callable[[Tensor | Quantised, Layout], Tensor]
     slot: nn.Module | None = None
     output: int | None = None
+    counting: Attention | None = None
+
+    def added(self, x: Tensor | Quantised, layout: Layout, size: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What the half adds to its rows; and, where attention counts patches (B, S), what the slot compares."""
+        return (self.branch(x, layout), None) if self.counting is None else _counted(self.counting, x, layout, size)
 
     def entering(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor | Quantised]:
         """The sum of x and delta, and what the branch is given of it."""
@@ -110,7 +116,8 @@ def _halves(blocks: nn.ModuleList, outputs: Sequence[int] = ()) -> Iterator[_Hal
     for layer, block in enumerate(blocks, 1):
         assert isinstance(block, Block)
         slot = None if isinstance(block.merge, KeepTokens) else block.merge
-        yield _Half(block.norm1, block.attn.qkv, partial(_mixed, block.attn), slot)
+        counting = block.attn if block.proportional else None
+        yield _Half(block.norm1, block.attn.qkv, partial(_mixed, block.attn), slot, counting=counting)
         output = outputs.index(layer) if layer in outputs else None
         yield _Half(block.norm2, block.mlp.fc1, partial(_transformed, block.mlp), output=output)
 
@@ -135,6 +142,15 @@ def _mixed(block: Attention, x: Tensor | Quantised, layout: Layout) -> Tensor:
     return _product(block.proj, attend(qkv, layout, block.heads, block.scale))
 
 
+def _counted(block: Attention, x: Tensor | Quantised, layout: Layout, size: Tensor) -> tuple[Tensor, Tensor]:
+    """As `Attention.proportional`, on rows of images of one length."""
+    qkv = _product(block.qkv, x)
+    images = qkv.view(layout.images, layout.longest, -1)
+    keys = images.chunk(3, 2)[1].unflatten(2, (block.heads, -1)).mean(2)
+    mixed = torch.ops.algm.proportional_attention(images, size, block.heads, block.scale)
+    return _product(block.proj, mixed.flatten(0, 1)), keys
+
+
 def _transformed(mlp: Mlp, x: Tensor | Quantised, layout: Layout) -> Tensor:
     if not _on_fp8_units(mlp.fc1):
         assert isinstance(x, Tensor)
@@ -157,22 +173,21 @@ def why_not(network: Deployed) -> str | None:
     if not isinstance(model, ReadNetwork):
         return "its family does not describe what its decoder reads"
     encoder, readout = model.encoder, model.readout()
-    own = [*encoder.blocks]
-    blocks = [*own, *(readout.joining.blocks if readout.joining is not None else ())]
+    own = cast("list[Block]", [*encoder.blocks])
+    blocks = own + cast("list[Block]", [*(readout.joining.blocks if readout.joining is not None else ())])
     if type(encoder) is not VisionTransformer or not all(type(block) is Block for block in blocks):
         return "its blocks are of another kind"
     if encoder.outputs[-1] != len(own):
         return "its decoder does not read the last block"
     within = [getattr(block, name) for block in blocks for part, name in SLOTS.items() if part]
-    if not all(isinstance(slot, KeepTokens) for slot in (encoder.outlet, *within)) or _proportional(blocks):
-        return "its method merges inside blocks"
+    if not all(isinstance(slot, KeepTokens) for slot in within) or not isinstance(encoder.outlet, KeepTokens | Unmerge):
+        return "its method merges tokens for a part of a block, or after it"
     slots = [block.merge for block in blocks if not isinstance(block.merge, KeepTokens)]
-    static = all(isinstance(s, Clap | Gbm | KeepFirst) and not _decides(s) for s in slots)
-    return None if static or all(_decides(s) for s in slots) else "some of its merges alone depend on the picture"
-
-
-def _proportional(blocks: Sequence[nn.Module]) -> bool:
-    return any(isinstance(block, Block) and block.proportional for block in blocks)
+    if any(_decides(slot) for slot in slots):
+        counting = any(block.proportional for block in own) or isinstance(encoder.outlet, Unmerge)
+        return None if all(map(_decides, slots)) and not counting else "some of its merges alone depend on the picture"
+    known = all(isinstance(slot, Clap | Gbm | KeepFirst | Tome) for slot in slots)
+    return None if known else "its merges are of another kind"
 
 
 def _segments(encoder: VisionTransformer) -> list[list[_Half]]:
@@ -458,13 +473,13 @@ class PackedNetwork:
         delta, outcomes, levels, front = None, iter(memory.outcomes), dict(memory.levels), None
         for half in self._segments[number]:
             x, entering = half.entering(x, delta)
-            delta = half.branch(entering, layout)
+            delta, keys = half.added(entering, layout, tokens.size)
             if _decides(half.slot):
                 self._end(memory, number, x, delta, layout)
                 return None
             if half.slot is not None:
                 values = (x + delta).to(x.dtype).view(layout.images, layout.longest, -1)
-                tokens = half.slot(tokens._replace(values=values), None)
+                tokens = half.slot(tokens._replace(values=values, keys=keys), None)
                 outcome = next(outcomes)
                 outcome.keep(tokens.map, tokens.length)
                 tokens = tokens._replace(map=outcome.map, length=outcome.length)
@@ -517,6 +532,9 @@ class PackedNetwork:
             rows = x
         else:
             x, rows = residual_norm(x, delta, norm)
+        if not isinstance(encoder.outlet, KeepTokens):
+            tokens = encoder.outlet(tokens._replace(values=rows.view(layout.images, layout.longest, -1)), None)
+            rows, layout = tokens.values.flatten(0, 1), Layout(layout.images, tokens.values.shape[1])
         rows = rows if level.rows is None else level.rows(rows)
         first, count, front = readout.skipped, layout.longest - readout.skipped, None
         if readout.joining is not None and output == len(readout.levels) - 1:
