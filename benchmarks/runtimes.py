@@ -114,16 +114,32 @@ def write_record(
 
 
 def recipe_of(name: str, options: argparse.Namespace, batch: str) -> Recipe:
-    """A size of Segmenter, or a recipe by its name."""
+    """A size of Segmenter, or a recipe by its name, as it is or, as `NAME:B`, on a ViT of one of the sizes."""
     told = {"output": "labels", "precision": options.precision, "max_batch": max(options.batches)}
     if name not in SIZES:
-        found = named_recipe(name)
+        name, _, size = name.partition(":")
+        found = resized(named_recipe(name), size) if size else named_recipe(name)
         return dataclasses.replace(found, merging=dataclasses.replace(found.merging, batch=batch), **told)  # type: ignore[arg-type]
     width, depth, heads, gbm = SIZES[name]
     network = Network("segmenter", width, depth, heads, 150, (512, 512))
     plan = MergePlan((1,), (gbm,), batch=batch)  # type: ignore[arg-type]
     protocol = Protocol("ade20k", 512, 512, 480)
     return Recipe(name=f"segmenter_{name}", network=network, merging=plan, protocol=protocol, **told)  # type: ignore[arg-type]
+
+
+def resized(recipe: Recipe, size: str) -> Recipe:
+    """A recipe on a ViT of another size: levels at the same share of the depth, its own decoder half as wide."""
+    width, depth, heads, gbm = SIZES[size]
+    network = recipe.network
+    network = dataclasses.replace(
+        network,
+        embed_dim=width,
+        depth=depth,
+        heads=heads,
+        stages=tuple(stage * depth // network.depth for stage in network.stages),
+        decoder_dim=width // 2 if network.architecture.own_heads else network.decoder_dim,
+    )
+    return dataclasses.replace(recipe, network=network, merging=dataclasses.replace(recipe.merging, gbm_layers=(gbm,)))
 
 
 def random_network(recipe: Recipe) -> VitNetwork:
