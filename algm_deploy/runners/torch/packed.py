@@ -200,6 +200,13 @@ def _segments(encoder: VisionTransformer) -> list[list[_Half]]:
     return segments
 
 
+def _lay_out_like_rows(model: ReadNetwork) -> None:
+    """Convolutions behind the encoder read maps whose channels lie side by side, as unmerged rows have them."""
+    for part in model.children():
+        if part is not model.encoder:
+            part.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
 def _fused_norm(x: Tensor, norm: nn.LayerNorm) -> Tensor:
     return residual_norm(x.flatten(0, -2), None, norm)[1].view(x.shape)
 
@@ -361,7 +368,7 @@ class PackedNetwork:
         self.kernels = use_kernels() if on_cuda else None
         self.graphs = Graphs(self._device, most_graphs) if on_cuda and graphs else None
         if on_cuda:
-            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # as unmerged rows lie
+            _lay_out_like_rows(model)
         self._readout = model.readout()
         self._segments = _segments(model.encoder)
         self._thresholds = torch.zeros(2, device=self._device)

@@ -1,8 +1,8 @@
 """The torch runtime: the bundle's weights in PyTorch, on a CUDA device where there is one.
 
-On a CUDA device networks run on packed rows, in CUDA graphs (`packed.py`). One that does not fit there runs as it is: in
-one CUDA graph where no picture changes its shapes (`whole.py`), else layer by layer, and one line says why. Everything
-runs as it is on a CPU. Merges and label maps are the project's own kernels where these are built.
+On a CUDA device networks run on packed rows, in CUDA graphs (`packed.py`). One that does not fit there runs as it is:
+in one CUDA graph where no picture changes its shapes (`whole.py`), else layer by layer, and one line says why.
+Everything runs as it is on a CPU. Merges and label maps are the project's own kernels where these are built.
 """
 
 from __future__ import annotations
