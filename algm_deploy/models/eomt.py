@@ -86,7 +86,8 @@ class Eomt(ReadNetwork):
     def _scores(self, levels: Sequence[Tokens], queries: Tensor | None, steps: Steps) -> MaskScores:
         (tokens,) = levels
         patches = on_grid(tokens.values, self.network.grid)
-        return MaskScores(*self.decoder(queries, patches), self.encoder.prefix, [])
+        masks, classes = self.decoder(queries, patches)
+        return MaskScores(masks, classes, self.encoder.prefix, [])
 
     @staticmethod
     def decoder_multiply_adds(network: Network, levels: Sequence[int]) -> int:

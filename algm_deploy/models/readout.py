@@ -45,7 +45,7 @@ class Steps(NamedTuple):
 
 def heads_of(x: Tensor, heads: int) -> Tensor:
     """Rows (B, S, D) as (B, heads, S, D / heads)."""
-    return x.unflatten(2, (heads, -1)).transpose(1, 2)
+    return x.view(*x.shape[:2], heads, -1).transpose(1, 2)
 
 
 def _crossed(
@@ -158,4 +158,5 @@ def _every_patch(tokens: Tokens, skipped: int) -> Tokens:
 
 def on_grid(patches: Tensor, grid: Size) -> Tensor:
     """A row a patch (B, N, C) as maps (B, C, rows, columns)."""
-    return patches.mT.unflatten(2, grid)
+    maps: Tensor = patches.mT.unflatten(2, grid)  # type: ignore[no-untyped-call]
+    return maps

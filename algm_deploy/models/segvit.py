@@ -120,7 +120,8 @@ class Segvit(ReadNetwork):
         return Readout(self.decoder.levels(), self._scores)
 
     def _scores(self, levels: Sequence[Tokens], front: Tensor | None, steps: Steps) -> MaskScores:
-        return MaskScores(*self.decoder(levels, steps), self.encoder.prefix, [])
+        masks, classes = self.decoder(levels, steps)
+        return MaskScores(masks, classes, self.encoder.prefix, [])
 
     @staticmethod
     def decoder_multiply_adds(network: Network, levels: Sequence[int]) -> int:

@@ -8,6 +8,7 @@ of MLA by the token map of its own depth. Batch norms are folded into the convol
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -92,7 +93,7 @@ class MultiLevelHead(nn.Module):
 
     def levels(self) -> tuple[Level, ...]:
         """Those that are read."""
-        return tuple(Level(norm) for norm in self.norms)
+        return tuple(Level(cast(nn.LayerNorm, norm)) for norm in self.norms)
 
     def forward(self, levels: Sequence[Tensor]) -> Tensor:
         """Scores of normalised maps (B, D, rows, columns) of every level."""

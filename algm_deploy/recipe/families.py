@@ -1,8 +1,9 @@
 """One row for each network that can be deployed: a family and one of its decoders. Whoever needs a fact of it reads it.
 
 A network is added by its class in a module of `models/` (`models/vit.py: VitNetwork` says what it has to give), a row
-here, and a recipe in `export/recipes`. One that describes what its decoder reads (`models/readout.py: ReadNetwork`) runs
-in fused kernels and CUDA graphs in PyTorch, others layer by layer. One of another package calls `register` before its recipe is read.
+here, and a recipe in `export/recipes`. One that describes what its decoder reads (`models/readout.py: ReadNetwork`)
+runs in fused kernels and CUDA graphs in PyTorch, others layer by layer. One of another package calls `register` before
+its recipe is read.
 """
 
 from __future__ import annotations

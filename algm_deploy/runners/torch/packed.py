@@ -146,7 +146,7 @@ def _counted(block: Attention, x: Tensor | Quantised, layout: Layout, size: Tens
     """As `Attention.proportional`, on rows of images of one length."""
     qkv = _product(block.qkv, x)
     images = qkv.view(layout.images, layout.longest, -1)
-    keys = images.chunk(3, 2)[1].unflatten(2, (block.heads, -1)).mean(2)
+    keys = images.view(*images.shape[:2], 3, block.heads, -1)[:, :, 1].mean(2)
     mixed = torch.ops.algm.proportional_attention(images, size, block.heads, block.scale)
     return _product(block.proj, mixed.flatten(0, 1)), keys
 
@@ -215,9 +215,9 @@ def _fused_crossed(
     query: Tensor, key: Tensor, value: Tensor, heads: int, scale: float, valid: Tensor | None, compared: bool
 ) -> Crossed:
     """The mean of the heads' products is one product over all of them."""
-    parts = [heads_of(x, heads) for x in (query, key, value)]
+    q, k, v = (heads_of(x, heads) for x in (query, key, value))
     mask = None if valid is None else valid[:, None, None]
-    mixed = F.scaled_dot_product_attention(*parts, attn_mask=mask, scale=scale).transpose(1, 2).flatten(2)
+    mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).transpose(1, 2).flatten(2)
     return Crossed(mixed, wide(query * (scale / heads) @ key.mT) if compared else None)
 
 
