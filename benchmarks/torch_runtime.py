@@ -128,7 +128,7 @@ class Bench:
         patches = math.prod(self.recipe.network.grid)
         windows, rows = merged_in(patches)
         self.tokens = patches - 3 * windows, patches - 3 * windows - rows
-        self.thresholds = {} if options.only_compile else calibrated(self.model, self.recipe, self.images[:1])
+        self.thresholds = calibrated(self.model, self.recipe, self.images[:1])
 
     def batch_record(self, batch: int) -> dict[str, Any]:
         same, different = self.images[:1].expand(batch, -1, -1, -1).contiguous(), self.images[:batch]
