@@ -117,10 +117,10 @@ class Runner(ABC):
         self._opened = True
         wanted = self.bundle.recipe.precision
         if (executed := self.row().precision_of(wanted)) != wanted:
-            others = ", ".join(row.name for row in RUNTIMES.values() if row.precision_of(wanted) == wanted)
+            others = " or ".join(row.name for row in RUNTIMES.values() if row.precision_of(wanted) == wanted)
             say_once(
-                f"{self.runtime}: runs the weights of this {wanted} bundle in {executed}; what computes in {wanted}, "
-                f"on devices that have it: {others}"
+                f"{self.runtime}: runs the weights of this {wanted} bundle in {executed}; devices that have {wanted} "
+                f"compute in it with --runtime {others}"
             )
         return self
 
