@@ -82,6 +82,15 @@ def environment(devices: bool = False) -> Environment:
     )
 
 
+def thread_limit() -> int | None:
+    """Threads that a runtime on the CPU may use: those of OMP_NUM_THREADS, None where it sets no limit.
+
+    PyTorch obeys that variable by itself. Schedulers set it for processes that share a machine.
+    """
+    text = os.environ.get("OMP_NUM_THREADS", "")
+    return int(text) if text.isdecimal() and int(text) else None
+
+
 def user_cache() -> Path:
     """Folder of what can be made again for this user: `$XDG_CACHE_HOME/algm-deploy`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "algm-deploy"

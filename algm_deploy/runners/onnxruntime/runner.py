@@ -18,6 +18,7 @@ from torch import Tensor
 from algm_deploy.bundle.files import ONNX
 from algm_deploy.bundle.records import OptimizedGraph
 from algm_deploy.bundle.store import Bundle
+from algm_deploy.environment import thread_limit
 from algm_deploy.lowering.onnxruntime import (
     CUSTOM_OPERATORS,
     Provider,
@@ -120,7 +121,8 @@ class OnnxRuntimeRunner(Runner):
 class OnnxRuntimeCpuRunner(OnnxRuntimeRunner):
     """ONNX Runtime on the CPU provider. A graph for single images runs once for each image of a batch.
 
-    `threads`: how many compute a network, the caller's among them; by default as many as there are cores.
+    `threads`: how many compute a network, the caller's among them; by default those of OMP_NUM_THREADS, else as many as
+    there are cores.
     """
 
     runtime = "onnxruntime-cpu"
@@ -130,7 +132,7 @@ class OnnxRuntimeCpuRunner(OnnxRuntimeRunner):
 
     def __init__(self, bundle: Bundle, device: str | None = None, threads: int | None = None) -> None:
         super().__init__(bundle, device)
-        self._threads = threads
+        self._threads = threads or thread_limit()
 
     def _session_options(self) -> ort.SessionOptions:
         options = super()._session_options()

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from algm_deploy.bundle.records import OptimizedGraph
 from algm_deploy.bundle.store import Bundle
+from algm_deploy.environment import thread_limit
 from algm_deploy.errors import BundleError
 from algm_deploy.lowering.openvino import write_openvino_onnx
 from algm_deploy.native_libraries import say_once
@@ -30,14 +31,15 @@ DEVICE = "CPU"
 class OpenVinoRunner(Runner):
     """OpenVINO on the CPU. A graph for single images runs once for each image.
 
-    `threads`: how many compute a network, on any cores; by default as many as there are cores, each on its own.
+    `threads`: how many compute a network, on any cores; by default those of OMP_NUM_THREADS, else as many as there are
+    cores, each on its own.
     """
 
     runtime = "openvino"
 
     def __init__(self, bundle: Bundle, device: str | None = None, threads: int | None = None) -> None:
         super().__init__(bundle, device)
-        self._threads = threads
+        self._threads = threads or thread_limit()
         self._compiled: openvino.CompiledModel | None = None
         self._free: deque[openvino.InferRequest] = deque()
 
