@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, NoReturn, Self, get_args, overload
@@ -15,7 +15,7 @@ from PIL import Image
 
 from algm_deploy.bundle.signature import CLAP_THRESHOLD, GBM_THRESHOLD
 from algm_deploy.bundle.store import Bundle
-from algm_deploy.errors import BundleError, ImageError
+from algm_deploy.errors import AlgmDeployError, BundleError, ExecutionError, ImageError
 from algm_deploy.pictures.preprocessing import (
     Pixels,
     canvas_of,
@@ -79,9 +79,7 @@ class Predictor:
         self.signature = self.bundle.signature
         given = given_thresholds(self.bundle, tau, gbm, dense)
         self.thresholds = {name: np.asarray(value, np.float32) for name, value in given.items()}
-        # Coupled windows would change each other's result: the bundle's batch semantics decide how many go at once.
-        coupled = self.bundle.recipe.merging.batch == "batch_min"
-        self.batch = 1 if coupled else self.signature.max_batch
+        self.batch = usual_batch(self.bundle)
         self.batch = self._checked_batch(batch)
         self._runner = runner(self.bundle, self.runtime, device)
         self._runner.__enter__()
@@ -100,7 +98,7 @@ class Predictor:
     @property
     def thresholds_in_force(self) -> dict[str, float]:
         """Every threshold the network reads, by input name: the bundle's, or the one given instead."""
-        return {**self.signature.defaults, **{name: float(value) for name, value in self.thresholds.items()}}
+        return thresholds_in_force(self.bundle, self.thresholds)
 
     def __repr__(self) -> str:
         return f"Predictor({str(self.bundle.path)!r}, runtime={self.runtime!r})"
@@ -252,6 +250,24 @@ class Predictor:
         for _ in run_all(pictures, network, self.batch):
             pass
 
+    def run_apart(
+        self, pictures: Sequence[Pending], thresholds: Mapping[str, float] | None = None, *, token_maps: bool = False
+    ) -> list[AlgmDeployError | None]:
+        """The same as `run_prepared`, and for each picture the error where it could not be predicted.
+
+        Where a batch fails each of its pictures runs again alone, so that only the one at fault fails.
+        """
+        try:
+            self.run_prepared(pictures, thresholds, token_maps=token_maps)
+        except Exception as error:  # noqa: BLE001 - whatever it is belongs to one picture, and the others go on
+            if len(pictures) == 1:
+                return [_told(error)]
+            for picture in pictures:
+                picture.restart()
+            alone = (self.run_apart([one], thresholds, token_maps=token_maps) for one in pictures)
+            return [found for errors in alone for found in errors]
+        return [None] * len(pictures)
+
     def infer(
         self,
         windows: NDArray[Any],
@@ -325,8 +341,26 @@ load = Predictor
 
 def chosen(bundle: AnyBundle, runtime: str | None, device: str | None = None) -> tuple[Bundle, str]:
     """The opened bundle, and the runtime that was named or is the best that can execute it here, on that device."""
-    opened = bundle if isinstance(bundle, Bundle) else Bundle.open(named(bundle, BundleError))
-    return opened, runtime or default_runtime(opened.files, device)
+    found = opened(bundle)
+    return found, runtime or default_runtime(found.files, device)
+
+
+def opened(bundle: AnyBundle) -> Bundle:
+    """The bundle, opened where it is a folder."""
+    return bundle if isinstance(bundle, Bundle) else Bundle.open(named(bundle, BundleError))
+
+
+def usual_batch(bundle: Bundle) -> int:
+    """Windows that go through the network at once unless somebody says otherwise: as many as the bundle takes.
+
+    Under `batch_min` it is one: coupled windows would change each other's result.
+    """
+    return 1 if bundle.recipe.merging.batch == "batch_min" else bundle.signature.max_batch
+
+
+def thresholds_in_force(bundle: Bundle, given: Mapping[str, Any]) -> dict[str, float]:
+    """Every threshold a network reads, by input name: the bundle's, or a given one as fp32, which it gets."""
+    return {**bundle.signature.defaults, **{name: float(np.float32(value)) for name, value in given.items()}}
 
 
 def given_thresholds(bundle: Bundle, tau: float | None, gbm: float | None, dense: bool = False) -> dict[str, float]:
@@ -382,6 +416,13 @@ def network_canvas(photo: NDArray[np.uint8], recipe: Recipe) -> Pixels:
 def network_anchors(canvas: Pixels, recipe: Recipe) -> list[tuple[int, int]]:
     """(top, left) of every window on the canvas, row by row."""
     return [(0, 0)] if takes_whole_frames(recipe) else window_anchors(canvas.shape[:2], recipe.protocol)
+
+
+def _told(error: Exception) -> AlgmDeployError:
+    """What is told of a failed picture; the log has the error whole."""
+    told = error if isinstance(error, AlgmDeployError) else ExecutionError(f"the network failed: {error!s:.200}")
+    _LOG.error("a picture could not be predicted: %s", error, exc_info=told is not error)
+    return told
 
 
 def _raised(result: Prediction | Failure) -> Prediction:

@@ -284,6 +284,7 @@ class Service:
         finally:
             gone.cancel()
             done.cancel()
+            await asyncio.gather(*either, return_exceptions=True)  # asyncio logs errors that nobody asked for
 
     # --- around all of them -------------------------------------------------------------------------------------------
 

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Self
 
-from algm_deploy.errors import AlgmDeployError, ExecutionError, GateError
+from algm_deploy.errors import GateError
 from algm_deploy.pictures.sliding import Pending
 from algm_deploy.predictor import Predictor
 from algm_deploy.serving.metrics import Metrics
-
-_LOG = logging.getLogger("algm_deploy")
 
 # Runs in a row that failed although their picture was alone: then the runtime is broken, not a picture.
 _FAILURES_OF_A_BROKEN_RUNTIME = 3
@@ -117,7 +114,7 @@ class Batcher:
     def _run(self, batch: list[_Job]) -> None:
         started = time.perf_counter()
         pictures = [job.picture for job in batch]
-        errors = run_apart(self.predictor, pictures, dict(batch[0].thresholds), batch[0].token_maps)
+        errors = self.predictor.run_apart(pictures, dict(batch[0].thresholds), token_maps=batch[0].token_maps)
         self._metrics.batch_seconds.observe(time.perf_counter() - started)
         self._metrics.batch_windows.observe(_windows(batch))
         for job, error in zip(batch, errors, strict=True):
@@ -127,31 +124,6 @@ class Batcher:
             else:
                 self._failures += not isinstance(error, GateError)  # which a picture alone can cause
                 job.future.set_exception(error)
-
-
-def run_apart(
-    predictor: Predictor, pictures: Sequence[Pending], thresholds: Mapping[str, float], token_maps: bool
-) -> list[AlgmDeployError | None]:
-    """Runs pictures until they are done, in batches; for each the error where it could not be predicted.
-
-    Where that fails each of them runs again alone, so that only the one at fault fails.
-    """
-    try:
-        predictor.run_prepared(pictures, thresholds, token_maps=token_maps)
-    except Exception as error:  # noqa: BLE001 - whatever it is belongs to the clients, and their server goes on
-        if len(pictures) == 1:
-            return [_told(error)]
-        for picture in pictures:
-            picture.restart()
-        return [error for one in pictures for error in run_apart(predictor, [one], thresholds, token_maps)]
-    return [None] * len(pictures)
-
-
-def _told(error: Exception) -> AlgmDeployError:
-    """What the client is told; the log has it whole."""
-    told = error if isinstance(error, AlgmDeployError) else ExecutionError(f"the network failed: {error!s:.200}")
-    _LOG.error("a picture could not be predicted: %s", error, exc_info=told is not error)
-    return told
 
 
 def _windows(batch: list[_Job]) -> int:

@@ -20,7 +20,6 @@ from algm_deploy.errors import AlgmDeployError, BundleError, ImageError, Request
 from algm_deploy.pictures.sliding import Pending
 from algm_deploy.predictor import Predictor, given_thresholds
 from algm_deploy.serving.answers import Answers, token_rows
-from algm_deploy.serving.batching import run_apart
 from algm_deploy.serving.protocol import ENCODED, IMAGE, TOKENS_PNG, Asked, Value, merging_of
 
 _LOG = logging.getLogger("algm_deploy")
@@ -109,7 +108,7 @@ class TritonPythonModel:
             for picture, thresholds in zip(one.pictures, one.thresholds, strict=True):
                 groups[tuple(sorted(thresholds.items())), maps].append((one, picture))
         for (thresholds, maps), members in groups.items():
-            errors = run_apart(self._predictor, [picture for _, picture in members], dict(thresholds), maps)
+            errors = self._predictor.run_apart([picture for _, picture in members], dict(thresholds), token_maps=maps)
             for (owner, _), error in zip(members, errors, strict=True):
                 owner.error = owner.error or error
 

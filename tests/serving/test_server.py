@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gc
 import json
 import os
 import re
@@ -14,7 +15,6 @@ import subprocess
 import sys
 import threading
 import time
-import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hostile import bomb, truncated
 from http_client import Client
 from PIL import Image
 
@@ -155,22 +156,6 @@ def test_pictures_of_several_clients_share_a_batch(client: Any, photos: list[np.
     assert metric(client, "algm_batch_windows_count") - before < 8
 
 
-def truncated(content: bytes) -> bytes:
-    return content[: len(content) // 2]
-
-
-def bomb() -> bytes:
-    """A PNG of 90000 x 90000 pixels in a few bytes."""
-    header = struct.pack(">IIBBBBB", 90_000, 90_000, 8, 2, 0, 0, 0)
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    return (
-        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(1000))) + chunk(b"IEND", b"")
-    )
-
-
 def test_bad_pictures_fail_alone(client: Any, photos: list[np.ndarray], tmp_path: Path) -> None:
     good = png_of(photos[0])
     jpeg, gif = BytesIO(), BytesIO()
@@ -281,7 +266,7 @@ def test_a_broken_runtime_shows_in_health_until_it_works_again(
 
 
 def test_a_full_queue_says_so_and_forgets_who_left(
-    client: Any, photos: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
+    client: Any, photos: list[np.ndarray], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     infer = Predictor.infer
     go, ran = threading.Event(), []
@@ -316,6 +301,8 @@ def test_a_full_queue_says_so_and_forgets_who_left(
     assert client.infer(encoded(*[small] * 4))[0] == 200
     assert sum(ran) == 12  # the picture of the client that left never ran
     assert 'status="499"' in client.ask("GET", "/metrics")[1].decode()
+    gc.collect()
+    assert "never retrieved" not in caplog.text  # in which asyncio tells of what was left lying
 
 
 def test_metrics_tell_tokens(client: Any, photos: list[np.ndarray]) -> None:
