@@ -29,7 +29,10 @@ from algm_deploy.bundle.signature import signature_of
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BundleError, CheckpointError, DatasetError, NotExecutedError, RecipeError
 from algm_deploy.evaluation.datasets import SPECS, Dataset, open_dataset
-from algm_deploy.evaluation.evaluate import evaluate as evaluate_network
+from algm_deploy.evaluation.evaluate import Measure, Measurer, evaluate_by
+from algm_deploy.fleet.cluster import connected
+from algm_deploy.fleet.evaluating import Fleet
+from algm_deploy.fleet.opening import opening_of
 from algm_deploy.lowering.writing import write_bundle
 from algm_deploy.models.checkpoints.reading import VARIANT_FILE, read_checkpoint
 from algm_deploy.models.checkpoints.variant import settings_from_variant
@@ -46,7 +49,10 @@ from algm_deploy.predictor import (
     given_thresholds,
     network_anchors,
     network_canvas,
+    opened,
     takes_whole_frames,
+    thresholds_in_force,
+    usual_batch,
 )
 from algm_deploy.recipe.reading import budget_settings, checked, recipe_settings, resolve
 from algm_deploy.recipe.schema import Recipe
@@ -295,6 +301,8 @@ def evaluate(
     gbm: float | None = None,
     dense: bool = False,
     device: str | None = None,
+    ray: str | None = None,
+    workers: int | None = None,
     progress: bool = True,
 ) -> Evaluation:
     """Evaluates a bundle on a data set, resuming where an interrupted run stopped.
@@ -311,13 +319,16 @@ def evaluate(
         gbm: GBM's multiplier or threshold instead of the bundle's.
         dense: evaluates the network without merging, on the same executable.
         device: what executes it, such as `cpu` or `cuda:1`; by default the runtime's choice.
+        ray: address of a Ray cluster whose workers do it, as `fleet.cluster.connected` takes it; figures are the same,
+            and what one run has done, the other takes over.
+        workers: of the cluster; by default one for each GPU, or for each CPU where the runtime uses none.
         progress: show a bar.
 
     Raises:
         DatasetError: the data set is not there, not the network's, or none of its images could be evaluated.
         BundleError: the network takes whole frames, for which there is no published protocol; or as `Predictor`.
     """
-    bundle, runtime = chosen(bundle, runtime, device)
+    bundle = opened(bundle)
     if takes_whole_frames(bundle.recipe):
         height, width = bundle.recipe.network.image_size
         window = bundle.recipe.protocol.window
@@ -332,25 +343,46 @@ def evaluate(
         raise DatasetError("expected a folder for dataset, split or slice_by, got an opened data set: leave them out")
     pictures = data.subset(limit) if limit else data
     bundle.require_writable()
-    with Predictor(bundle, runtime, device=device, tau=tau, gbm=gbm, dense=dense) as predictor:
-        thresholds = predictor.thresholds_in_force
-        # A graph or an engine that was built anew, perhaps in another precision, starts a run of its own.
-        files, plan = executables(bundle, runtime), bundle.recipe.merging
-        artifact = f"{files} {bundle.recipe.precision} {runtime} {plan} {sorted(thresholds.items())}"
-        result = evaluate_network(
-            pictures,
-            predictor.scores_of,
-            bundle.recipe,
-            artifact=artifact,
-            state_folder=bundle.path / "reports",
-            runtime=runtime,
-            device=predictor.device_name,
-            thresholds=thresholds,
-            window_batch=predictor.batch,
-            progress=progress,
-        )
+    thresholds = thresholds_in_force(bundle, given_thresholds(bundle, tau, gbm, dense))
+    by = partial(_evaluated, bundle, pictures, thresholds=thresholds, progress=progress)
+    if ray is None:
+        with Predictor(bundle, runtime, device=device, tau=tau, gbm=gbm, dense=dense) as predictor:
+            measure = Measurer(pictures, predictor.scores_of, bundle.recipe, predictor.batch).all_of
+            result = by(measure, predictor.runtime, predictor.device_name)
+    else:
+        with connected(ray, workers) as cluster:
+            opening = opening_of(cluster, bundle, runtime, device, tau=tau, gbm=gbm, dense=dense)
+            fleet = Fleet(cluster, opening, pictures)
+            found = by(fleet, opening.runtime)
+            result = structs.replace(found, device=", ".join(sorted(fleet.devices)) or found.device)
     bundle.record(result)
     return result
+
+
+def _evaluated(
+    bundle: Bundle,
+    dataset: Dataset,
+    measure: Measure,
+    runtime: str,
+    device: str = "not recorded",
+    *,
+    thresholds: Mapping[str, float],
+    progress: bool,
+) -> Evaluation:
+    """Evaluates; a graph or engine that was built anew, perhaps in another precision, starts a run of its own."""
+    files, plan = executables(bundle, runtime), bundle.recipe.merging
+    return evaluate_by(
+        dataset,
+        measure,
+        bundle.recipe,
+        artifact=f"{files} {bundle.recipe.precision} {runtime} {plan} {sorted(thresholds.items())}",
+        state_folder=bundle.path / "reports",
+        runtime=runtime,
+        device=device,
+        thresholds=thresholds,
+        window_batch=usual_batch(bundle),
+        progress=progress,
+    )
 
 
 def bench(

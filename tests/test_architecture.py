@@ -18,6 +18,7 @@ TIERS = (
     {"proof"},
     {"demo", "serving"},
     {"deployment"},
+    {"fleet"},
     {"report", "doctor"},
     {"tuning", "timing"},
     {"parity", "evaluation"},

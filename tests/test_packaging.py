@@ -66,6 +66,8 @@ DISTRIBUTIONS = {
 # Triton comes with PyTorch's CUDA packages; the fused steps run in PyTorch's operators without it.
 OPTIONAL = {"onnxruntime", "openvino", "tensorrt", "tensorrt_rtx", "triton", "triton_python_backend_utils"} | {
     "prometheus_client",
+    "pyarrow",
+    "ray",
     "starlette",
     "uvicorn",
 }

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
 from algm_deploy.cli.saying import tell
-from algm_deploy.errors import DatasetError, RecipeError
+from algm_deploy.errors import DatasetError, RecipeError, RuntimeUnavailableError
 from algm_deploy.recipe.reading import budget_settings, checked
 from algm_deploy.recipe.schema import DENSE, Precision
 from algm_deploy.runners.registry import RUNTIMES, default_runtime
@@ -229,6 +229,22 @@ def thresholds(command: Parser) -> None:
     group.add_argument("--dense", action="store_true", help="merge nothing: what merging costs is the difference")
 
 
+def ray(command: Parser) -> None:
+    """Many machines."""
+    group = command.add_argument_group("many machines")
+    group.add_argument(
+        "--ray",
+        type=word,
+        metavar="ADDRESS",
+        help="run on a Ray cluster: HOST:PORT, auto for the one this machine is part of, or local to start one here",
+    )
+    group.add_argument(
+        "--workers",
+        type=positive,
+        help="of the cluster; default: one for each GPU, or for each CPU where the runtime uses no GPU",
+    )
+
+
 def waiting(group: argparse._ArgumentGroup, queue: str) -> None:
     """What a server takes; `queue`: what --queue counts."""
     group.add_argument(
@@ -354,6 +370,12 @@ def check_data(options: argparse.Namespace) -> None:
         raise DatasetError(
             f"expected --data with --{given[0]}, got no data set: name its folder, or leave the flag out"
         )
+
+
+def check_ray(options: argparse.Namespace, *flags: str) -> None:
+    """RuntimeUnavailableError where flags of a cluster are given without one."""
+    if options.ray is None and (given := [flag for flag in ("workers", *flags) if getattr(options, flag) is not None]):
+        raise RuntimeUnavailableError(f"expected --ray ADDRESS with --{given[0]}, got none: add it, or leave that out")
 
 
 def runtime_of(options: argparse.Namespace, bundle: Bundle | None = None) -> str:

@@ -75,6 +75,7 @@ def evaluate_flags(command: arguments.Parser) -> None:
     arguments.dataset(command, required=True)
     command.add_argument("--limit", type=arguments.positive, help="evaluate that many images, spread evenly")
     arguments.thresholds(command)
+    arguments.ray(command)
     arguments.as_json(command)
 
 
@@ -82,21 +83,29 @@ def evaluate(options: argparse.Namespace) -> int:
     """mIoU of a bundle on a data set."""
     from algm_deploy.bundle.store import Bundle
 
+    arguments.check_ray(options)
     bundle = Bundle.open(options.bundle)
-    runtime = arguments.runtime_of(options, bundle)
-    if problem := evaluated(bundle, runtime, options, arguments.given_thresholds(options)):
+    given = arguments.given_thresholds(options)
+    if options.ray:
+        runtime, given = options.runtime, {**given, "ray": options.ray, "workers": options.workers}
+    else:
+        runtime = arguments.runtime_of(options, bundle)
+    if problem := evaluated(bundle, runtime, options, given):
         raise DatasetError(problem)
     return 0
 
 
-def evaluated(bundle: Bundle, runtime: str, options: argparse.Namespace, thresholds: Mapping[str, Any]) -> str:
-    """Evaluates and prints; returns what is wrong with the figures, nothing where all images are in them."""
+def evaluated(bundle: Bundle, runtime: str | None, options: argparse.Namespace, request: Mapping[str, Any]) -> str:
+    """Evaluates, `request` as `deployment.evaluate` has it, and prints.
+
+    Returns what is wrong with the figures, nothing where all images are in them.
+    """
     from algm_deploy.deployment import evaluate
     from algm_deploy.report.tables import quality_table, text_table
     from algm_deploy.wording import first_few
 
     dataset = dataset_of(bundle, options)
-    record = evaluate(bundle, dataset, runtime, limit=options.limit, **thresholds, progress=not options.quiet)
+    record = evaluate(bundle, dataset, runtime, limit=options.limit, **request, progress=not options.quiet)
     if getattr(options, "json", False):
         say_json(record)
     else:

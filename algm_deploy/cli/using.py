@@ -16,7 +16,11 @@ def predict_flags(command: arguments.Parser) -> None:
     """Flags of predict."""
     arguments.bundle(command)
     command.add_argument(
-        "images", type=arguments.path, nargs="+", metavar="IMAGE", help="photos, videos, or folders of them"
+        "images",
+        type=arguments.path,
+        nargs="+",
+        metavar="IMAGE",
+        help="photos, videos, or folders of them; with --ray photos, their folders, lists (.txt) and tables (.parquet)",
     )
     command.add_argument(
         "-o", "--output", type=arguments.path, default=Path("predictions"), help="folder for the pictures (predictions)"
@@ -30,10 +34,49 @@ def predict_flags(command: arguments.Parser) -> None:
     arguments.runtime(command)
     arguments.device(command)
     arguments.thresholds(command)
+    arguments.ray(command)
+    command.add_argument(
+        "--format", choices=("png", "parquet"), help="with --ray: a label map a file (default), or tables of them"
+    )
 
 
 def predict(options: argparse.Namespace) -> int:
     """Label map, overlay and merged-token pictures of photos; overlays or label maps of videos."""
+    arguments.check_ray(options, "format")
+    return _predict_on_ray(options) if options.ray else _predict_here(options)
+
+
+def _predict_on_ray(options: argparse.Namespace) -> int:
+    """Label maps alone, of as many photos as there are."""
+    from algm_deploy.bundle.store import Bundle
+    from algm_deploy.fleet.cluster import connected
+    from algm_deploy.fleet.predicting import FAILURES, predict
+    from algm_deploy.wording import first_few
+
+    bundle = Bundle.open(options.bundle)
+    with connected(options.ray, options.workers) as cluster:
+        found = predict(
+            cluster,
+            bundle,
+            options.images,
+            options.output,
+            options.runtime,
+            device=options.device,
+            format=options.format or "png",
+            progress=not options.quiet,
+            **arguments.given_thresholds(options),
+        )
+    say(str(options.output))
+    note(options, f"{found.done} label maps were made, {found.kept} were there, {len(found.failures)} failed")
+    if found.failures:
+        raise ImageError(
+            f"{len(found.failures)} pictures have no label map, {options.output / FAILURES} lists them all: "
+            f"{first_few([f'{name}: {why}' for name, why in found.failures.items()])}"
+        )
+    return 0
+
+
+def _predict_here(options: argparse.Namespace) -> int:
     from tqdm import tqdm
 
     from algm_deploy.bundle.store import Bundle

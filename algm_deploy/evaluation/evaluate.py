@@ -11,7 +11,8 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -54,9 +55,63 @@ class ImageResult(Record, frozen=True, kw_only=True):
             raise ValueError("expected as many pixels as cells")
 
 
+Found = ImageResult | str | None
+"""An image's result, why it has none, or None where the result that is there still holds."""
+
+Measure = Callable[[Sequence[tuple[Sample, str | None]]], Iterable[tuple[Sample, Found]]]
+"""Measures images, each with the hash of its files in an earlier result where there is one, and gives what it found for
+each, in any order."""
+
+
+@dataclass(frozen=True)
+class Measurer:
+    """Measures one image at a time by a network. Of `dataset` the samples are not read.
+
+    Raises:
+        GateError: as `predict_labels`.
+        BundleError: the token counts do not fit the plan.
+    """
+
+    dataset: Dataset
+    scores_of: ScoresOf
+    recipe: Recipe
+    window_batch: int
+
+    def __call__(self, sample: Sample, known_sha256: str | None) -> Found:
+        """What is found for an image; see `Measure`."""
+        try:
+            files = _files_sha256(sample)
+            if files == known_sha256:
+                return None
+            photo, labels = self.dataset.read(sample)
+            prediction = predict_labels(photo, self.scores_of, self.recipe.protocol, self.window_batch)
+        except (ImageError, DatasetError) as error:
+            return str(error)
+        _check_tokens(prediction, self.recipe.merging)
+        counts = confusion_matrix(labels, prediction.labels, len(self.dataset.class_names), IGNORE)
+        return image_result(sample.name, files, counts, prediction.token_counts)
+
+    def all_of(self, tasks: Sequence[tuple[Sample, str | None]]) -> Iterator[tuple[Sample, Found]]:
+        """Images one after the other, in their order; a `Measure`."""
+        return ((sample, self(sample, known)) for sample, known in tasks)
+
+
 def evaluate(
     dataset: Dataset,
     scores_of: ScoresOf,
+    recipe: Recipe,
+    *,
+    window_batch: int = 1,
+    **facts: Any,
+) -> Evaluation:
+    """Evaluates a network in this process; arguments as those of `evaluate_by`."""
+    measure = Measurer(dataset, scores_of, recipe, window_batch).all_of
+    return evaluate_by(dataset, measure, recipe, window_batch=window_batch, **facts)
+
+
+def evaluate_by(
+    dataset: Dataset,
+    measure: Measure,
     recipe: Recipe,
     *,
     artifact: str,
@@ -69,10 +124,11 @@ def evaluate(
 ) -> Evaluation:
     """Evaluates a network over a data set.
 
-    `artifact` identifies what computes the scores: weights, plan, thresholds in force, runtime, precision. Together
-    with the protocol, the data set and `window_batch` it keys the state file in `state_folder`, so results of
-    different networks never mix. `window_batch` is explained at `predict_labels`. `runtime`, `device` and `thresholds`
-    go into the record.
+    `measure` measures images, here or elsewhere; what it finds is added up in the order of the data set, so figures do
+    not depend on who measured. `artifact` identifies what computes the scores: weights, plan, thresholds in force,
+    runtime, precision. Together with the protocol, the data set and `window_batch` it keys the state file in
+    `state_folder`, so results of different networks never mix. `window_batch` is explained at `predict_labels`.
+    `runtime`, `device` and `thresholds` go into the record.
 
     Raises:
         DatasetError: the data set's classes are not the network's, or no image could be evaluated.
@@ -97,16 +153,17 @@ def evaluate(
     fingerprint = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     state = StateFile(state_folder / f"evaluation-{fingerprint[:16]}.jsonl", facts)
     results, failures = dict(state.results), {}
-    with tqdm(dataset.samples, dataset.title, unit="image", disable=None if progress else True) as bar:
-        for sample in bar:
-            try:
-                files = _files_sha256(sample)
-                if sample.name not in results or results[sample.name].files_sha256 != files:
-                    results[sample.name] = _measured(sample, files, dataset, scores_of, recipe, window_batch)
-                    state.append(results[sample.name])
-            except (ImageError, DatasetError) as error:
-                failures[sample.name] = str(error)
+    known = {name: result.files_sha256 for name, result in results.items()}
+    found = measure([(sample, known.get(sample.name)) for sample in dataset.samples])
+    with tqdm(found, dataset.title, len(dataset.samples), unit="image", disable=None if progress else True) as bar:
+        for sample, one in bar:
+            if isinstance(one, str):
+                failures[sample.name] = one
                 bar.set_postfix(failed=len(failures))
+            elif one is not None:
+                results[sample.name] = one
+                state.append(one)
+    failures = {sample.name: failures[sample.name] for sample in dataset.samples if sample.name in failures}
     done = [results[sample.name] for sample in dataset.samples if sample.name not in failures]
     unlabelled = tuple(result.name for result in done if not result.cells)
     if len(unlabelled) == len(done):
@@ -241,16 +298,6 @@ def _files_sha256(sample: Sample) -> str:
     except OSError as error:
         raise ImageError(f"{error.filename}: expected a photo or its labels, got {error.strerror}") from error
     return both.hexdigest()
-
-
-def _measured(
-    sample: Sample, files: str, dataset: Dataset, scores_of: ScoresOf, recipe: Recipe, window_batch: int
-) -> ImageResult:
-    photo, labels = dataset.read(sample)
-    prediction = predict_labels(photo, scores_of, recipe.protocol, window_batch)
-    _check_tokens(prediction, recipe.merging)
-    counts = confusion_matrix(labels, prediction.labels, len(dataset.class_names), IGNORE)
-    return image_result(sample.name, files, counts, prediction.token_counts)
 
 
 def image_result(name: str, files_sha256: str, confusion: Confusion, tokens: NDArray[np.int64]) -> ImageResult:

@@ -1,0 +1,201 @@
+"""Work on a Ray cluster: items go out in blocks to workers, results come back in any order, and no item is lost.
+
+Items and results are bytes, JSON of typed records, so nothing that travels is a pickle of ours. Ray itself pickles what
+it sends between the processes of a cluster: join clusters that you trust.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, Protocol
+
+import numpy as np
+
+from algm_deploy import __version__, errors
+from algm_deploy.errors import AlgmDeployError, ExecutionError, RuntimeUnavailableError
+
+BLOCK = 32
+"""Items of a block: what is done again when a worker dies."""
+
+_TRIES_AFTER_DEATHS = 2
+_MOST_THREADS = 8  # of a worker with a GPU: it reads and writes pictures on them
+
+
+class Work(Protocol):
+    """What a worker does, made once in its process."""
+
+    device_name: str
+
+    def __call__(self, items: Sequence[bytes]) -> list[bytes]:
+        """A result for each item, in their order."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A joined cluster; `connected` makes it.
+
+    Args:
+        cpus: of all its machines.
+        gpus: likewise.
+        workers: how many to start; None: one for each GPU, or for each CPU where a runtime uses none.
+    """
+
+    cpus: int
+    gpus: int
+    workers: int | None
+
+    def run(
+        self, make: Callable[[], Work], items: Sequence[bytes], on_gpus: bool
+    ) -> Iterator[tuple[int, bytes | None, str]]:
+        """Runs `make()` on workers over all items.
+
+        Yields, in any order, each item's index, its result, and the device that computed it. Where a worker died again
+        and again over a block, its items are run one by one, and the result of one that ends every worker is None.
+
+        Raises:
+            AlgmDeployError: what `make` or the work raised.
+            ExecutionError: an error of a worker that nobody foresaw.
+        """
+        left = dict(enumerate(items))
+        for block in (BLOCK, 1):
+            if not left:
+                return
+            for index, result, device in self._pass(make, left, on_gpus, block):
+                del left[index]
+                yield index, result, device
+        for index in left:
+            yield index, None, ""
+
+    def _pass(
+        self, make: Callable[[], Work], items: dict[int, bytes], on_gpus: bool, block: int
+    ) -> Iterator[tuple[int, bytes, str]]:
+        """The items whose worker lived."""
+        import ray
+
+        blocks = -(-len(items) // block)
+        workers = min(self._workers(on_gpus), blocks)
+        rows = [{"index": index, "item": item} for index, item in items.items()]
+        data = ray.data.from_items(rows, override_num_blocks=blocks).map_batches(
+            _Worker,
+            fn_constructor_args=(make, __version__),
+            batch_size=block,
+            batch_format="numpy",
+            compute=ray.data.ActorPoolStrategy(size=workers),
+            num_cpus=self._cpus_each(workers, on_gpus),
+            num_gpus=1 if on_gpus else 0,
+            ray_remote_args_fn=partial(dict, max_task_retries=_TRIES_AFTER_DEATHS),
+        )
+        try:
+            for batch in data.iter_batches(batch_size=None, batch_format="numpy"):
+                for index, result, device, kind, text in zip(*(batch[name] for name in _COLUMNS), strict=True):
+                    if kind:
+                        raise getattr(errors, kind, ExecutionError)(str(text))
+                    yield int(index), bytes(result), str(device)
+        except ray.exceptions.RayError as error:
+            said = " ".join(str(error).split())[:300]
+            raise ExecutionError(
+                f"expected workers that start on every machine of the cluster, Ray says {said!r}: install the same "
+                "there, and run again: what is done is kept"
+            ) from error
+
+    def _workers(self, on_gpus: bool) -> int:
+        return self.workers or (self.gpus if on_gpus else self.cpus)
+
+    def _cpus_each(self, workers: int, on_gpus: bool) -> int:
+        """CPUs, and so threads, of each worker."""
+        share = max(1, self.cpus // workers)
+        return min(share, _MOST_THREADS) if on_gpus else share
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What a function returns on a machine of the cluster, on one with a GPU where there is one.
+
+        Raises:
+            AlgmDeployError: what the function raised.
+        """
+        import ray
+
+        there = ray.remote(function).options(num_gpus=1 if self.gpus else 0, num_cpus=0)
+        try:
+            return ray.get(there.remote(*arguments))
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, AlgmDeployError):
+                raise error.cause from error
+            raise
+
+
+_COLUMNS = ("index", "result", "device", "kind", "text")
+
+
+class _Worker:
+    """In a process of its own: makes the work, and runs it block by block.
+
+    Errors of ours travel as a kind and a text; Ray would wrap them into traces.
+    """
+
+    def __init__(self, make: Callable[[], Work], version: str) -> None:
+        self._make = make
+        self._version = version
+
+    @cached_property
+    def _work(self) -> Work:
+        if self._version != __version__:
+            raise ExecutionError(
+                f"expected algm-deploy {self._version} on every machine of the cluster, found {__version__} on one: "
+                "install the same there"
+            )
+        return self._make()
+
+    def __call__(self, block: dict[str, Any]) -> dict[str, Any]:
+        count = len(block["index"])
+        results, device, kind, text = [b""] * count, "", "", ""
+        try:
+            results = self._work([bytes(item) for item in block["item"]])
+            device = self._work.device_name
+        except AlgmDeployError as error:
+            kind, text = type(error).__name__, str(error)
+        except Exception as error:  # noqa: BLE001 - a worker would die of it, and be started again for nothing
+            kind, text = ExecutionError.__name__, f"a worker failed: {type(error).__name__}: {error}"
+        told = {"device": [device] * count, "kind": [kind] * count, "text": [text] * count}
+        return {"index": block["index"], "result": np.array([*results, None], object)[:-1], **told}
+
+
+@contextmanager
+def connected(address: str, workers: int | None = None) -> Iterator[Cluster]:
+    """Joins a Ray cluster for the time of the block.
+
+    Args:
+        address: `local` starts one on this machine for the time of the block; `auto` or HOST:PORT joins one that runs;
+            ray://HOST:PORT is Ray's client.
+        workers: as `Cluster` has them.
+
+    Raises:
+        RuntimeUnavailableError: Ray is not installed, or no cluster answers there.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing of this package reports anything
+    try:
+        import ray
+        import ray.data
+    except ModuleNotFoundError as error:
+        raise RuntimeUnavailableError(
+            f"expected the module {error.name} for --ray, found none: `pip install 'algm-deploy[ray]'`"
+        ) from error
+    own = {"include_dashboard": False} if address == "local" else {}
+    try:
+        ray.init(address, log_to_driver=False, logging_level="ERROR", **own)
+    except Exception as error:  # Ray raises errors of any kind, plain ones too
+        said = " ".join(str(error).split())[:200]
+        raise RuntimeUnavailableError(
+            f"expected a Ray cluster at {address}, Ray says {said!r}: start it, or name another"
+        ) from error
+    try:
+        context = ray.data.DataContext.get_current()
+        context.enable_progress_bars = False
+        context.max_errored_blocks = -1  # a block whose worker died is missing, which `run` sees
+        there = ray.cluster_resources()
+        yield Cluster(int(there.get("CPU", 0)), int(there.get("GPU", 0)), workers)
+    finally:
+        ray.shutdown()
