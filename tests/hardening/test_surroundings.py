@@ -43,7 +43,7 @@ COMMANDS = tuple(commands(parser()))
 NAMES = {  # what every command needs; nothing of it is read here
     "demo": [], "list": [], "doctor": [], "build-native": [],
     "export": ["c", "-o", "b"], "deploy": ["c", "-o", "b"], "evaluate": ["b", "--data", "d"], "predict": ["b", "p"],
-    "prove": ["b"], "serve-repository": ["b", "-o", "r"],
+    "prove": ["b"], "serve-repository": ["b", "-o", "r"], "tune precision": ["b", "c", "--data", "d"],
     **{key: ["b", "--data", "d"] for key in ("tune threshold", "tune budget", "tune positions", "tune attention")},
 }  # fmt: skip
 
@@ -106,16 +106,19 @@ def test_only_one_module_writes_to_the_streams(root_dir: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def place(tiny_bundle: Bundle, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which everything has an awkward name, and photos have two; the bundle is a link."""
+def place(
+    tiny_bundle: Bundle, int8_bundle: Bundle, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A folder in which everything has an awkward name, and photos have two; the bundles are links."""
     folder = tmp_path_factory.mktemp("place")
-    shutil.copytree(tiny_bundle.path, folder / "linked")
-    bundle = Bundle.open(folder / "linked")
-    link = Link(number=1, name="network", passed=True, measured="", gate="")
-    for runtime in ("torch", "onnxruntime-cpu"):
-        bundle.record(Parity(runtime=runtime, images=1, batches=(1,), links=(link,)))
     (folder / AWKWARD).mkdir()
-    (folder / AWKWARD / "bundle ü").symlink_to(folder / "linked")
+    link = Link(number=1, name="network", passed=True, measured="", gate="")
+    for name, made in ((B, tiny_bundle), (INT8, int8_bundle)):
+        shutil.copytree(made.path, folder / made.path.name)
+        bundle = Bundle.open(folder / made.path.name)
+        for runtime in ("torch", "onnxruntime-cpu"):
+            bundle.record(Parity(runtime=runtime, images=1, batches=(1,), links=(link,)))
+        (folder / AWKWARD / name).symlink_to(bundle.path)
     shutil.copytree(tiny_checkpoint, folder / AWKWARD / "-checkpoint ü")
     for index, name in enumerate((LATIN, AWKWARD[:190], f"{LATIN} b", AWKWARD[:189])):
         for kind, array in zip(("images", "annotations"), scene(index), strict=True):
@@ -143,7 +146,7 @@ def run(words: list[str]) -> tuple[int, str]:
 
 
 ONE = ["--runtime", "torch"]
-B, C, P = "bundle ü", "-checkpoint ü", f"-data {LATIN}/images/test/{LATIN}.png"
+B, INT8, C, P = "bundle ü", "int8 ü", "-checkpoint ü", f"-data {LATIN}/images/test/{LATIN}.png"
 DATA = [f"--data=-data {LATIN}", "-q"]
 WORDS: dict[str, list[str]] = {
     "export": [f"--output=-new {AWKWARD[8:180]}", "--", C],
@@ -158,6 +161,17 @@ WORDS: dict[str, list[str]] = {
     "tune rule": [B, f"--output=-rule {LATIN}.toml", *DATA],
     "tune threshold": [B, *ONE, *DATA, "--values", "0.9", "--slice", "^.{5}", f"--output=-tau {LATIN}.toml"],
     "serve-repository": [B, *ONE, "--name", "network", "--output=-models ü"],  # a bundle's own path is in UTF-8
+    "tune precision": [
+        B,
+        INT8,
+        *ONE,
+        *DATA,
+        "--values",
+        "0.9",
+        "--slice",
+        "^.{5}",
+        f"--output=-8 {LATIN}.toml",
+    ],
     "tune budget": [B, *DATA, "--slice", "^.{5}", f"--output=-budget {LATIN}.toml"],
     "tune positions": [B, *DATA, "--slice", "^.{5}", f"--output=-gbm {LATIN}.toml"],
     "tune attention": [B, *DATA, "--limit", "1", f"--output=-attention {LATIN}.html"],
