@@ -17,7 +17,7 @@ from algm_deploy.lowering.tensorrt_stretches import STRETCH_ONNX
 from algm_deploy.merging import Elvit, elvit_distances, insert_merging, merge_inputs
 from algm_deploy.models.deployed import NORMALIZATIONS, Deployed
 from algm_deploy.models.loading import DTYPES, load_network
-from algm_deploy.models.scores import upsample_scores
+from algm_deploy.models.scores import MaskScores, Scores, upsample_scores
 from algm_deploy.models.vit import Tokens
 from algm_deploy.ops import reference
 from algm_deploy.ops.clap import window_similarity
@@ -44,8 +44,9 @@ def network_link(bundle: Bundle, image: NDArray[Any]) -> Link:
     pixels, precision = torch.from_numpy(image), DTYPES[bundle.recipe.precision]
     original = load_network(bundle, precision, quantize=False)
     normalised = _normalised(pixels, bundle.recipe.network).to(precision)
-    plain, emptied = (m(normalised, merge_inputs(0.0, 0.0)).scores for m in (original, insert_merging(original, DENSE)))
-    equal = bool(torch.equal(plain, emptied))
+    networks = original, insert_merging(original, DENSE)
+    plain, emptied = (_numbers(network(normalised, merge_inputs(0.0, 0.0))) for network in networks)
+    equal = all(map(torch.equal, plain, emptied))
     error = _fold_error(bundle, pixels)
     return Link(
         number=1,
@@ -55,6 +56,11 @@ def network_link(bundle: Bundle, image: NDArray[Any]) -> Link:
         gate=f"bit for bit, {FOLD_ERROR:.0e}",
         facts={"equal_without_merging": equal, "fold_relative_rms_error_fp64": error},
     )
+
+
+def _numbers(output: Scores) -> tuple[Tensor, ...]:
+    """All that a network's pictures are made of."""
+    return (output.masks, output.classes) if isinstance(output, MaskScores) else (output.scores,)
 
 
 def _fold_error(bundle: Bundle, pixels: Tensor) -> float:
