@@ -19,8 +19,9 @@ from algm_deploy import __version__, errors
 from algm_deploy.errors import AlgmDeployError, ExecutionError, RuntimeUnavailableError
 
 BLOCK = 32
-"""Items of a block: what is done again when a worker dies."""
+"""Items of a block at most: what is done again when a worker dies."""
 
+_BLOCKS_OF_A_WORKER = 4  # at least, so that all end at about the same time
 _TRIES_AFTER_DEATHS = 2
 _MOST_THREADS = 8  # of a worker with a GPU: it reads and writes pictures on them
 
@@ -53,32 +54,33 @@ class Cluster:
     ) -> Iterator[tuple[int, bytes | None, str]]:
         """Runs `make()` on workers over all items.
 
-        Yields, in any order, each item's index, its result, and the device that computed it. Where a worker died again
-        and again over a block, its items are run one by one, and the result of one that ends every worker is None.
+        Yields, in any order, each item's index, its result, and the device that computed it. A worker that dies is
+        started again with its block; the result of items whose block ended three workers is None. Few items go out in
+        small blocks, so that another run over what is left finds the one at fault.
 
         Raises:
             AlgmDeployError: what `make` or the work raised.
-            ExecutionError: an error of a worker that nobody foresaw.
+            ExecutionError: workers do not start, or an error of one that nobody foresaw.
         """
-        left = dict(enumerate(items))
-        for block in (BLOCK, 1):
-            if not left:
-                return
-            for index, result, device in self._pass(make, left, on_gpus, block):
-                del left[index]
-                yield index, result, device
-        for index in left:
+        if not items:
+            return
+        left = set(range(len(items)))
+        for index, result, device in self._results(make, items, on_gpus):
+            left.remove(index)
+            yield index, result, device
+        for index in sorted(left):
             yield index, None, ""
 
-    def _pass(
-        self, make: Callable[[], Work], items: dict[int, bytes], on_gpus: bool, block: int
+    def _results(
+        self, make: Callable[[], Work], items: Sequence[bytes], on_gpus: bool
     ) -> Iterator[tuple[int, bytes, str]]:
-        """The items whose worker lived."""
+        """Those of the items whose worker lived."""
         import ray
 
+        workers = min(self.workers or (self.gpus if on_gpus else self.cpus), len(items))
+        block = max(1, min(BLOCK, len(items) // (_BLOCKS_OF_A_WORKER * workers)))
         blocks = -(-len(items) // block)
-        workers = min(self._workers(on_gpus), blocks)
-        rows = [{"index": index, "item": item} for index, item in items.items()]
+        rows = [{"index": index, "item": item} for index, item in enumerate(items)]
         data = ray.data.from_items(rows, override_num_blocks=blocks).map_batches(
             _Worker,
             fn_constructor_args=(make, __version__),
@@ -101,9 +103,6 @@ class Cluster:
                 f"expected workers that start on every machine of the cluster, Ray says {said!r}: install the same "
                 "there, and run again: what is done is kept"
             ) from error
-
-    def _workers(self, on_gpus: bool) -> int:
-        return self.workers or (self.gpus if on_gpus else self.cpus)
 
     def _cpus_each(self, workers: int, on_gpus: bool) -> int:
         """CPUs, and so threads, of each worker."""
@@ -189,7 +188,7 @@ def connected(address: str, workers: int | None = None) -> Iterator[Cluster]:
     except Exception as error:  # Ray raises errors of any kind, plain ones too
         said = " ".join(str(error).split())[:200]
         raise RuntimeUnavailableError(
-            f"expected a Ray cluster at {address}, Ray says {said!r}: start it, or name another"
+            f"expected a Ray cluster at {address}, Ray says {said!r}: start it, or name another address"
         ) from error
     try:
         context = ray.data.DataContext.get_current()
