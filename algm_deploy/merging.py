@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -21,7 +21,7 @@ from algm_deploy.ops.elvit import elvit_centroids, nearest, restoring_weights, s
 from algm_deploy.ops.evit import evit_record, evit_rows
 from algm_deploy.ops.gbm import most_joins
 from algm_deploy.ops.tome import most_merges
-from algm_deploy.recipe.schema import MergePlan, Method, Recipe, Size, merged_parts
+from algm_deploy.recipe.schema import DENSE, MergePlan, Network, Recipe, Size, fresh_merges, merged_parts
 
 
 class Clap(nn.Module):
@@ -98,7 +98,8 @@ class Unmerge(nn.Module):
 
     def forward(self, tokens: Tokens, inputs: MergeInputs) -> Tokens:
         patches = torch.ops.algm.unmerge(tokens.values, tokens.map, 0)
-        return every_patch(torch.cat([tokens.values[:, : self.prefix], patches], 1), tokens)
+        values = torch.cat([tokens.values[:, : self.prefix], patches], 1) if self.prefix else patches
+        return every_patch(values, tokens)
 
 
 def every_patch(values: Tensor, tokens: Tokens) -> Tokens:
@@ -112,6 +113,19 @@ def every_patch(values: Tensor, tokens: Tokens) -> Tokens:
         length=torch.full_like(tokens.length, values.shape[1]),
         padded=False,
     )
+
+
+class Remerge(nn.Module):
+    """Between groups of blocks: what had merged in the last one merges again."""
+
+    def __init__(self, prefix: int) -> None:
+        super().__init__()
+        self.prefix = prefix
+
+    def forward(self, every: Tokens, left: Tokens) -> Tokens:
+        """Every patch as it enters the group, and the tokens that the last group left, to the tokens that enter it."""
+        values = torch.ops.algm.remerge(every.values, left.map, left.size, self.prefix)
+        return left._replace(values=values, keys=None)
 
 
 class G2tm(nn.Module):
@@ -245,6 +259,13 @@ class KeepFirst(nn.Module):
         return Tokens(tokens.values[:, : self.rows], tokens.size[:, : self.rows], kept, length, padded=False)
 
 
+class KeepAsMany(nn.Module):
+    """Between groups of blocks: as many rows of every patch's sequence go on as the last group left, the first ones."""
+
+    def forward(self, every: Tokens, left: Tokens) -> Tokens:
+        return left._replace(values=every.values[:, : left.values.shape[1]], keys=None)
+
+
 class Replay(nn.Module):
     """Merges as a recorded token map says instead of deciding."""
 
@@ -276,11 +297,15 @@ def insert_merging(model: Model, plan: MergePlan) -> Model:
     encoder = merged.encoder
     _check_plan(plan, len(merged.blocks), encoder.grid)
     encoder.outlet = KeepTokens()
+    if encoder.exchanging:
+        encoder.outlet = Unmerge(encoder.prefix)
+        encoder.regroup = Remerge(encoder.prefix) if plan.between_groups == "remerge" else KeepTokens()
     for block in cast(Iterable[Block], merged.blocks):
         block.proportional = block.weighs = False
         for slot in SLOTS.values():
             setattr(block, slot, KeepTokens())
-    budgets = merge_budgets(plan, encoder.grid, encoder.prefix)
+    fresh = fresh_merges(plan, merged.network)
+    budgets = merge_budgets(plan, encoder.grid, encoder.prefix, fresh)
     for layer in plan.clap_layers:
         merged.blocks[layer - 1].merge = Clap(plan, encoder.grid, encoder.prefix, budgets.get(layer, 0))
     for layer in plan.gbm_layers:
@@ -294,7 +319,7 @@ def insert_merging(model: Model, plan: MergePlan) -> Model:
         _fill_evit(merged, plan, lambda _, *counts: Evit(*counts))
         encoder.outlet = Unmerge(encoder.prefix)
     elif plan.counts_in:
-        merges = tome_merges(plan, encoder.grid[0] * encoder.grid[1], encoder.prefix)
+        merges = tome_merges(plan, encoder.grid[0] * encoder.grid[1], encoder.prefix, fresh)
         _fill(merged, plan, lambda index: Tome(merges[plan.layers[index]], encoder.prefix))
     if plan.method == "tome" and plan.layers:
         count_sizes(merged)
@@ -323,7 +348,7 @@ def deployed(model: VitNetwork, recipe: Recipe, rows: Mapping[int, int] = {}) ->
     With `rows` it drops tokens instead, as `truncate` does.
     """
     plan = recipe.merging
-    filled = truncate(model, rows, plan.method) if rows else insert_merging(model, plan)
+    filled = truncate(model, rows, plan) if rows else insert_merging(model, plan)
     return Deployed(filled, recipe.network, recipe.output).eval()
 
 
@@ -338,26 +363,40 @@ def deployed_network(bundle: Bundle, dtype: torch.dtype | None = None, quantize:
     )
 
 
-def tome_merges(plan: MergePlan, patches: int, prefix: int) -> dict[int, int]:
+def merges_in(plan: MergePlan, layer: int, network: Network) -> int:
+    """How many tokens or windows merge in a layer where the plan says it: with ToMe, or by a budget; else 0."""
+    fresh = fresh_merges(plan, network)
+    if plan.merge_in(layer) == "tome":
+        return tome_merges(plan, network.grid[0] * network.grid[1], network.prefix, fresh)[layer]
+    return merge_budgets(plan, network.grid, network.prefix, fresh).get(layer, 0)
+
+
+def tome_merges(plan: MergePlan, patches: int, prefix: int, fresh: Sequence[bool] = ()) -> dict[int, int]:
     """By layer, how many of `patches` tokens ToMe merges: as published, at most half of those that are left.
 
-    Blockwise, that many in attention and again in the MLP, as all come back in between.
+    Blockwise, that many in attention and again in the MLP, as all come back in between. `fresh`: of every merge,
+    whether all patches reach it; without it that is the first one.
     """
-    merges = {}
-    for layer in plan.layers:
+    merges, left = {}, patches
+    for index, layer in enumerate(plan.layers):
         if plan.method == "tome_blockwise":
             merges[layer] = min(int((prefix + patches) * plan.tome_share[layer - 1]), most_merges(patches, 0))
         else:
-            merges[layer] = min(plan.tome_r[layer - 1], most_merges(patches, 0))
-            patches -= merges[layer]
+            left = patches if any(fresh[index : index + 1]) else left
+            merges[layer] = min(plan.tome_r[layer - 1], most_merges(left, 0))
+            left -= merges[layer]
     return merges
 
 
-def merge_budgets(plan: MergePlan, grid: Size, prefix: int) -> dict[int, int]:
-    """By layer with the rule `budget`, how many windows or tokens merge there: no more than there are."""
+def merge_budgets(plan: MergePlan, grid: Size, prefix: int, fresh: Sequence[bool] = ()) -> dict[int, int]:
+    """By layer with the rule `budget`, how many windows or tokens merge there: no more than there are.
+
+    `fresh` as for `tome_merges`.
+    """
     budgets = {}
     patches = grid[0] * grid[1]
-    for layer in plan.layers if plan.method == "algm" else ():
+    for index, layer in enumerate(plan.layers if plan.method == "algm" else ()):
+        patches = grid[0] * grid[1] if any(fresh[index : index + 1]) else patches
         if layer in plan.clap_layers and plan.clap == "budget":
             windows = (grid[0] // plan.window[0]) * (grid[1] // plan.window[1])
             budgets[layer] = _counted(plan.clap_budget, windows, windows)
@@ -396,13 +435,17 @@ def replay_merging(model: Model, plan: MergePlan) -> Model:
     return replaying
 
 
-def truncate(model: Model, rows: Mapping[int, int], method: Method = "algm") -> Model:
+def truncate(model: Model, rows: Mapping[int, int], plan: MergePlan = DENSE) -> Model:
     """A copy of `model` that keeps the first `rows[layer]` rows, prefix counted, in each of these 1-based layers.
 
-    Of `method` it keeps what is no merge: with ToMe, attention by sizes and a decoder that gets every patch; blockwise,
-    that attention and MLP give every row a result; with ELViT and EViT, that the decoder gets every patch.
+    Of `plan` it keeps what is no merge: with ToMe, attention by sizes and a decoder that gets every patch; blockwise,
+    that attention and MLP give every row a result; with ELViT and EViT, that the decoder gets every
+    patch; where something needs every patch between groups of blocks, that it gets them, and how many go on from there.
     """
-    truncated = share_parameters(model)
+    truncated, method = share_parameters(model), plan.method
+    if truncated.encoder.exchanging:
+        truncated.encoder.outlet = Unmerge(truncated.encoder.prefix)
+        truncated.encoder.regroup = KeepAsMany() if plan.between_groups == "remerge" else KeepTokens()
     for layer, count in rows.items():
         for part in merged_parts(method):
             setattr(truncated.blocks[layer - 1], SLOTS[part], KeepFirst(count, truncated.encoder.prefix))

@@ -130,8 +130,8 @@ def test_a_wrong_centroid_is_found_out(bundle: Bundle, outputs: dict[str, Array]
     wrong[5] = network.prefix + (wrong[5] + 5) % 16
     assert "farthest centroid is" in elvit_problems(facts, wrong, network.prefix)[0]
     beyond = outputs | {name: np.where(np.arange(token_map.size) == 3, network.prefix + 16, outputs[name])}
-    assert output_problem(outputs, bundle.signature, 2, network.prefix, plan) is None
-    assert "names tokens that" in (output_problem(beyond, bundle.signature, 2, network.prefix, plan) or "")
+    assert output_problem(outputs, bundle.signature, 2, network, plan) is None
+    assert "names tokens that" in (output_problem(beyond, bundle.signature, 2, network, plan) or "")
 
 
 def test_tensorrt_is_given_standard_operators(bundle: Bundle) -> None:

@@ -18,12 +18,14 @@ from algm_deploy.errors import CheckpointError
 from algm_deploy.parity.chain import verify
 from algm_deploy.recipe.families import architectures
 from algm_deploy.recipe.reading import flatten
-from algm_deploy.recipe.schema import MergePlan, Network, Precision, Protocol, Recipe
+from algm_deploy.recipe.schema import MergePlan, Network, Precision, Protocol, Recipe, fresh_merges
 from algm_deploy.runners.contract import runner
 from algm_deploy.runners.registry import row_of
 
 # The mask transformer's chain is walked in tests/parity.
 CASES = tuple(case for case in FAMILIES if case != ("segmenter", "mask_transformer"))
+# Its translation takes as long as three others: tests/models/test_vit_adapter.py has the methods in PyTorch.
+SLOW = (("vit_adapter", "upernet"),)
 IMAGES = 3
 Support = Callable[[str, object], None]  # what a passed test proves, for docs/support.md: see benchmarks/support.py
 
@@ -96,8 +98,13 @@ def test_the_parity_chain_holds(
     assert report.batches == (1, 2, 3)
     assert [(link.name, link.measured) for link in report.links if not link.passed] == []
     counts = _token_counts(bundle, images)
-    assert (counts[:, 1] < counts[:, 0]).all()
-    assert (counts[:, 0] < PATCHES[0] * PATCHES[1]).any()
+    patches = PATCHES[0] * PATCHES[1]
+    before = [
+        patches if fresh else counts[:, i - 1]
+        for i, fresh in enumerate(fresh_merges(bundle.recipe.merging, bundle.recipe.network))
+    ]
+    assert all((counts[:, i] < before[i]).all() for i in range(1, len(before)))
+    assert (counts[:, 0] < patches).any()
     record_property("support", f"algm {family}/{decoder} onnxruntime-cpu verified")
 
 
@@ -123,7 +130,7 @@ def test_few_numbers_that_make_all_scores_are_held_to_what_pytorch_usually_errs(
     assert [(link.name, link.measured) for link in report.links if not link.passed] == []
 
 
-@pytest.mark.parametrize(("family", "decoder"), CASES)
+@pytest.mark.parametrize(("family", "decoder"), [case for case in CASES if case not in SLOW])
 def test_tome_holds_in_every_family(
     bundle_of: Callable[..., Bundle], record_property: Support, family: str, decoder: str
 ) -> None:

@@ -156,7 +156,7 @@ def test_the_map_of_another_part_is_found_out(around: Bundle) -> None:
         found = run.infer({"image": images}, [tensor.name for tensor in around.signature.outputs])
     maps = [found[f"token_map_{name}"][0] for name in names]
     assert "splits tokens" in (map_problem(maps, 1) or "")
-    assert map_problem(maps, 1, lasting=False) is None
+    assert map_problem(maps, 1, (True,) * len(maps)) is None
     replayed, network = Replays(around, images, "fp32")(0, maps), around.recipe.network
     (facts,) = tome_facts([replayed], 1, AROUND, network)
     before = replayed.truth[1].map[0].numpy()

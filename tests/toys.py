@@ -32,6 +32,7 @@ RECIPES = {
     ("setr", "mla_mmseg"): "setr_mla_mmseg_vit_l16_ade20k",
     ("segvit", "atm"): "segvit_vit_l16_ade20k",
     ("eomt", "queries"): "eomt_vit_l16_ade20k",
+    ("vit_adapter", "upernet"): "vit_adapter_deit_s16_ade20k",
 }
 FAMILIES = tuple(RECIPES)
 PATCHES = 4, 6  # rows and columns of a toy's grid
@@ -41,11 +42,11 @@ TAU = 0.8  # merges some windows of a toy's pictures
 def shrunk(full: Recipe) -> Recipe:
     """A recipe of the same kind whose network is exported in a few seconds.
 
-    Only the blocks in which something happens are left, in their order: merges, blocks whose tokens a decoder reads,
-    and the last one. Width, grid, classes and decoder are small.
+    Only the blocks in which something happens are left, in their order: the first two merges, blocks whose tokens a
+    decoder reads, and the last one. Width, grid, classes and decoder are small.
     """
     network, plan = full.network, full.merging
-    merges = plan.layers if plan.method == "algm" else plan.layers[:2]
+    merges = plan.layers[:2]
     kept = sorted({*merges, *network.stages, network.encoder_depth})
     place = {layer: index for index, layer in enumerate(kept, 1)}
     decoder_depth = min(network.decoder_depth, 1)
@@ -62,10 +63,14 @@ def shrunk(full: Recipe) -> Recipe:
         decoder_dim=16,
         extra_tokens=min(network.extra_tokens, 2),
         queries=min(network.queries, 6),
+        adapter_heads=min(network.adapter_heads, 2),
+        adapter_dim=min(network.adapter_dim, 32),
+        # The largest of all graphs: those that differ in the scale of pixels alone share a translation.
+        normalization="deit" if network.architecture.adapter else network.normalization,
     )
     layers = {
         "clap_layers": tuple(place[layer] for layer in plan.clap_layers),
-        "gbm_layers": tuple(place[layer] for layer in plan.gbm_layers),
+        "gbm_layers": tuple(place[layer] for layer in plan.gbm_layers if layer in merges),
         "tome_r": tuple(4 if layer in merges else 0 for layer in kept) if plan.method == "tome" else (),
     }
     # Names, colours and published figures are those of the full network.

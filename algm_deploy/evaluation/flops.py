@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from algm_deploy.errors import PlanError
 from algm_deploy.models.loading import network_class
 from algm_deploy.models.multiply_adds import BILINEAR, NORM, attention, mlp
-from algm_deploy.recipe.schema import MergePlan, Network
+from algm_deploy.recipe.schema import MergePlan, Network, fresh_merges
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def multiply_adds(network: Network, plan: MergePlan, tokens_after_merge: Sequenc
         PlanError: not one count per merging layer, or counts that grow.
     """
     patches = network.grid[0] * network.grid[1]
-    counts = _counts(plan, patches, tokens_after_merge)
+    counts = _counts(plan, network, tokens_after_merge)
     encoder, merging, leaving = _encoder(network, plan, counts, patches)
     levels = [leaving[layer] for layer in network.stages or (network.encoder_depth,)]
     if plan.counts_in:  # these methods hand every patch to the decoder
@@ -71,10 +71,12 @@ def multiply_adds(network: Network, plan: MergePlan, tokens_after_merge: Sequenc
     )
 
 
-def _counts(plan: MergePlan, patches: int, tokens_after_merge: Sequence[int]) -> dict[int, int]:
+def _counts(plan: MergePlan, network: Network, tokens_after_merge: Sequence[int]) -> dict[int, int]:
     """Tokens left by merging layer, checked."""
-    chain = [patches, *tokens_after_merge]
-    if len(tokens_after_merge) != len(plan.layers) or sorted(chain, reverse=True) != chain or min(chain) < 1:
+    patches, fresh = network.grid[0] * network.grid[1], fresh_merges(plan, network)
+    before = [patches if all_there else left for all_there, left in zip(fresh, (0, *tokens_after_merge), strict=False)]
+    grown = any(not 1 <= left <= most for most, left in zip(before, tokens_after_merge, strict=False))
+    if len(tokens_after_merge) != len(plan.layers) or grown:
         raise PlanError(
             f"expected a token count from {patches} downwards for each merging layer {plan.layers}, "
             f"got {list(tokens_after_merge)}"
@@ -88,8 +90,13 @@ def _encoder(network: Network, plan: MergePlan, counts: dict[int, int], tokens: 
     Merging sits between attention and MLP. The outputs are normalised, in the encoder or by the decoder.
     """
     encoder = merging = 0
-    leaving = {}
+    leaving, patches = {}, tokens
     for layer in range(1, network.encoder_depth + 1):
+        if layer > 1 and layer in (start for start, _ in network.groups):
+            if plan.between_groups == "unmerge":
+                tokens = patches
+            elif tokens < patches:
+                merging += patches * network.embed_dim
         if layer in counts and not plan.lasting:
             both, similarities = _around(network, counts[layer], tokens)
             encoder, merging, leaving[layer] = encoder + both, merging + similarities, tokens

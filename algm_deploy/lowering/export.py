@@ -203,7 +203,7 @@ def _name_nodes(model: ir.Model) -> None:
                 value.name = node.name if len(node.outputs) == 1 else f"{node.name}:{_role(node, index)}"
     for name, value in list(model.graph.initializers.items()):
         consumer = next(iter(value.uses()), None)
-        if name.startswith("val_") and consumer is not None:
+        if (name.startswith("val_") or not _module_name(name)) and consumer is not None:
             new = _unique(f"{str(consumer.node.name).split('/')[0]}.constant", taken)
         else:
             new = _module_name(name)

@@ -18,8 +18,9 @@ from algm_deploy.errors import BundleError
 from algm_deploy.ops.bodies import BODIES, OPSET, Body
 from algm_deploy.ops.schema import DOMAIN, SCHEMAS, VERSION
 
-# ELViT and EViT leave as many tokens in every picture.
-_STATIC = frozenset({"elvit", "elvit_restore", "evit", "cls_attention"})
+# ELViT and EViT leave as many tokens in every picture, deformable attention looks at whole grids, merging again is a
+# product.
+_WITHOUT_PLUGIN = frozenset({"cls_attention", "deformable_attention", "elvit", "elvit_restore", "evit", "remerge"})
 
 
 def has_budget(node: ir.Node) -> bool:
@@ -28,9 +29,9 @@ def has_budget(node: ir.Node) -> bool:
     return rule is not None and rule.as_string() == "budget"
 
 
-def is_static(node: ir.Node) -> bool:
-    """Whether TensorRT takes a node's body as it is: all its shapes are known, and it needs no plugin."""
-    return has_budget(node) or node.op_type in _STATIC
+def needs_no_plugin(node: ir.Node) -> bool:
+    """Whether TensorRT takes a node's body as it is: the data decides none of its shapes."""
+    return has_budget(node) or node.op_type in _WITHOUT_PLUGIN
 
 
 def add_function_bodies(model: ir.Model, wanted: Callable[[ir.Node], bool] = lambda _: True) -> int:

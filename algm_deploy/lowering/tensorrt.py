@@ -4,7 +4,7 @@
 |---|---|
 | clap, gbm | plugin node with one more output, the 0-D INT32 size tensor that tells TensorRT the token count, and one
 more attribute, the count to tune for |
-| the same by a budget, ELViT | standard operators, whose shapes are all known |
+| the same by a budget, ELViT, deformable attention, merging again | standard operators |
 | unmerge | plugin node |
 | label_map | plugin node with int32 labels, then a Cast to uint8: TensorRT takes no 8-bit plugin output |
 | attention | `Attention` of opset 23, its mask made from the lengths |
@@ -31,7 +31,7 @@ from algm_deploy.bundle.files import ONNX, ONNX_DATA, WEIGHTS
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import ExportError
 from algm_deploy.lowering.export import base_onnx
-from algm_deploy.lowering.portable import add_function_bodies, has_budget, is_static, operator_of
+from algm_deploy.lowering.portable import add_function_bodies, has_budget, needs_no_plugin, operator_of
 from algm_deploy.lowering.tensorrt_precision import ONNX_TYPE, retype
 from algm_deploy.lowering.tensorrt_zero_points import centre_levels
 from algm_deploy.merging import deployed_network
@@ -110,7 +110,7 @@ def tensorrt_from_base(
         ExportError: the graph holds an operator that cannot be translated, or another number of merges.
     """
     model = ir.to_proto(_with_static_bodies(base))
-    _check_operators(model)
+    _check_operators(model, precision)
     merges = [n.name for n in model.graph.node if n.domain == DOMAIN and operator_of(n.op_type) in get_args(Merge)]
     if usual_rows and len(usual_rows) != len(merges):
         raise ExportError(f"expected usual rows for {len(merges)} merges, got {len(usual_rows)}: export again")
@@ -146,7 +146,7 @@ def _with_static_bodies(base: ir.Model) -> ir.Model:
                 f"node {node.name}: TensorRT sorts out at most {TOPK_LIMIT} values with TopK, this budget asks for "
                 f"{budget}: choose a smaller one, or a threshold"
             )
-    add_function_bodies(model, is_static)
+    add_function_bodies(model, needs_no_plugin)
     return model
 
 
@@ -160,13 +160,18 @@ def _inlined(model: onnx.ModelProto) -> onnx.ModelProto:
     return onnx.inliner.inline_local_functions(model)
 
 
-def _check_operators(model: onnx.ModelProto) -> None:
+def _check_operators(model: onnx.ModelProto, precision: Precision) -> None:
     bodies = {function.name for function in model.functions}
     for node in model.graph.node:
         if node.domain == DOMAIN and node.op_type not in bodies and operator_of(node.op_type) not in TRANSLATED:
             raise ExportError(
                 f"node {node.name} is {DOMAIN}.{node.op_type}, TensorRT has plugins for {', '.join(PLUGINS)} only: run "
                 "this bundle with onnxruntime-cpu or torch"
+            )
+        if node.domain == DOMAIN and operator_of(node.op_type) == "remerge" and precision in ("fp16", "bf16"):
+            raise ExportError(
+                f"node {node.name}: what had merged merges again by a product in fp32, which an engine in {precision} "
+                'does not have: build it in fp32, or set merging.between_groups to "unmerge"'
             )
         if node.domain not in ("", DOMAIN):
             raise ExportError(

@@ -33,8 +33,19 @@ _FLOAT32_OPS = frozenset(
 # These stay fp32 behind a value that is fp32: the smallest norm that a division accepts (1e-12) is zero in fp16.
 _FOLLOW_FLOAT32 = frozenset({"Clip", "Div", "Max"})
 # Inputs of the merging operators that are fp32 whatever the tokens are, and their fp32 outputs.
-_FLOAT32_INPUTS = {"clap": (1, 2), "gbm": (1, 4), "elvit_restore": (1,), "evit": (2,)}
+_FLOAT32_INPUTS = {
+    "clap": (1, 2),
+    "gbm": (1, 4),
+    "elvit_restore": (1,),
+    "evit": (2,),
+    "deformable_attention": (1, 2),
+    "remerge": (2,),
+}
 _FLOAT32_OUTPUTS = {"clap": (1,), "gbm": (1,), "elvit": (2,), "cls_attention": (0,)}
+# What an operator reads in fp32 is no better than the arithmetic before it: a place of deformable attention, off by a
+# rounding of bf16, is another one. Nodes of these kinds before such an input compute in fp32 too.
+_EXACT_INPUTS = {"deformable_attention": (1,)}
+_EXACT_OPS = frozenset({"Add", "Sub", "Mul", "Div", "Reshape"})
 
 
 @dataclass
@@ -48,6 +59,7 @@ class _Retyped:
     weights: dict[str, TensorProto] = field(default_factory=dict)
     versions: dict[str, dict[int, str]] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
+    exact: set[str] = field(default_factory=set)
 
     def read(self, name: str, wanted: int) -> str:
         """Name of the version of `name` with type `wanted`; casts where there is none yet."""
@@ -108,6 +120,7 @@ def retype(model: onnx.ModelProto, precision: Precision) -> tuple[onnx.ModelProt
         return model, Counter()
     is_float = {name for name, kind in types.items() if kind == TensorProto.FLOAT}
     out = _Retyped(low, is_float, {t.name: t for t in graph.initializer})
+    out.exact = _exact_tensors(graph)
     for value in graph.input:
         if value.name in out.is_float:
             out.versions[value.name] = {TensorProto.FLOAT: value.name}
@@ -147,7 +160,20 @@ def _retype_node(node: onnx.NodeProto, out: _Retyped) -> None:
 def _compute_type(node: onnx.NodeProto, out: _Retyped) -> int:
     values = [out.versions.get(name, {}) for name in node.input if name not in out.initializers]
     follows = node.op_type in _FOLLOW_FLOAT32 and any(set(versions) == {TensorProto.FLOAT} for versions in values)
-    return TensorProto.FLOAT if node.op_type in _FLOAT32_OPS or follows else out.low
+    exact = node.output[0] in out.exact
+    return TensorProto.FLOAT if node.op_type in _FLOAT32_OPS or follows or exact else out.low
+
+
+def _exact_tensors(graph: onnx.GraphProto) -> set[str]:
+    """Outputs of the nodes of `_EXACT_OPS` that lead to an input of `_EXACT_INPUTS`."""
+    exact: set[str] = set()
+    wanted: set[str] = set()
+    for node in reversed(graph.node):
+        if node.op_type in _EXACT_OPS and node.output[0] in wanted:
+            exact.add(node.output[0])
+            wanted.update(node.input)
+        wanted.update(node.input[i] for i in _EXACT_INPUTS.get(operator_of(node.op_type), ()))
+    return exact
 
 
 def _retype_attributes(new: onnx.NodeProto, node: onnx.NodeProto, compute: int, out: _Retyped) -> None:

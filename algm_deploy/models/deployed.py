@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from algm_deploy.models.scores import labels_of, upsample_scores
-from algm_deploy.models.vit import MergeInputs, PatchEmbedding, VitNetwork, padded, share_parameters
+from algm_deploy.models.vit import ImageConv, MergeInputs, PatchEmbedding, VitNetwork, padded, share_parameters
 from algm_deploy.recipe.schema import Network, Output, Size
 
 # (mean, deviation) of the pixels in 0..1, red, green, blue, by the name the official configuration uses.
@@ -59,10 +59,35 @@ class PixelEmbedding(nn.Module):
         return patches.flatten(2).transpose(1, 2) + self.bias
 
 
+class PixelConv(nn.Module):
+    """A convolution on the picture with the normalisation folded in: pixels 0..255 of any dtype to maps.
+
+    Around the picture are normalised zeros. So a fourth channel, which is one on the picture and zero around it, weighs
+    what a centred pixel of 0 stands for.
+    """
+
+    def __init__(self, conv: ImageConv, normalization: str) -> None:
+        super().__init__()
+        mean, deviation = (
+            torch.tensor(v, dtype=torch.float64, device=conv.weight.device)[:, None, None]
+            for v in NORMALIZATIONS[normalization]
+        )
+        weight = conv.weight.detach().double() / deviation
+        grey = (weight * (PIXEL_CENTRE / 255 - mean)).sum(1, keepdim=True)
+        joined = torch.cat([weight * (PIXEL_SCALE / 255), grey], 1).to(conv.weight.dtype)
+        self.weight = nn.Parameter(joined, requires_grad=False)
+        self.bias, self.stride, self.padding = conv.bias, conv.stride, conv.padding
+
+    def forward(self, image: Tensor) -> Tensor:
+        pixels = (image.to(self.weight.dtype) - PIXEL_CENTRE) * (1 / PIXEL_SCALE)
+        joined = torch.cat([pixels, torch.ones_like(pixels[:, :1])], 1)
+        return F.conv2d(joined, self.weight, self.bias, self.stride, cast(tuple[int, int], self.padding))
+
+
 class Deployed(nn.Module):
     """Wraps a network whose merge slots are filled (or empty) with the deployed inputs and outputs.
 
-    The wrapped network is not changed: parameters are shared, only the patch embedding is new.
+    The wrapped network is not changed: parameters are shared, only what reads the picture is new.
     """
 
     def __init__(self, model: VitNetwork, network: Network, output: Output) -> None:
@@ -71,6 +96,9 @@ class Deployed(nn.Module):
         self.model = share_parameters(model)
         embedding = cast(PatchEmbedding, model.encoder.patch_embed)
         self.model.encoder.patch_embed = PixelEmbedding(embedding, network.normalization, network.image_size)
+        for name, module in list(self.model.named_modules()):
+            if isinstance(module, ImageConv):
+                self.model.set_submodule(name, PixelConv(module, network.normalization))
 
     def forward(self, image: Tensor, inputs: MergeInputs) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """Labels or scores, token counts, token maps. `inputs.maps` are used by replaying slots only."""

@@ -11,14 +11,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from algm_deploy.models.multiply_adds import linear_head
-from algm_deploy.models.naming import STATISTICS, Made, Naming, batch_norm, joined_tokens, layer_scales
+from algm_deploy.models.naming import (
+    STATISTICS,
+    Made,
+    Naming,
+    batch_norm,
+    bicubic,
+    joined_tokens,
+    layer_scales,
+    resized_bicubic,
+)
 from algm_deploy.models.readout import Level, ReadNetwork, Readout, Steps, on_grid
 from algm_deploy.models.scores import GridScores, Scores, TokenScores
 from algm_deploy.models.vit import Tokens
@@ -90,7 +97,7 @@ class Deit(LinearProbe):
                 made=joined_tokens(network.embed_dim, {"cls_token": 1, "dist_token": distilled}) | _head(network),
                 unused=("head.", "head_dist.", f"{_HEAD}bn.num_batches_tracked"),
                 positioned=network.prefix,
-                resized=_resized,
+                resized=resized_bicubic,
                 refusal=_headless,
             ),
         )
@@ -139,18 +146,9 @@ def _head_bias(found: Mapping[str, Tensor]) -> Tensor:
 
 def _by_factors(patches: Tensor, old: Size, new: Size) -> Tensor:
     """DINOv2 hands the factors to the interpolation, a tenth of a patch too large against rounding."""
-    return _bicubic(patches, old, scale_factor=((new[0] + 0.1) / old[0], (new[1] + 0.1) / old[1]))
+    return bicubic(patches, old, scale_factor=((new[0] + 0.1) / old[0], (new[1] + 0.1) / old[1]))
 
 
 def _smoothed(patches: Tensor, old: Size, new: Size) -> Tensor:
     """DINOv2 with registers hands over the size, and smooths what gets smaller."""
-    return _bicubic(patches, old, size=new, antialias=True)
-
-
-def _resized(patches: Tensor, old: Size, new: Size) -> Tensor:
-    """DeiT (main.py, fine-tuning at another size)."""
-    return _bicubic(patches, old, size=new)
-
-
-def _bicubic(patches: Tensor, old: Size, **how: Any) -> Tensor:
-    return F.interpolate(patches.mT.reshape(1, -1, *old), mode="bicubic", **how).flatten(2).mT
+    return bicubic(patches, old, size=new, antialias=True)

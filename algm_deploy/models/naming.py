@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from algm_deploy.recipe.schema import Network, Size
@@ -153,23 +155,42 @@ def joined_tokens(dim: int, rows: Mapping[str, int]) -> dict[str, Made]:
     return {_TOKENS: Made(needs, lambda found: torch.cat([found[key].float() for key in needs], 1))}
 
 
-def layer_scales(network: Network, blocks: Mapping[str, str]) -> dict[str, Made]:
-    """The last linear layers of attention and MLP with LayerScale folded in; `blocks`: our names -> theirs."""
+def layer_scales(
+    network: Network, blocks: Mapping[str, str], factors: tuple[str, str] = ("ls1.gamma", "ls2.gamma")
+) -> dict[str, Made]:
+    """The last linear layers of attention and MLP with LayerScale folded in.
+
+    `blocks`: our names -> theirs. `factors`: their names in a block, of attention and of the MLP.
+    """
     dim = network.embed_dim
     made = {}
     for ours, theirs in blocks.items():
-        for layer, scale, width in (("attn.proj", "ls1", dim), ("mlp.fc2", "ls2", 4 * dim)):
+        for layer, factor, width in zip(("attn.proj", "mlp.fc2"), factors, (dim, 4 * dim), strict=True):
             for kind, shape in (("weight", (dim, width)), ("bias", (dim,))):
-                weight, factor = f"{theirs}.{layer}.{kind}", f"{theirs}.{scale}.gamma"
-                needs: Shapes = {weight: shape, factor: (dim,)}
-                made[f"{ours}.{layer}.{kind}"] = Made(needs, partial(_scaled, weight, factor))
+                part = f"{layer}.{kind}"
+                made[f"{ours}.{part}"] = scaled_by(f"{theirs}.{part}", shape, f"{theirs}.{factor}")
     return made
+
+
+def scaled_by(key: str, shape: tuple[int, ...], factor: str) -> Made:
+    """A weight, or bias, of theirs whose rows are multiplied by a factor each."""
+    return Made({key: shape, factor: shape[:1]}, partial(_scaled, key, factor))
 
 
 def _scaled(key: str, factor: str, found: Mapping[str, Tensor]) -> Tensor:
     """Rows of a weight, or elements of a bias, times their factor."""
     value = found[key].double()
     return (value * found[factor].double().view(-1, *[1] * (value.ndim - 1))).float()
+
+
+def resized_bicubic(patches: Tensor, old: Size, new: Size) -> Tensor:
+    """Position embeddings (1, N, D) of a grid at another size; DeiT's own fine-tuning and ViT-Adapter do it so."""
+    return bicubic(patches, old, size=new)
+
+
+def bicubic(patches: Tensor, old: Size, **how: Any) -> Tensor:
+    """Position embeddings (1, N, D) of a grid `old` interpolated as `how` says."""
+    return F.interpolate(patches.mT.reshape(1, -1, *old), mode="bicubic", **how).flatten(2).mT
 
 
 def mmseg_encoder(network: Network) -> dict[str, str]:

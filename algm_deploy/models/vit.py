@@ -8,7 +8,7 @@ around attention and around the MLP, for merges that end with them, and one afte
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -91,6 +91,10 @@ class PatchEmbedding(nn.Module):
     def forward(self, image: Tensor) -> Tensor:
         patches: Tensor = self.proj(padded(image, self.patch_size))
         return patches.flatten(2).transpose(1, 2)
+
+
+class ImageConv(nn.Conv2d):
+    """A convolution on normalised pixels (B, 3, H, W) around which it sees zeros."""
 
 
 class Attention(nn.Module):
@@ -190,12 +194,21 @@ def _run_merged(
     return torch.ops.algm.unmerge(part(merged.values, merged.key_length), rows, 0), (merged.merged,)
 
 
+def merges_of(block: nn.Module, tokens: Tokens) -> tuple[Merged, ...]:
+    """What every merge inside a block left, in order, given the tokens after it."""
+    lasting = not (isinstance(block.merge, KeepTokens) and isinstance(block.end_merge, KeepTokens))
+    return (*tokens.within, tokens.merged) if lasting else tokens.within
+
+
 class VisionTransformer(nn.Module):
     """Encoder of patches after `prefix` tokens that are none: cls, a distillation token or registers.
 
     It has the blocks that may merge. `eps` is that of every LayerNorm; `norm`: outputs are normalised here, not by the
-    decoder. `outputs` are the 1-based blocks whose tokens `forward` returns.
+    decoder. `outputs` are the 1-based blocks whose tokens `forward` returns. `exchanging`: something else of the
+    network takes part between groups of blocks, and needs every patch there.
     """
+
+    exchanging = False
 
     def __init__(self, network: Network, eps: float = 1e-5, norm: bool = True) -> None:
         super().__init__()
@@ -208,6 +221,8 @@ class VisionTransformer(nn.Module):
         self.blocks = nn.ModuleList(Block(dim, network.heads, eps) for _ in range(depth))
         self.norm: nn.Module = nn.LayerNorm(dim, eps) if norm else nn.Identity()
         self.outlet: nn.Module = KeepTokens()  # a slot between encoder and decoder
+        # One between groups of blocks: every patch, and the tokens the last group left, to those that enter the next.
+        self.regroup: nn.Module = KeepTokens()
 
     def embed(self, image: Tensor) -> Tokens:
         """Image (B, 3, H, W) to the sequence [prefix | patches] that enters the first block."""
@@ -224,19 +239,22 @@ class VisionTransformer(nn.Module):
             padded=False,
         )
 
+    def run(self, image: Tensor, inputs: MergeInputs | None = None) -> Iterator[Tokens]:
+        """Image (B, 3, H, W), normalised, to the tokens after each block, one after the other."""
+        tokens = self.embed(image)
+        for block in self.blocks:
+            tokens = block(tokens, inputs)
+            yield tokens
+
     def forward(self, image: Tensor, inputs: MergeInputs | None = None) -> tuple[list[Tokens], list[Merged]]:
         """The tokens after each block of `outputs`, and what every merge left, in order.
 
         Blocks merge, so outputs differ in length: each has the map of its own depth.
         """
-        tokens = self.embed(image)
         outputs: list[Tokens] = []
         stages: list[Merged] = []
-        for layer, block in enumerate(self.blocks, 1):
-            tokens = block(tokens, inputs)
-            stages += tokens.within
-            if not (isinstance(block.merge, KeepTokens) and isinstance(block.end_merge, KeepTokens)):
-                stages.append(tokens.merged)
+        for layer, (block, tokens) in enumerate(zip(self.blocks, self.run(image, inputs), strict=True), 1):
+            stages += merges_of(block, tokens)
             if layer in self.outputs:
                 outputs.append(self.outlet(tokens._replace(values=self.norm(tokens.values)), inputs))
         return outputs, stages
@@ -263,7 +281,7 @@ class VitNetwork(nn.Module):
 
     @staticmethod
     def decoder_multiply_adds(network: Network, levels: Sequence[int]) -> int:
-        """Multiply-adds of all after the encoder's last block; `levels`: patch tokens of each level that is read."""
+        """Multiply-adds of all but the blocks and the patch embedding; `levels`: patch tokens of each level read."""
         raise NotImplementedError
 
     @property

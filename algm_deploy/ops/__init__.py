@@ -7,12 +7,14 @@ registered here once: a second registration of the same name would silently drop
 from algm_deploy.ops.attention import attention
 from algm_deploy.ops.clap import clap
 from algm_deploy.ops.cls_attention import cls_attention
+from algm_deploy.ops.deformable_attention import deformable_attention
 from algm_deploy.ops.elvit import elvit, elvit_restore
 from algm_deploy.ops.evit import evit
 from algm_deploy.ops.g2tm import g2tm
 from algm_deploy.ops.gbm import gbm
 from algm_deploy.ops.label_map import label_map
 from algm_deploy.ops.proportional_attention import proportional_attention
+from algm_deploy.ops.remerge import remerge
 from algm_deploy.ops.tome import tome
 from algm_deploy.ops.unmerge import unmerge
 
@@ -20,6 +22,7 @@ __all__ = [
     "attention",
     "clap",
     "cls_attention",
+    "deformable_attention",
     "elvit",
     "elvit_restore",
     "evit",
@@ -27,6 +30,7 @@ __all__ = [
     "gbm",
     "label_map",
     "proportional_attention",
+    "remerge",
     "tome",
     "unmerge",
 ]

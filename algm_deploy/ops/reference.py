@@ -6,6 +6,7 @@ from algm_deploy.ops.clap import reference_decisions as clap_decisions
 from algm_deploy.ops.clap import reference_rows as clap_rows
 from algm_deploy.ops.clap import reference_similarity as window_similarity
 from algm_deploy.ops.cls_attention import reference as cls_attention
+from algm_deploy.ops.deformable_attention import reference as deformable_attention
 from algm_deploy.ops.elvit import reference as elvit
 from algm_deploy.ops.elvit import reference_centroids as elvit_centroids
 from algm_deploy.ops.elvit import reference_distances as squared_distances
@@ -25,6 +26,7 @@ from algm_deploy.ops.gbm import reference_similarity as gbm_similarity
 from algm_deploy.ops.gbm import reference_split as gbm_split
 from algm_deploy.ops.label_map import reference as label_map
 from algm_deploy.ops.proportional_attention import reference as proportional_attention
+from algm_deploy.ops.remerge import reference as remerge
 from algm_deploy.ops.tome import reference as tome
 from algm_deploy.ops.tome import reference_order as tome_order
 from algm_deploy.ops.unmerge import reference as unmerge
@@ -35,6 +37,7 @@ __all__ = [
     "clap_decisions",
     "clap_rows",
     "cls_attention",
+    "deformable_attention",
     "elvit",
     "elvit_centroids",
     "elvit_restore",
@@ -53,6 +56,7 @@ __all__ = [
     "neighbour_groups",
     "neighbour_similarity",
     "proportional_attention",
+    "remerge",
     "squared_distances",
     "tome",
     "tome_order",

@@ -135,12 +135,12 @@ class _Chain:
 
     def run(self, trial: Trial) -> Iterator[int]:
         """Runs one trial and compares its outputs; yields after each image."""
-        signature, prefix = self._signature, self._recipe.network.prefix
+        signature, network = self._signature, self._recipe.network
         names = [f"image {index}" for index in trial.images]
         feeds = {"image": self._images[list(trial.images)]}
         feeds |= {name: np.asarray(value, np.float32) for name, value in trial.thresholds.items()}
         outputs, problem = self._outputs(feeds)
-        if problem := problem or output_problem(outputs, signature, len(names), prefix, self._recipe.merging):
+        if problem := problem or output_problem(outputs, signature, len(names), network, self._recipe.merging):
             self._numbers.broken(f"batch of {len(names)}: {problem}")
             return
         batch = []

@@ -38,7 +38,7 @@ from algm_deploy.parity.replay import (
     tome_facts,
     torch_maps,
 )
-from algm_deploy.recipe.schema import MergePlan, Recipe
+from algm_deploy.recipe.schema import MergePlan, Network, Recipe, fresh_merges
 from algm_deploy.runners.contract import Array
 
 ERROR_FACTOR = 2.0  # a runtime may err twice as much as PyTorch in the same precision
@@ -366,7 +366,7 @@ class Labels:
 
 
 def output_problem(
-    outputs: Mapping[str, Array], signature: Signature, images: int, prefix: int, plan: MergePlan
+    outputs: Mapping[str, Array], signature: Signature, images: int, network: Network, plan: MergePlan
 ) -> str | None:
     """Why the outputs for a batch of `images` cannot be compared, or contradict each other; None where they can.
 
@@ -379,13 +379,14 @@ def output_problem(
         if came != expected:
             return f"expected {tensor.name} {expected}, got {came}"
     maps = [outputs[f"token_map_{name}"] for name in signature.merges]
+    prefix, fresh = network.prefix, fresh_merges(plan, network)
     if plan.method == "evit":
         told = (record_problem([m[i] for m in maps], outputs["token_counts"][i], plan, prefix) for i in range(images))
         return next(filter(None, told), None)
     if not plan.standing:
         return _part_map_problem(maps, outputs["token_counts"], prefix)
     for image in range(images):
-        if problem := map_problem([m[image] for m in maps], prefix, plan.lasting):
+        if problem := map_problem([m[image] for m in maps], prefix, fresh):
             return f"image {image} of {images}: {problem}"
     counts = [m.max(1) + 1 - prefix for m in maps]
     if any((outputs["token_counts"][:, i] != count).any() for i, count in enumerate(counts)):

@@ -9,6 +9,7 @@ Noise that is NaN excuses nothing.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -99,17 +100,19 @@ class G2tmFacts:
     noise: float
 
 
-def map_problem(maps: list[Ints], prefix: int, lasting: bool = True) -> str | None:
+def map_problem(maps: list[Ints], prefix: int, fresh: Sequence[bool] = ()) -> str | None:
     """Why the token maps (N,) of one image, in the order of the merges, cannot be the maps of any merge.
 
-    `lasting`: what merged stays merged, so each map tells of all merges up to its own.
+    Each map tells of all merges up to its own: what merged stays merged, but for those that are `fresh`.
     """
     for index, token_map in enumerate(maps):
         rows = np.unique(token_map)
         if not np.array_equal(rows, np.arange(prefix, prefix + len(rows))):
             return f"token map {index} does not number its tokens {prefix}, {prefix + 1}, ... without a gap"
-    for index, (before, after) in enumerate(pairwise(maps) if lasting else ()):
-        if len(np.unique(np.stack([before, after]), axis=1).T) != len(np.unique(before)):
+    for index, (before, after) in enumerate(pairwise(maps)):
+        if not any(fresh[index + 1 : index + 2]) and len(np.unique(np.stack([before, after]), axis=1).T) != len(
+            np.unique(before)
+        ):
             return f"token map {index + 1} splits tokens that token map {index} had merged"
     return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
@@ -13,7 +14,8 @@ import onnx
 from algm_deploy.bundle.signature import Signature, Tensor, signature_of
 from algm_deploy.errors import BundleError
 from algm_deploy.lowering.portable import operator_of
-from algm_deploy.merging import merge_budgets, tome_merges
+from algm_deploy.merging import merges_in
+from algm_deploy.models.vit_adapter import LAST_EXTRACTORS, feature_grids
 from algm_deploy.ops.schema import DOMAIN
 from algm_deploy.recipe.schema import Merge, MergePlan, Network, Recipe
 
@@ -78,97 +80,118 @@ def _expected(tensor: Tensor) -> dict[str, Any]:
 
 
 def _encoder_nodes(recipe: Recipe) -> list[dict[str, Any]]:
-    """The `algm` nodes of the encoder in order: an attention a block, and the merge where the plan has one."""
+    """The `algm` nodes of the encoder in order: those of every block, and of what it hands on."""
     network, plan = recipe.network, recipe.merging
-    if plan.counts_in and plan.layers:
-        if plan.method == "elvit":
-            return _elvit_nodes(network, plan)
-        if plan.method == "evit":
-            return _evit_nodes(network, plan)
-        return _tome_nodes(network, plan) if plan.lasting else _blockwise_nodes(network, plan)
-    common = {"prefix": network.prefix, "semantics": plan.semantics, "batch": plan.batch}
-    budgets = merge_budgets(plan, network.grid, network.prefix)
-    clap = {"operator": "clap", "grid": list(network.grid), "window": list(plan.window), "order": plan.order} | common
-    clap["rule"] = plan.clap
+    outlet = _outlet_node(network, plan)
+    if network.architecture.adapter:
+        return _adapter_nodes(network, plan, outlet)
+    nodes = []
+    for layer in range(1, network.encoder_depth + 1):
+        nodes += _block_nodes(network, plan, layer)
+        handed_on = layer in (network.stages or (network.encoder_depth,))
+        if outlet and handed_on and (plan.method != "elvit" or layer >= plan.elvit_layer):
+            nodes.append(outlet)
+    return nodes
+
+
+def _adapter_nodes(network: Network, plan: MergePlan, outlet: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """The nodes of a ViT-Adapter's encoder: around every group of blocks patches and features look at each other."""
+    unmerge = outlet or {"operator": "unmerge", "prefix": 0}
+    patches, features = [network.grid], feature_grids(network.grid)
+    injector, extractor = (
+        {"operator": "deformable_attention", "shapes": [side for grid in grids for side in grid]}
+        for grids in (features, patches)
+    )
+    nodes: list[dict[str, Any]] = []
+    merged = False
+    for start, end in network.groups:
+        nodes.append(injector)
+        merged = merged and plan.between_groups == "remerge"
+        if merged:
+            nodes.append({"operator": "remerge", "prefix": network.prefix})
+        for layer in range(start, end + 1):
+            nodes += _block_nodes(network, plan, layer)
+            merged = merged or (plan.lasting and layer in plan.layers)
+        nodes += [unmerge] * merged + [extractor] * (LAST_EXTRACTORS if end == network.depth else 1)
+    return nodes
+
+
+def _outlet_node(network: Network, plan: MergePlan) -> dict[str, Any] | None:
+    """What hands every patch to the decoder, where the decoder does not unmerge itself."""
+    if plan.method in ("tome", "evit") and plan.layers:
+        return {"operator": "unmerge", "prefix": 0}
+    if plan.method == "elvit" and plan.layers:
+        return {"operator": "elvit_restore", "prefix": network.prefix}
+    return None
+
+
+def _block_nodes(network: Network, plan: MergePlan, layer: int) -> list[dict[str, Any]]:
+    """The nodes of a block: its attention, and the merge where the plan has one."""
     attention = _attention_node(network)
-    nodes = []
-    for layer in range(1, network.encoder_depth + 1):
-        nodes.append(attention)
-        if layer in plan.clap_layers:
-            nodes.append(clap | {"budget": budgets.get(layer, 0)})
-        elif layer in plan.gbm_layers:
-            gbm = {"operator": "gbm", "rule": plan.gbm, "divisor": float(layer), "budget": budgets.get(layer, 0)}
-            nodes.append(gbm | common)
-        elif layer in plan.layers:
-            nodes.append({"operator": "g2tm", "grid": list(network.grid), "prefix": network.prefix})
-    return nodes
-
-
-def _tome_nodes(network: Network, plan: MergePlan) -> list[dict[str, Any]]:
-    """The nodes of an encoder with ToMe, which unmerges what it hands to the decoder."""
-    attention = _attention_node(network) | {"operator": "proportional_attention"}
-    merges = tome_merges(plan, network.grid[0] * network.grid[1], network.prefix)
-    nodes = []
-    for layer in range(1, network.encoder_depth + 1):
-        nodes.append(attention)
-        if layer in merges:
-            nodes.append({"operator": "tome", "r": merges[layer], "prefix": network.prefix})
-        if layer in (network.stages or (network.encoder_depth,)):
-            nodes.append({"operator": "unmerge", "prefix": 0})
-    return nodes
-
-
-def _blockwise_nodes(network: Network, plan: MergePlan) -> list[dict[str, Any]]:
-    """The nodes of an encoder with ToMe around attention and MLP."""
-    merges, nodes = tome_merges(plan, network.grid[0] * network.grid[1], network.prefix), []
+    if plan.method == "tome" and plan.layers:
+        attention["operator"] = "proportional_attention"
+    if layer not in plan.layers:
+        return [attention]
+    kind = plan.merge_in(layer)
+    merge = _MERGES[kind](network, plan, layer)
+    if kind == "evit":
+        return [attention, attention | {"operator": "cls_attention"}, merge]
+    if plan.lasting:
+        return [attention, merge]
     unmerge = {"operator": "unmerge", "prefix": 0}
-    for layer in range(1, network.encoder_depth + 1):
-        if layer in merges:
-            tome = {"operator": "tome", "r": merges[layer], "prefix": network.prefix}
-            nodes += [tome, _attention_node(network), unmerge, tome, unmerge]
-        else:
-            nodes.append(_attention_node(network))
-    return nodes
+    return [merge, attention, unmerge, merge, unmerge]
 
 
-def _elvit_nodes(network: Network, plan: MergePlan) -> list[dict[str, Any]]:
-    """The nodes of an encoder with ELViT, which restores what it hands to the decoder."""
-    nodes = []
-    for layer in range(1, network.encoder_depth + 1):
-        nodes.append(_attention_node(network))
-        if layer == plan.elvit_layer:
-            nodes.append(
-                {
-                    "operator": "elvit",
-                    "grid": list(network.grid),
-                    "centroids": list(plan.elvit_grid),
-                    "prefix": network.prefix,
-                    "iterations": plan.elvit_iterations,
-                    "window": plan.elvit_window,
-                    "temperature": plan.elvit_temperature,
-                    "neighbours": plan.elvit_neighbours,
-                    "semantics": plan.semantics,
-                }
-            )
-        if layer >= plan.elvit_layer and layer in (network.stages or (network.encoder_depth,)):
-            nodes.append({"operator": "elvit_restore", "prefix": network.prefix})
-    return nodes
+def _clap_node(network: Network, plan: MergePlan, layer: int) -> dict[str, Any]:
+    where = {"grid": list(network.grid), "window": list(plan.window), "order": plan.order}
+    return {"operator": "clap", "rule": plan.clap, **where, **_merge_rules(network, plan, layer)}
 
 
-def _evit_nodes(network: Network, plan: MergePlan) -> list[dict[str, Any]]:
-    """The nodes of an encoder with EViT, which gives the decoder every patch."""
-    patches, attention = network.grid[0] * network.grid[1], _attention_node(network)
-    counts, nodes = plan.evit_counts(patches), []
-    for layer in range(1, network.encoder_depth + 1):
-        nodes.append(attention)
-        if layer in counts:
-            rows, keep = counts[layer]
-            nodes.append(attention | {"operator": "cls_attention"})
-            evit = {"operator": "evit", "patches": patches, "rows": rows, "keep": keep, "prefix": network.prefix}
-            nodes.append(evit)
-        if layer in (network.stages or (network.encoder_depth,)):
-            nodes.append({"operator": "unmerge", "prefix": 0})
-    return nodes
+def _gbm_node(network: Network, plan: MergePlan, layer: int) -> dict[str, Any]:
+    return {"operator": "gbm", "rule": plan.gbm, "divisor": float(layer), **_merge_rules(network, plan, layer)}
+
+
+def _merge_rules(network: Network, plan: MergePlan, layer: int) -> dict[str, Any]:
+    rules = {"prefix": network.prefix, "semantics": plan.semantics, "batch": plan.batch}
+    return rules | {"budget": merges_in(plan, layer, network)}
+
+
+def _tome_node(network: Network, plan: MergePlan, layer: int) -> dict[str, Any]:
+    return {"operator": "tome", "r": merges_in(plan, layer, network), "prefix": network.prefix}
+
+
+def _elvit_node(network: Network, plan: MergePlan, layer: int) -> dict[str, Any]:
+    return {
+        "operator": "elvit",
+        "grid": list(network.grid),
+        "centroids": list(plan.elvit_grid),
+        "prefix": network.prefix,
+        "iterations": plan.elvit_iterations,
+        "window": plan.elvit_window,
+        "temperature": plan.elvit_temperature,
+        "neighbours": plan.elvit_neighbours,
+        "semantics": plan.semantics,
+    }
+
+
+def _g2tm_node(network: Network, plan: MergePlan, layer: int) -> dict[str, Any]:
+    return {"operator": "g2tm", "grid": list(network.grid), "prefix": network.prefix}
+
+
+def _evit_node(network: Network, plan: MergePlan, layer: int) -> dict[str, Any]:
+    patches = network.grid[0] * network.grid[1]
+    rows, keep = plan.evit_counts(patches)[layer]
+    return {"operator": "evit", "patches": patches, "rows": rows, "keep": keep, "prefix": network.prefix}
+
+
+_MERGES: dict[Merge, Callable[[Network, MergePlan, int], dict[str, Any]]] = {
+    "clap": _clap_node,
+    "gbm": _gbm_node,
+    "tome": _tome_node,
+    "elvit": _elvit_node,
+    "evit": _evit_node,
+    "g2tm": _g2tm_node,
+}
 
 
 def _attention_node(network: Network) -> dict[str, Any]:

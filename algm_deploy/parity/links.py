@@ -14,7 +14,7 @@ from algm_deploy.bundle.files import ONNX
 from algm_deploy.bundle.records import Link
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.lowering.tensorrt_stretches import STRETCH_ONNX
-from algm_deploy.merging import Elvit, elvit_distances, insert_merging, merge_inputs
+from algm_deploy.merging import Elvit, elvit_distances, insert_merging, merge_inputs, merges_in
 from algm_deploy.models.deployed import NORMALIZATIONS, Deployed
 from algm_deploy.models.loading import DTYPES, load_network
 from algm_deploy.models.scores import MaskScores, Scores, upsample_scores
@@ -27,7 +27,7 @@ from algm_deploy.ops.gbm import WORST, first_source, gbm_similarity, undefined
 from algm_deploy.ops.tome import SEMANTICS, tome_similarity
 from algm_deploy.parity.graph import graph_facts, graph_problems, signature_problems
 from algm_deploy.parity.levels import level_problems
-from algm_deploy.parity.replay import Replayed, merges_in, rms
+from algm_deploy.parity.replay import Replayed, rms
 from algm_deploy.recipe.schema import DENSE, MergePlan, Network
 
 PART = STRETCH_ONNX.partition("*")[0]

@@ -20,10 +20,9 @@ from algm_deploy.bundle.store import Bundle
 from algm_deploy.merging import (
     REPLAYS,
     elvit_distances,
-    merge_budgets,
     merge_inputs,
+    merges_in,
     replay_merging,
-    tome_merges,
 )
 from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.fp8 import use_fp8
@@ -247,13 +246,6 @@ def _counted_facts(
 def _lowest(similarity: torch.Tensor, count: int) -> float:
     """The lowest of the `count` largest similarities; infinity where nothing merges."""
     return float(similarity.sort(descending=True).values[count - 1]) if count else np.inf
-
-
-def merges_in(plan: MergePlan, layer: int, network: Network) -> int:
-    """How many tokens or windows merge in a layer where the plan says it: with ToMe, or by a budget; else 0."""
-    if plan.merge_in(layer) == "tome":
-        return tome_merges(plan, network.grid[0] * network.grid[1], network.prefix)[layer]
-    return merge_budgets(plan, network.grid, network.prefix).get(layer, 0)
 
 
 def torch_maps(entering: Sequence[Tokens], stage: int, plan: MergePlan, network: Network) -> list[Ints]:

@@ -38,6 +38,7 @@ _RULES = {
     "anchors": "0, stride, .. while < side-window, plus side-window",
     "scores": "mean over the windows that cover a pixel, bilinear to the photo's size, argmax",
 }
+_WHOLE = "OpenCV INTER_LINEAR on uint8 once more, sides rounded up to whole multiples"
 
 
 def preprocessing_fingerprint(protocol: Protocol) -> str:
@@ -49,6 +50,8 @@ def preprocessing_fingerprint(protocol: Protocol) -> str:
         "stride": protocol.stride,
         "max_ratio": float(protocol.max_ratio),
     }
+    if protocol.multiple > 1:
+        facts |= {"multiple": protocol.multiple, "whole": _WHOLE}
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
@@ -141,6 +144,9 @@ def canvas_of(photo: NDArray[np.uint8], protocol: Protocol) -> Pixels:
     if long > MAX_ASPECT * short:
         raise ImageError(f"a picture may be {MAX_ASPECT} times as long as wide, got {height}x{width}: crop it first")
     canvas = _resized(photo, published_size((height, width), protocol))
+    whole = tuple(-(-side // protocol.multiple) * protocol.multiple for side in canvas.shape[:2])
+    if whole != canvas.shape[:2]:
+        canvas = _resized(canvas, whole)
     enlarged = enlarged_size(canvas.shape[:2], protocol.window)
     return canvas if enlarged == canvas.shape[:2] else _resized(canvas.astype(np.float32), enlarged)
 

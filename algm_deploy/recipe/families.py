@@ -30,6 +30,8 @@ class Architecture:
         stages: how many encoder blocks the decoder reads; 0 where it reads the last alone.
         blocks: fewest transformer blocks of the decoder, `decoder_depth` of them; None where it has none.
         own_heads: whether attention of the width `decoder_dim` is cut into `heads`.
+        adapter: beside the ViT stand features of convolutions, which patches exchange with between groups of blocks. A
+            group ends with each of `stages`.
         queries: the decoder's blocks are the last of the ViT, which queries join and which merge no tokens.
     """
 
@@ -44,6 +46,7 @@ class Architecture:
     stages: int = 0
     blocks: int | None = None
     own_heads: bool = False
+    adapter: bool = False
     queries: bool = False
 
     @property
@@ -120,6 +123,15 @@ for _row in (
     _dinov2(decoder="linear", published="DINOv2 with a linear head"),
     _dinov2(decoder="linear_ms", stages=4),
     Architecture(family="deit", decoder="linear", network="algm_deploy.models.linear:Deit", extra_tokens=1),
+    Architecture(
+        family="vit_adapter",
+        decoder="upernet",
+        network="algm_deploy.models.vit_adapter:VitAdapter",
+        published="ViT-Adapter with UPerNet",
+        cls=False,
+        stages=4,
+        adapter=True,
+    ),
     Architecture(
         family="eomt",
         decoder="queries",

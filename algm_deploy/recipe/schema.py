@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from typing import Any, Literal
 
 from algm_deploy.errors import PlanError, RecipeError
@@ -21,6 +22,7 @@ GbmRule = Literal["adaptive", "fixed", "budget"]
 Method = Literal["algm", "tome", "tome_blockwise", "elvit", "evit", "g2tm"]
 Merge = Literal["clap", "gbm", "tome", "elvit", "evit", "g2tm"]
 Part = Literal["", "attention", "mlp", "end"]
+BetweenGroups = Literal["unmerge", "remerge"]
 Resize = Literal["double", "single"]
 Output = Literal["labels", "scores"]
 Precision = Literal["fp32", "fp16", "bf16", "int8", "fp8"]
@@ -34,7 +36,9 @@ class Network:
     `stages` are the 1-based encoder blocks whose tokens the decoder reads, where it reads several. `decoder_dim` is the
     width of a SETR or SegViT decoder. `naive_mmseg` and `mla_mmseg` are mmsegmentation's, which differ from SETR's own.
     `extra_tokens` follow cls: DINOv2's registers or DeiT's distillation token. `queries` join the last `decoder_depth`
-    of EoMT's `depth` blocks.
+    of EoMT's `depth` blocks. `adapter_heads` and `adapter_dim` are the heads of ViT-Adapter's deformable attention
+    and the width of its values, which differs from `embed_dim` in some; `stages` are the last blocks of its groups, and
+    `decoder_dim` is the width of UPerNet.
     """
 
     family: str
@@ -51,6 +55,8 @@ class Network:
     decoder_dim: int = 256
     extra_tokens: int = 0
     queries: int = 0
+    adapter_heads: int = 0
+    adapter_dim: int = 0
 
     def __post_init__(self) -> None:
         row = self.architecture
@@ -75,6 +81,35 @@ class Network:
                 f"expected {row.stages} ascending blocks as network.stages for decoder {self.decoder}, "
                 f"got {self.stages}"
             )
+        self._check_adapter()
+
+    def _check_adapter(self) -> None:
+        there = self.architecture.adapter
+        for name in ("adapter_heads", "adapter_dim"):
+            _check_ranges("network", self, **{name: (int(there), 8192 * there)})
+        if not there:
+            return
+        if self.adapter_dim % self.adapter_heads:
+            raise RecipeError(
+                f"expected network.adapter_heads to divide network.adapter_dim {self.adapter_dim}, "
+                f"got {self.adapter_heads}"
+            )
+        if self.patch_size != 16 or any(side % 32 for side in self.image_size):
+            raise RecipeError(
+                "expected network.patch_size 16 and network.image_size in multiples of 32, as the adapter has features "
+                f"at an eighth to a 32nd of the picture's size, got {self.patch_size} and {self.image_size}"
+            )
+        if self.stages[-1] != self.depth:
+            raise RecipeError(
+                f"expected the last of network.stages to be the last block, {self.depth}, as the adapter's groups of "
+                f"blocks end with them, got {self.stages}"
+            )
+
+    @property
+    def groups(self) -> tuple[tuple[int, int], ...]:
+        """First and last of the encoder blocks between which nothing but the ViT takes part: 1-based, in order."""
+        ends = self.stages if self.architecture.adapter else (self.encoder_depth,)
+        return tuple(zip((1, *(end + 1 for end in ends[:-1])), ends, strict=True))
 
     @property
     def architecture(self) -> Architecture:
@@ -161,6 +196,10 @@ class MergePlan:
     With method `g2tm` patches that touch merge in block `g2tm_layer` where their cosine similarity is above
     `clap_threshold`, and those they merge with likewise: every group that is connected so becomes one token
     (`ops/g2tm.py`). The rule is that threshold, so the number of tokens changes with the picture.
+
+    `between_groups` matters where something else takes part between groups of blocks and needs every patch, as in
+    ViT-Adapter: by `unmerge` the next group starts with every patch and whatever it merges itself; by `remerge` what
+    had merged merges again, as before, and the next group may merge more of it.
     """
 
     clap_layers: tuple[int, ...] = (1,)
@@ -187,6 +226,7 @@ class MergePlan:
     evit_layers: tuple[int, ...] = ()
     evit_keep: float = 0.7
     g2tm_layer: int = 0
+    between_groups: BetweenGroups = "unmerge"
 
     def __post_init__(self) -> None:
         self._check_method()
@@ -345,6 +385,15 @@ class MergePlan:
 DENSE = MergePlan(clap_layers=(), gbm_layers=())
 
 
+def fresh_merges(plan: MergePlan, network: Network) -> tuple[bool, ...]:
+    """Of every merge in the order they run, whether every patch reaches it, whatever merged before."""
+    if not plan.lasting or not plan.layers:
+        return (True,) * len(plan.layers)
+    again = plan.between_groups == "unmerge"
+    group = [next(i for i, (_, end) in enumerate(network.groups) if layer <= end) for layer in plan.layers]
+    return True, *(again and a != b for a, b in pairwise(group))
+
+
 @dataclass(frozen=True)
 class Protocol:
     """How a photo becomes windows and windows become a label map (spec: published evaluation).
@@ -354,7 +403,8 @@ class Protocol:
 
     `resize` matters where `short_side` is below `window`, as for Segmenter-L on ADE20K: `double`, the published
     evaluation's way, resizes the photo to `short_side` and then interpolates it up to the window; `single` resizes it
-    to the window at once, as `--im-size` does there.
+    to the window at once, as `--im-size` does there. `multiple`: then both sides are resized up to whole multiples of
+    it, as mmsegmentation's ResizeToMultiple does.
     """
 
     dataset: str
@@ -363,10 +413,11 @@ class Protocol:
     stride: int
     max_ratio: float = 4.0
     resize: Resize = "double"
+    multiple: int = 1
 
     def __post_init__(self) -> None:
         _check_ranges("protocol", self, short_side=(1, 16384), window=(1, 16384), max_ratio=(1, 100))
-        _check_ranges("protocol", self, stride=(1, self.window))
+        _check_ranges("protocol", self, stride=(1, self.window), multiple=(1, 1024))
 
     @property
     def resized_side(self) -> int:
@@ -432,6 +483,13 @@ class Recipe:
             )
         self._check_elvit()
         self._check_evit()
+        if self.merging.between_groups == "remerge" and (
+            not self.network.architecture.adapter or not self.merging.lasting or not self.merging.standing
+        ):
+            raise RecipeError(
+                'expected merging.between_groups = "remerge" for ViT-Adapter and a method whose tokens stand for '
+                f"patches and stay merged, got {self.network.family} and {self.merging.method}: leave it out"
+            )
         for key, listed in (("class_names", self.class_names), ("palette", self.palette)):
             if listed and len(listed) != self.network.classes:
                 raise RecipeError(f"expected {key} for {self.network.classes} classes, got {len(listed)}")

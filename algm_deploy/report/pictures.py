@@ -6,6 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -185,17 +186,15 @@ def window_similarity_of(bundle: Bundle) -> SimilarityOf | None:
         _LOG.warning("pictures go without the similarity of windows: %s", error)  # what executes may need no weights
         return None
     encoder = Deployed(weights, network, "scores").model.encoder
-    blocks = encoder.blocks[: plan.clap_layers[0]]
     entering: list[torch.Tensor] = []
-    slot = blocks[-1].get_submodule("merge")
+    slot = encoder.blocks[plan.clap_layers[0] - 1].get_submodule("merge")
     slot.register_forward_pre_hook(lambda _, args: entering.append(args[0].values))
     shape = tuple(side // step for side, step in zip(network.grid, plan.window, strict=True))
 
     @torch.inference_mode()
     def similarity(windows: Pixels) -> NDArray[np.float32]:
-        tokens = encoder.embed(torch.from_numpy(windows))
-        for block in blocks:
-            tokens = block(tokens)
+        for _ in islice(encoder.run(torch.from_numpy(windows)), plan.clap_layers[0]):
+            pass
         values = window_similarity(entering.pop(), list(network.grid), list(plan.window), encoder.prefix)
         return np.asarray(values.numpy().reshape(-1, *shape))
 

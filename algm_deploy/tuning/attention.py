@@ -26,7 +26,7 @@ from algm_deploy.errors import DatasetError, ImageError, PlanError
 from algm_deploy.evaluation.datasets import Dataset, Sample
 from algm_deploy.merging import deployed, merge_inputs
 from algm_deploy.models.loading import load_network
-from algm_deploy.models.vit import Block, KeepTokens, Merged, VisionTransformer
+from algm_deploy.models.vit import Block, KeepTokens, Merged, Tokens, VisionTransformer
 from algm_deploy.recipe.schema import DENSE, MergePlan, Recipe
 from algm_deploy.tuning.photos import check_all_measured
 from algm_deploy.tuning.similarity import windows_of
@@ -93,7 +93,9 @@ class _Probe:
         self.inputs = merge_inputs(plan.clap_threshold, plan.gbm_threshold, device=encoder.pos_embed.device)
         self._qkv = torch.empty(0)
         self._blocks = [cast(Block, block) for block in encoder.blocks]
+        self._entering: list[Tokens] = []
         for block in self._blocks:
+            block.register_forward_pre_hook(lambda _, given: self._entering.append(given[0]))
             block.attn.qkv.register_forward_hook(self._keep)
 
     def _keep(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
@@ -105,10 +107,10 @@ class _Probe:
 
         `classes` (N, K) fp64: 1 for the class of every patch, nothing for unlabelled ones.
         """
-        tokens, rows = self.encoder.embed(image), []
-        for block in self._blocks:
-            attending = tokens.merged
-            tokens = block(tokens, self.inputs)
+        self._entering.clear()
+        rows = []
+        for block, tokens in zip(self._blocks, self.encoder.run(image, self.inputs), strict=True):
+            attending = self._entering[-1].merged
             if not isinstance(block.attention_merge, KeepTokens):
                 attending = tokens.within[0]
             rows.append(class_mass(self._qkv, attending, classes, block, self.encoder.prefix))

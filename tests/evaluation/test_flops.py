@@ -176,10 +176,22 @@ SMALL = (32, 4, 2, 7, (96, 96))
             Network("eomt", 32, 5, 2, 7, (96, 96), decoder="queries", decoder_depth=2, queries=10, extra_tokens=4),
             6676436 + 140,
         ),
+        (
+            Network(
+                "vit_adapter",
+                *(32, 5, 2, 7, (96, 96)),
+                decoder="upernet",
+                decoder_dim=16,
+                stages=(2, 3, 4, 5),
+                adapter_heads=4,
+                adapter_dim=16,
+            ),
+            221079440 - 1062304 - 1152,  # batch norms and the pooling to four sizes
+        ),
     ],
-    ids=["linear", "linear_ms", "queries"],
+    ids=["linear", "linear_ms", "queries", "adapter"],
 )
-def test_linear_heads_and_eomt_equal_fvcore(network: Network, traced: int) -> None:
+def test_linear_heads_eomt_and_adapter_equal_fvcore(network: Network, traced: int) -> None:
     """fvcore 0.1.5 on the published modules, as above; it rounds what the two einsums of EoMT take, 829440."""
     assert multiply_adds(network, DENSE).total == traced
 

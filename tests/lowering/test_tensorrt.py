@@ -218,6 +218,43 @@ def test_decisions_and_norms_stay_fp32(precision: Precision) -> None:
     assert [o.type.tensor_type.elem_type for o in model.graph.output] == [FLOAT, INT64]
 
 
+def test_places_of_deformable_attention_stay_fp32() -> None:
+    """A place of a large grid, rounded to 16 bits, is another one; the product that gives the offsets is 16-bit."""
+    places = FLOAT, ["batch", 3, 1, 1, 2, 2]
+    graph = base(
+        [
+            node("MatMul", "query weight", "offsets", domain=""),
+            node("Mul", "offsets cell", "scaled", domain=""),
+            node("Add", "scaled own", "locations", domain=""),
+            node("deformable_attention", "value locations shares", "values", shapes=[2, 3]),
+        ],
+        {
+            **{"query": (FLOAT, ["batch", 3, 1, 1, 2, 4]), "weight": (FLOAT, [4, 2]), "offsets": places},
+            **{"cell": (FLOAT, [1, 2]), "own": (FLOAT, [3, 1, 1, 1, 2]), "scaled": places, "locations": places},
+            **{"value": (FLOAT, ["batch", 6, 1, 4]), "shares": (FLOAT, ["batch", 3, 1, 1, 2])},
+            "values": (FLOAT, ["batch", 3, 4]),
+        },
+        ["values"],
+    )
+    model, _ = tensorrt_from_base(graph, "bf16")
+    (added,) = [n for n in model.graph.node if n.name == "Add_node"]
+    assert elem_type(model, only(model, "MatMul").input[0]) == TensorProto.BFLOAT16
+    assert elem_type(model, "offsets") == FLOAT
+    assert list(added.input) == ["scaled", "own"]
+    assert list(added.output) == ["locations"]
+    assert [n.op_type for n in model.graph.node].count("GatherND") == 4  # what the operator becomes
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_merging_again_in_16_bits_is_refused(precision: Precision) -> None:
+    again = node("remerge", "patches map sizes", "again", prefix=PREFIX)
+    more = {"patches": VALUES["tokens"], "again": VALUES["merged"]}
+    with pytest.raises(ExportError, match=f"product in fp32, which an engine in {precision} does not have"):
+        tensorrt_from_base(merging(again, outputs="again map", **more), precision)
+    model, _ = tensorrt_from_base(merging(again, outputs="again map", **more), "fp32")
+    assert "remerge" not in [n.op_type for n in model.graph.node]
+
+
 def test_fp32_is_left_alone() -> None:
     model, counts = tensorrt_from_base(normalised(), "fp32")
     assert "Cast" not in [n.op_type for n in model.graph.node]

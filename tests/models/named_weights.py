@@ -23,7 +23,7 @@ def weights(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
         random = np.random.RandomState(zlib.crc32(key.encode())).standard_normal(shape).astype(np.float32)
         if key.endswith(("pos_embed", "cls_token")):
             value = random / 10
-        elif key.endswith(("running_var", "gamma")):
+        elif key.endswith(("running_var", "gamma", "gamma1", "gamma2")):
             value = 0.5 + np.abs(random)
         elif len(shape) > 1:
             value = random / np.sqrt(np.prod(shape[1:]))

@@ -110,6 +110,6 @@ def test_levels_before_the_merge_stay_as_they_are(images: Tensor) -> None:
 
 def test_truncated_gives_every_patch_a_row(images: Tensor) -> None:
     case = Case("narrow")
-    (last,), (stage,) = truncate(case.model, {2: 17}, "elvit").encoder(images)
+    (last,), (stage,) = truncate(case.model, {2: 17}, case.plan).encoder(images)
     assert stage.length.tolist() == [17, 17]
     assert last.values.shape[1] == 37

@@ -110,6 +110,7 @@ def test_levels_before_the_merge_stay_as_they_are(images: Tensor) -> None:
 
 
 def test_truncated_gives_every_patch_a_row(images: Tensor) -> None:
-    (last,), (stage,) = truncate(Case("one").model, {2: 20}, "evit").encoder(images)
+    case = Case("one")
+    (last,), (stage,) = truncate(case.model, {2: 20}, case.plan).encoder(images)
     assert stage.length.tolist() == [20, 20]
     assert last.values.shape[1] == 37

@@ -36,6 +36,8 @@ OTHERS = {
     "cls_attention": {"heads": 2, "scale": 0.5},
     "evit": {"patches": 16, "rows": 16, "keep": 9, "prefix": 1},
     "g2tm": {"grid": [4, 4], "prefix": 1},
+    "deformable_attention": {"shapes": [4, 4, 2, 2]},
+    "remerge": {"prefix": 1},
     "label_map": {"prefix": 1, "grid": [4, 4], "size": [8, 8]},
 }
 
@@ -59,6 +61,9 @@ INPUT_RANKS = {
     "values": 3,
     "scores": 3,
     "weights": 3,
+    "value": 4,
+    "locations": 6,
+    "shares": 5,
     "size": 2,
     "map": 2,
     "length": 1,

@@ -159,6 +159,16 @@ def test_windows_of_real_photos_are_the_published_ones(shared_dir: Path) -> None
     assert anchors == list(zip(golden["names"].tolist(), golden["anchor"].tolist(), strict=True))
 
 
+def test_sides_in_whole_multiples_are_resized_twice() -> None:
+    """As mmsegmentation does: to the short side, then each side up to a multiple."""
+    photo = np.random.default_rng(0).integers(0, 256, (60, 81, 3), dtype=np.uint8)
+    protocol = Protocol("x", short_side=64, window=64, stride=48)
+    once, twice = canvas_of(photo, protocol), canvas_of(photo, replace(protocol, multiple=32))
+    assert (once.shape, twice.shape) == ((64, 86, 3), (64, 96, 3))
+    assert np.array_equal(twice, cv2.resize(once, (96, 64), interpolation=cv2.INTER_LINEAR))
+    assert np.array_equal(canvas_of(photo[:, :60], replace(protocol, multiple=32)), canvas_of(photo[:, :60], protocol))
+
+
 def test_the_fingerprint_holds_what_changes_pixels() -> None:
     print_of = preprocessing_fingerprint
     assert print_of(replace(ADE, dataset="other", max_ratio=4.0)) == print_of(ADE)
@@ -167,8 +177,9 @@ def test_the_fingerprint_holds_what_changes_pixels() -> None:
         replace(ADE, window=640),
         replace(ADE, stride=512),
         replace(ADE, max_ratio=2.0),
+        replace(ADE, multiple=32),
     ]
-    assert len({print_of(protocol) for protocol in (ADE, *changed)}) == 5
+    assert len({print_of(protocol) for protocol in (ADE, *changed)}) == 6
     # A change of any rule must be deliberate: it makes existing bundles unusable.
     assert print_of(ADE) == "43494ae03baeeb730fea37304dc569071e8082deff7ec25514da221fc6c33ea0"
 

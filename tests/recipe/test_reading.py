@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from algm_deploy.errors import PlanError, RecipeError
 from algm_deploy.evaluation.flops import multiply_adds
 from algm_deploy.recipe import reading as recipes
-from algm_deploy.recipe.schema import DENSE, MergePlan, Network, Protocol, Recipe, dataset_ratio
+from algm_deploy.recipe.schema import DENSE, MergePlan, Network, Protocol, Recipe, dataset_ratio, fresh_merges
 
 SMALL = Recipe(
     "small",
@@ -58,6 +58,14 @@ PRETRAINED = {
     "eomt_vit_l16_ade20k": ("queries", 1024, 24, 5, 398.5),
     "eomt_vit_l16_cityscapes": ("queries", 1024, 24, 5, 2177.7),
 }
+ADAPTERS = {
+    "vit_adapter_deit_t16_ade20k": (192, 12, 3, 6, 192),
+    "vit_adapter_deit_s16_ade20k": (384, 12, 6, 6, 384),
+    "vit_adapter_deit_b16_ade20k": (768, 12, 12, 12, 384),
+    "vit_adapter_vit_t16_ade20k": (192, 12, 3, 6, 192),
+    "vit_adapter_vit_b16_ade20k": (768, 12, 12, 12, 384),
+    "vit_adapter_vit_l16_ade20k": (1024, 24, 16, 16, 512),
+}
 
 
 def test_names() -> None:
@@ -66,7 +74,7 @@ def test_names() -> None:
         assert f"segmenter_vit_{size}_ade20k" in names
     assert len(PUBLISHED) == 12
     assert len(OTHERS) == 20
-    assert set(names) == {*PUBLISHED, *OTHERS, *PRETRAINED, "demo"}
+    assert set(names) == {*PUBLISHED, *OTHERS, *PRETRAINED, *ADAPTERS, "demo"}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -128,17 +136,19 @@ PROTOCOLS = {
     },
     "dinov2": {"ade20k": (512, 512, 341, 4)},
     "deit": {"ade20k": (512, 512, 341, 4)},
+    "vit_adapter": {"ade20k": (512, 512, 341, 4)},
     "eomt": {"ade20k": (512, 512, 512, 100), "cityscapes": (1024, 1024, 1024, 2)},
 }
 
 
-@pytest.mark.parametrize("name", sorted({*PUBLISHED, *OTHERS, *PRETRAINED} - {"segmenter_vit_s16_camvid"}))
+@pytest.mark.parametrize("name", sorted({*PUBLISHED, *OTHERS, *PRETRAINED, *ADAPTERS} - {"segmenter_vit_s16_camvid"}))
 def test_protocols_are_the_published_ones(name: str) -> None:
     recipe = recipes.recipe(name)
     protocol = recipe.protocol
     short_side, window, stride, ratio = PROTOCOLS[recipe.network.family][protocol.dataset]
     window = window or recipe.network.image_size[0]
-    expected = Protocol(protocol.dataset, short_side, window, stride or window - 32, ratio)
+    multiple = 32 if name in ADAPTERS else 1
+    expected = Protocol(protocol.dataset, short_side, window, stride or window - 32, ratio, multiple=multiple)
     assert protocol == expected
 
 
@@ -148,6 +158,17 @@ def test_the_long_limit_of_a_checkpoint_without_a_recipe() -> None:
     for name in PUBLISHED:
         protocol = recipes.recipe(name).protocol
         assert protocol.max_ratio == dataset_ratio(protocol.dataset), name
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_every_recipe_of_adapters_is_consistent(name: str) -> None:
+    recipe = recipes.recipe(name)
+    network, plan = recipe.network, recipe.merging
+    shape = network.embed_dim, network.depth, network.heads, network.adapter_heads, network.adapter_dim
+    assert shape == ADAPTERS[name]
+    assert (network.stages[0], network.stages[3]) == (network.depth // 4, network.depth)
+    assert plan.layers == tuple(start for start, _ in network.groups)  # as the paper merges in EVA
+    assert fresh_merges(plan, network) == (True, True, True, True)
 
 
 @pytest.mark.parametrize("name", PRETRAINED)
