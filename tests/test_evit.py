@@ -140,8 +140,9 @@ def test_wrong_choices_are_found_out(bundle: Bundle, outputs: dict[str, Array]) 
 def test_records_that_cannot_be_are_found_out(
     bundle: Bundle, outputs: dict[str, Array], row: int | None, value: int | None, message: str
 ) -> None:
-    prefix, plan = bundle.recipe.network.prefix, bundle.recipe.merging
-    assert output_problem(outputs, bundle.signature, 2, prefix, plan) is None
+    network, plan = bundle.recipe.network, bundle.recipe.merging
+    prefix = network.prefix
+    assert output_problem(outputs, bundle.signature, 2, network, plan) is None
     changed = outputs["token_map_evit_3"].copy()
     if row is None:
         own = prefix + np.arange(len(changed[1]))
@@ -149,9 +150,9 @@ def test_records_that_cannot_be_are_found_out(
         changed[1, left[0]] = prefix + left[1]
     else:
         changed[1, row] = value
-    problem = output_problem(outputs | {"token_map_evit_3": changed}, bundle.signature, 2, prefix, plan)
+    problem = output_problem(outputs | {"token_map_evit_3": changed}, bundle.signature, 2, network, plan)
     assert message in (problem or "")
-    counts = output_problem(outputs | {"token_counts": outputs["token_counts"] + 1}, bundle.signature, 2, prefix, plan)
+    counts = output_problem(outputs | {"token_counts": outputs["token_counts"] + 1}, bundle.signature, 2, network, plan)
     assert "instead of" in (counts or "")
 
 

@@ -17,7 +17,6 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import cast
 
@@ -179,20 +178,21 @@ class _Unread(nn.Module):
 
 
 def dense_encoder(bundle: Bundle, last: int) -> VisionTransformer:
-    """The encoder of a bundle that takes pixels, in fp32, good up to the attention of block `last`."""
+    """The encoder of a bundle that takes pixels, in fp32, cut after the attention of block `last`."""
     recipe = bundle.recipe
     encoder = Deployed(load_network(bundle, torch.float32), recipe.network, recipe.output).model.encoder
+    encoder.blocks = encoder.blocks[:last]
     for block in encoder.blocks:
         block.merge = _Recorder()
-    encoder.blocks[last - 1].mlp = _Unread()
+    encoder.blocks[-1].mlp = _Unread()
     return encoder.eval()
 
 
 @torch.inference_mode()
 def attended_tokens(encoder: VisionTransformer, image: Tensor, layers: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
     """Layer and patch tokens (B, N, D) after its attention, residual included, for each of `layers`."""
-    after = islice(encoder.run(image), max(layers))
-    for layer, (block, _) in enumerate(zip(encoder.blocks, after, strict=False), 1):
+    # Not strict, as what takes part after the last block that is left must not be asked for.
+    for layer, (block, _) in enumerate(zip(encoder.blocks, encoder.run(image), strict=False), 1):
         if layer in layers:
             yield layer, cast(_Recorder, block.merge).seen[:, encoder.prefix :]
 
