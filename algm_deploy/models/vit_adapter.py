@@ -31,7 +31,7 @@ from algm_deploy.models.vit import (
     VitNetwork,
     merges_of,
 )
-from algm_deploy.ops._rows import product, wide
+from algm_deploy.ops._rows import product, table, wide
 from algm_deploy.ops.elvit import pooling
 from algm_deploy.recipe.schema import Network, Size
 
@@ -61,10 +61,15 @@ def cell_centres(grids: Sequence[Size]) -> np.ndarray:
     return np.concatenate(centres)
 
 
+def cell_sizes(grids: Sequence[Size]) -> np.ndarray:
+    """(across, down) of a cell (L, 2) fp64 of each grid, whose sides are 1."""
+    return 1 / np.array(grids, np.float64)[:, ::-1].copy()
+
+
 class DeformableAttention(nn.Module):
     """Queries (B, Q, D), one in each cell of `asking` grids, look at a few places around it of `asked` grids."""
 
-    def __init__(self, network: Network, asking: Sequence[Size], asked: Sequence[Size]) -> None:
+    def __init__(self, network: Network, asking: tuple[Size, ...], asked: tuple[Size, ...]) -> None:
         super().__init__()
         dim, heads, width = network.embed_dim, network.adapter_heads, network.adapter_dim
         places = heads * len(asked) * POINTS
@@ -80,8 +85,8 @@ class DeformableAttention(nn.Module):
         value = self.value_proj(features).reshape(-1, features.shape[1], self.heads, self.width)
         offsets = wide(self.sampling_offsets(query)).reshape(-1, *rows, *looks, 2)
         shares = wide(self.attention_weights(query)).reshape(-1, *rows, looks[0] * looks[1]).softmax(3)
-        own = torch.from_numpy(cell_centres(self.asking)[:, None, None, None]).to(offsets)
-        cell = torch.from_numpy(1 / np.array(self.asked, np.float64)[:, None, ::-1].copy()).to(offsets)
+        own = table(cell_centres, (self.asking,), offsets.device, offsets.dtype)[:, None, None, None]
+        cell = table(cell_sizes, (self.asked,), offsets.device, offsets.dtype)[:, None]
         shapes = [side for grid in self.asked for side in grid]
         shares = shares.reshape(-1, *rows, *looks)
         mixed = torch.ops.algm.deformable_attention(value, own + offsets * cell, shares, shapes)
@@ -322,7 +327,7 @@ class UPerHead(nn.Module):
 
 def mean_of_cells(maps: Tensor, side: int) -> Tensor:
     """Means (B, C, side, side) of cells of the map, which overlap where `side` does not divide its sides."""
-    down, across = (torch.from_numpy(pooling(side, extent)).to(maps) for extent in maps.shape[2:])
+    down, across = (table(pooling, (side, extent), maps.device, maps.dtype) for extent in maps.shape[2:])
     return product(product(down, maps), across.mT)
 
 

@@ -9,7 +9,8 @@ sign or a NaN it is NaN, and no other row is touched.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,27 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     """Matrix product in the dtype of its operands: autocast would round fp32 to 16 bits."""
     with torch.autocast(a.device.type, enabled=False):
         return a @ b
+
+
+def table(
+    make: Callable[..., np.ndarray],
+    facts: tuple[Hashable, ...],
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The array `make(*facts)` on a device, of its own dtype if none is given. A GPU keeps it: never write to it."""
+    if device.type == "cpu" or type(torch.empty(0)) is not Tensor:  # tracers make tensors that stand for real ones
+        return torch.from_numpy(make(*facts)).to(device, dtype)
+    return _copied_once(make, facts, device, dtype)
+
+
+@lru_cache(256)
+def _copied_once(
+    make: Callable[..., np.ndarray], facts: tuple[Hashable, ...], device: torch.device, dtype: torch.dtype | None
+) -> Tensor:
+    """A CUDA graph cannot capture a copy from the host."""
+    with torch.inference_mode(False):
+        return torch.from_numpy(make(*facts)).to(device, dtype)
 
 
 def existing_rows(length: Tensor, rows: int, prefix: int) -> Tensor:

@@ -28,8 +28,7 @@ Ties are ordered by the lower window index. A similarity that is NaN reaches no 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import lru_cache
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -45,12 +44,12 @@ from algm_deploy.ops._rows import (
     merge_rows_reference,
     register_gradient,
     sum_rows,
+    table,
     unknown_rows,
     wide,
 )
 from algm_deploy.ops.bodies import END, Body, Value, body_of, unit_rows
 from algm_deploy.ops.schema import operator
-from algm_deploy.recipe.schema import Size
 
 
 def window_members(grid: tuple[int, int] | list[int], window: tuple[int, int] | list[int]) -> np.ndarray:
@@ -78,28 +77,12 @@ def window_of_patch(grid: tuple[int, int] | list[int], window: tuple[int, int] |
 # --- torch -----------------------------------------------------------------------------------------------------------
 
 
-def _on_device(index: Callable[..., np.ndarray], grid: list[int], window: list[int], device: torch.device) -> Tensor:
-    """A table of this module where it is used."""
-    if (
-        device.type == "cpu" or type(torch.empty(0)) is not torch.Tensor
-    ):  # tracers make tensors that stand for real ones
-        return torch.as_tensor(index(grid, window), device=device)
-    return _copied_once(index, (grid[0], grid[1]), (window[0], window[1]), device)
-
-
-@lru_cache(64)
-def _copied_once(index: Callable[..., np.ndarray], grid: Size, window: Size, device: torch.device) -> Tensor:
-    """A CUDA graph cannot capture a copy from the host."""
-    with torch.inference_mode(False):
-        return torch.as_tensor(index(grid, window), device=device)
-
-
 def window_similarity(tokens: Tensor, grid: list[int], window: list[int], prefix: int) -> Tensor:
     """Mean cosine similarity (B, W) fp32 over the unordered pairs of each window's members.
 
     The products are summed one by one: the shortcut through the norm of the sum cancels digits and flips decisions.
     """
-    members = _on_device(window_members, grid, window, tokens.device)
+    members = table(window_members, (tuple(grid), tuple(window)), tokens.device)
     x = wide(tokens[:, prefix:])[:, members]
     cosine = F.cosine_similarity(x[..., :, None, :], x[..., None, :, :], dim=-1, eps=NORM_EPS)
     k = members.shape[1]
@@ -132,7 +115,7 @@ def clap_decisions(
 
 def clap_rows(place: Tensor, grid: list[int], window: list[int], prefix: int) -> tuple[Tensor, Tensor]:
     """Output row (B, P + N) of every input row, and valid rows (B) of every image."""
-    owner = _on_device(window_of_patch, grid, window, place.device)
+    owner = table(window_of_patch, (tuple(grid), tuple(window)), place.device)
     places = F.pad(place, (0, 1), value=-1)[:, owner]  # owner -1 picks the padding: border patches never merge
     merged = places >= 0
     count = (place >= 0).sum(1, keepdim=True)

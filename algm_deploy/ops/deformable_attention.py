@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from algm_deploy.errors import ExecutionError
-from algm_deploy.ops._rows import wide
+from algm_deploy.ops._rows import table, wide
 from algm_deploy.ops.bodies import Body, Value, body_of
 from algm_deploy.ops.schema import operator
 
@@ -48,7 +48,7 @@ def deformable_attention(value: Tensor, locations: Tensor, shares: Tensor, shape
     """Deformable attention: every query sums up what it finds at its own places of a few grids."""
     _check(value.shape, locations.shape, shares.shape, shapes)
     images, queries, heads, levels, points = shares.shape
-    rows, columns, first = torch.from_numpy(level_sides(shapes)).to(value.device)[:, None].unbind(2)
+    rows, columns, first = table(level_sides, (tuple(shapes),), value.device)[:, None].unbind(2)
     cells, width = value.shape[1], value.shape[3]
     padded = torch.cat([value, value.new_zeros(images, 1, heads, width)], 1).transpose(1, 2)
     (left, across), (top, down) = (
@@ -111,7 +111,7 @@ def onnx_body(body: Body, attributes: Mapping[str, Any], value: Value, locations
     """Four gathers, one for each corner of the cell that a place lies in; what lies outside is a row of zeros."""
     rows, columns, first = (side[:, None] for side in level_sides(attributes["shapes"]).T)
     none = body("Expand", body.like(body.number(0.0), value), body("Shape", body.rows(value, 0, 1)))
-    table = body("Transpose", body("Concat", value, none, axis=1), perm=[0, 2, 1, 3])
+    cells = body("Transpose", body("Concat", value, none, axis=1), perm=[0, 2, 1, 3])
     places = body.several(2, "Split", body("Transpose", locations, perm=[0, 2, 1, 3, 4, 5]), axis=5, num_outputs=2)
     weight = body("Transpose", shares, perm=[0, 2, 1, 3, 4])
     (left, across), (top, down) = (
@@ -124,7 +124,7 @@ def onnx_body(body: Body, attributes: Mapping[str, Any], value: Value, locations
         inside = body("And", _within(body, row, rows), _within(body, column, columns))
         cell = body("Add", body("Mul", body.int64(row), columns), body("Add", body.int64(column), first))
         index = body("Reshape", body("Where", inside, cell, int((rows * columns).sum())), [0, 0, -1, 1])
-        seen = body("Reshape", body.fp32(body("GatherND", table, index, batch_dims=2)), looked)
+        seen = body("Reshape", body.fp32(body("GatherND", cells, index, batch_dims=2)), looked)
         near = (beyond if corner else body("Sub", 1.0, beyond) for beyond, corner in ((down, below), (across, right)))
         part = body("Unsqueeze", body("Mul", weight, body("Mul", *near)), [5])
         parts.append(body("ReduceSum", body("Mul", seen, part), [3, 4], keepdims=0))

@@ -20,14 +20,13 @@ distances it tells which ones do. Ties go to the lower centroid, and NaN is the 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from algm_deploy.ops._rows import product, wide
+from algm_deploy.ops._rows import product, table, wide
 from algm_deploy.ops.bodies import Body, Value, body_of
 from algm_deploy.ops.schema import operator
 
@@ -59,37 +58,26 @@ def outside(cells: int, side: int, window: int) -> np.ndarray:
 # --- torch -----------------------------------------------------------------------------------------------------------
 
 
-def _on_device(
-    table: Callable[..., np.ndarray],
+def _of_sides(
+    make: Callable[..., np.ndarray],
     grid: Sequence[int],
     centroids: Sequence[int],
     others: tuple[int, ...],
     example: Tensor,
 ) -> list[Tensor]:
     """A table of rows and one of columns where they are used, in the dtype of `example`."""
-    sides = tuple(zip(centroids, grid, strict=True))
-    if example.device.type == "cpu" or type(example) is not Tensor:  # tracers make tensors that stand for real ones
-        return [torch.from_numpy(table(*side, *others)).to(example) for side in sides]
-    return [_copied_once(table, (*side, *others), example.dtype, example.device) for side in sides]
-
-
-@lru_cache(64)
-def _copied_once(
-    table: Callable[..., np.ndarray], facts: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """A CUDA graph cannot capture a copy from the host."""
-    with torch.inference_mode(False):
-        return torch.from_numpy(table(*facts)).to(device, dtype)
+    sides = zip(centroids, grid, strict=True)
+    return [table(make, (*side, *others), example.device, example.dtype) for side in sides]
 
 
 def elvit_centroids(
     patches: Tensor, grid: Sequence[int], centroids: Sequence[int], iterations: int, window: int, temperature: float
 ) -> Tensor:
     """Centroids (B, M, D) of patches (B, N, D), at least fp32."""
-    down, across = _on_device(pooling, grid, centroids, (), patches)
+    down, across = _of_sides(pooling, grid, centroids, (), patches)
     columns = product(down, patches.reshape(len(patches), grid[0], -1)).reshape(len(patches), centroids[0], grid[1], -1)
     found = product(across, columns).flatten(1, 2)
-    rows, sides = (part > 0 for part in _on_device(outside, grid, centroids, (window,), patches))
+    rows, sides = (part > 0 for part in _of_sides(outside, grid, centroids, (window,), patches))
     penalty = FAR * (rows[:, None, :, None] | sides[None, :, None, :]).flatten(2).flatten(0, 1).to(patches.dtype)
     for _ in range(iterations):
         # The square of the patch is the same for all its centroids.

@@ -37,7 +37,17 @@ from algm_deploy.models.fp8 import Fp8Linear, Quantised
 from algm_deploy.models.quantized import is_quantized
 from algm_deploy.models.readout import Crossed, Joining, ReadNetwork, Steps, heads_of
 from algm_deploy.models.scores import GridScores, MaskScores, Scores, TokenScores
-from algm_deploy.models.vit import SLOTS, Attention, Block, KeepTokens, MergeInputs, Mlp, Tokens, VisionTransformer
+from algm_deploy.models.vit import (
+    SLOTS,
+    Attention,
+    Block,
+    KeepTokens,
+    MergeInputs,
+    Mlp,
+    Tokens,
+    VisionTransformer,
+    VitNetwork,
+)
 from algm_deploy.ops._rows import wide
 from algm_deploy.ops.native_kernels import Kernels, Merge, clap_merge, gbm_merge, use_kernels
 from algm_deploy.recipe.schema import patch_margins
@@ -170,6 +180,8 @@ def why_not(network: Deployed) -> str | None:
     model = network.model
     if is_quantized(model):
         return "its products are in int8"
+    if isinstance(model, VitNetwork) and model.encoder.exchanging:
+        return "its encoder exchanges with features beside it, which needs a row for every patch"
     if not isinstance(model, ReadNetwork):
         return "its family does not describe what its decoder reads"
     encoder, readout = model.encoder, model.readout()

@@ -58,6 +58,16 @@ FAMILIES = {
     "eomt": replace(network(), family="eomt", decoder="queries", depth=5, decoder_depth=1, queries=7, extra_tokens=4),
 }
 
+ADAPTER = Network(
+    "vit_adapter",
+    *(64, 4, 2, 11, (128, 128)),
+    decoder="upernet",
+    decoder_dim=8,
+    stages=(1, 2, 3, 4),
+    adapter_heads=2,
+    adapter_dim=16,
+)
+
 
 def model_of(shape: Network, dtype: torch.dtype = torch.float32) -> VitNetwork:
     generator = torch.Generator().manual_seed(0)
@@ -318,10 +328,12 @@ def test_what_does_not_fit_is_told() -> None:
     other = deployed(PLANS[USUAL])
     other.model = Stranger()  # type: ignore[assignment]
     assert "does not describe" in said(other)
+    assert "a row for every patch" in said(deployed(PLANS[USUAL], ADAPTER))
 
 
-def test_every_family_fits() -> None:
-    assert {shape.family for shape in FAMILIES.values()} | {"segmenter"} == {row.family for row in architectures()}
+def test_every_family_fits_or_says_why_not() -> None:
+    fitting = {shape.family for shape in FAMILIES.values()} | {"segmenter"}
+    assert fitting | {ADAPTER.family} == {row.family for row in architectures()}
 
 
 def test_threads_take_turns(blob_images: Images) -> None:
