@@ -25,6 +25,8 @@ def of(row: Architecture) -> Network:
         decoder_depth=1,
         stages=tuple(range(1, row.stages + 1)),
         queries=int(row.queries),
+        adapter_heads=2 * row.adapter,
+        adapter_dim=16 * row.adapter,
     )
 
 
