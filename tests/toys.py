@@ -33,6 +33,7 @@ RECIPES = {
     ("segvit", "atm"): "segvit_vit_l16_ade20k",
     ("eomt", "queries"): "eomt_vit_l16_ade20k",
     ("vit_adapter", "upernet"): "vit_adapter_deit_s16_ade20k",
+    ("eva", "mask2former"): "eva_vit_g16_ade20k",
 }
 FAMILIES = tuple(RECIPES)
 PATCHES = 4, 6  # rows and columns of a toy's grid
@@ -60,11 +61,14 @@ def shrunk(full: Recipe) -> Recipe:
         image_size=(PATCHES[0] * network.patch_size, PATCHES[1] * network.patch_size),
         stages=tuple(place[layer] for layer in network.stages),
         decoder_depth=decoder_depth,
-        decoder_dim=16,
+        decoder_dim=64 if network.architecture.masks else 16,
         extra_tokens=min(network.extra_tokens, 2),
         queries=min(network.queries, 6),
         adapter_heads=min(network.adapter_heads, 2),
         adapter_dim=min(network.adapter_dim, 32),
+        decoder_heads=min(network.decoder_heads, 2),
+        pixel_layers=min(network.pixel_layers, 1),
+        mlp_dim=min(network.mlp_dim, 160),
         # The largest of all graphs: those that differ in the scale of pixels alone share a translation.
         normalization="deit" if network.architecture.adapter else network.normalization,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from algm_deploy.recipe.schema import MergePlan, Output, Recipe
+from algm_deploy.recipe.schema import MergePlan, Network, Output, Recipe
 
 CLAP_THRESHOLD, GBM_THRESHOLD = "clap_threshold", "gbm_threshold"
 
@@ -59,6 +59,11 @@ def output_names(plan: MergePlan, output: Output) -> tuple[str, ...]:
     return (output, "token_counts", *(f"token_map_{name}" for name in merge_names(plan)))
 
 
+def mask_names(network: Network) -> tuple[str, ...]:
+    """Graph outputs behind those: for each layer whose queries choose the cells that they attend to, which ones."""
+    return tuple(f"mask_{layer}" for layer in range(1, len(network.mask_grids) + 1))
+
+
 def signature_of(recipe: Recipe) -> Signature:
     """The signature a recipe's network is exported with."""
     network, plan = recipe.network, recipe.merging
@@ -77,6 +82,10 @@ def signature_of(recipe: Recipe) -> Signature:
             main,
             Tensor("token_counts", "int64", (-1, len(merges))),
             *(Tensor(f"token_map_{name}", "int64", (-1, patches)) for name in merges),
+            *(
+                Tensor(name, "uint8", (-1, network.queries, rows * columns))
+                for name, (rows, columns) in zip(mask_names(network), network.mask_grids, strict=True)
+            ),
         ),
         defaults=thresholds,
         merges=merges,

@@ -103,7 +103,7 @@ def _encoder(network: Network, plan: MergePlan, counts: dict[int, int], tokens: 
             continue
         encoder += attention(tokens + network.prefix, network.embed_dim)
         if layer in counts and plan.method == "elvit":
-            encoder += mlp(tokens + network.prefix, network.embed_dim)
+            encoder += mlp(tokens + network.prefix, network.embed_dim, network.mlp_width)
             merging += _clustering(network, plan, tokens)
             leaving[layer] = tokens = counts[layer]
             continue
@@ -113,7 +113,7 @@ def _encoder(network: Network, plan: MergePlan, counts: dict[int, int], tokens: 
             # ToMe compares the mean over heads of keys.
             merging += _similarities(network, tokens, network.heads if plan.method == "tome" else 1)
         leaving[layer] = tokens = counts.get(layer, tokens)
-        encoder += mlp(tokens + network.prefix, network.embed_dim)
+        encoder += mlp(tokens + network.prefix, network.embed_dim, network.mlp_width)
     return encoder, merging, leaving
 
 
@@ -123,7 +123,7 @@ def _around(network: Network, left: int, patches: int) -> tuple[int, int]:
     Norms and residuals are those of all rows.
     """
     rows = left + network.prefix
-    both = attention(rows, network.embed_dim) + mlp(rows, network.embed_dim)
+    both = attention(rows, network.embed_dim) + mlp(rows, network.embed_dim, network.mlp_width)
     return both + 2 * NORM * (patches - left) * network.embed_dim, 2 * _similarities(network, patches)
 
 

@@ -20,7 +20,14 @@ from onnxscript import opset18, values
 from torch import Tensor, nn
 from torch._dynamo import config as dynamo_config
 
-from algm_deploy.bundle.signature import CLAP_THRESHOLD, GBM_THRESHOLD, merge_names, output_names, threshold_defaults
+from algm_deploy.bundle.signature import (
+    CLAP_THRESHOLD,
+    GBM_THRESHOLD,
+    mask_names,
+    merge_names,
+    output_names,
+    threshold_defaults,
+)
 from algm_deploy.errors import ExportError
 from algm_deploy.garbage import no_collection
 from algm_deploy.models.deployed import Deployed
@@ -43,14 +50,15 @@ class _Entry(nn.Module):
         given = dict(zip(self.names, thresholds, strict=True))
         unused = torch.zeros(())  # a threshold no merge of the plan reads
         inputs = MergeInputs(given.get(CLAP_THRESHOLD, unused), given.get(GBM_THRESHOLD, unused))
-        tail, counts, maps = self.deployed(image, inputs)
-        return tail, counts, *maps
+        tail, counts, decisions = self.deployed(image, inputs)
+        return tail, counts, *decisions
 
 
 def base_onnx(deployed: Deployed, plan: MergePlan, image_dtype: str = "uint8") -> ir.Model:
     """Exports a deployed network whose slots `plan` filled.
 
-    Inputs: `image` (batch, 3, H, W) of `image_dtype`, the plan's thresholds as fp32 scalars. Outputs: `output_names`.
+    Inputs: `image` (batch, 3, H, W) of `image_dtype`, the plan's thresholds as fp32 scalars. Outputs: `output_names`,
+    then `mask_names`.
     The batch axis is symbolic; token axes are named `tokens_clap_1`, `tokens_gbm_5`, ... A network in bf16 is written
     in fp32 with the weights it has: few runtimes know the operators of opset 18 in bf16, and those that compute in bf16
     are told so by the graphs that are made for them.
@@ -75,7 +83,7 @@ def base_onnx(deployed: Deployed, plan: MergePlan, image_dtype: str = "uint8") -
                 dynamo=True,
                 opset_version=OPSET,
                 input_names=["image", *names],
-                output_names=list(output_names(plan, deployed.output)),
+                output_names=[*output_names(plan, deployed.output), *mask_names(deployed.network)],
                 custom_translation_table=_translations(),
                 verbose=False,
             )

@@ -2,7 +2,8 @@
 
 Graph inputs:  image (B, 3, H, W), RGB in 0..255, uint8 or float32; `clap_threshold` and `gbm_threshold`, fp32 scalars.
 Graph outputs: `labels` (B, H, W) or `scores` (B, K, H, W) fp32; `token_counts` (B, M) int64, patch tokens of each image
-after each of the M merges; `token_map_i` (B, N) int64, row of every patch after merge i.
+after each of the M merges; `token_map_i` (B, N) int64, row of every patch after merge i; where
+queries choose the cells that they attend to, `mask_i` (B, Q, cells) uint8, 1 for the chosen cells of layer i.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from algm_deploy.models.scores import labels_of, upsample_scores
+from algm_deploy.models.scores import GridScores, labels_of, upsample_scores
 from algm_deploy.models.vit import ImageConv, MergeInputs, PatchEmbedding, VitNetwork, padded, share_parameters
 from algm_deploy.recipe.schema import Network, Output, Size
 
@@ -101,10 +102,14 @@ class Deployed(nn.Module):
                 self.model.set_submodule(name, PixelConv(module, network.normalization))
 
     def forward(self, image: Tensor, inputs: MergeInputs) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """Labels or scores, token counts, token maps. `inputs.maps` are used by replaying slots only."""
+        """Labels or scores, token counts, and all decisions: token maps, then masks.
+
+        `inputs.maps` and `inputs.masks` are used by replaying slots only.
+        """
         result = self.model(image, inputs)
         grid, size = self.network.grid, self.network.image_size
         tail = labels_of(result, grid, size) if self.output == "labels" else upsample_scores(result, grid, size)
         lengths = [stage.length - result.prefix for stage in result.stages]
         counts = torch.stack(lengths, 1) if lengths else image.new_zeros(image.shape[0], 0, dtype=torch.int64)
-        return tail, counts, tuple(stage.map for stage in result.stages)
+        masks = result.masks if isinstance(result, GridScores) else ()
+        return tail, counts, (*(stage.map for stage in result.stages), *masks)

@@ -16,9 +16,9 @@ def attention(tokens: int, dim: int) -> int:
     return NORM * tokens * dim + 4 * tokens * dim * dim + 2 * tokens * tokens * dim
 
 
-def mlp(tokens: int, dim: int) -> int:
-    """The MLP of a block, with the LayerNorm before it."""
-    return NORM * tokens * dim + 2 * _MLP_RATIO * tokens * dim * dim
+def mlp(tokens: int, dim: int, hidden: int = 0) -> int:
+    """The MLP of a block, with the LayerNorm before it. `hidden`: its inner width, four times `dim` where none is given."""
+    return NORM * tokens * dim + 2 * tokens * dim * (hidden or _MLP_RATIO * dim)
 
 
 def normalised(network: Network, levels: Sequence[int]) -> int:

@@ -165,7 +165,7 @@ def layer_scales(
     dim = network.embed_dim
     made = {}
     for ours, theirs in blocks.items():
-        for layer, factor, width in zip(("attn.proj", "mlp.fc2"), factors, (dim, 4 * dim), strict=True):
+        for layer, factor, width in zip(("attn.proj", "mlp.fc2"), factors, (dim, network.mlp_width), strict=True):
             for kind, shape in (("weight", (dim, width)), ("bias", (dim,))):
                 part = f"{layer}.{kind}"
                 made[f"{ours}.{part}"] = scaled_by(f"{theirs}.{part}", shape, f"{theirs}.{factor}")

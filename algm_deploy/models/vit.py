@@ -60,11 +60,15 @@ class Tokens(NamedTuple):
 
 
 class MergeInputs(NamedTuple):
-    """What the merge slots are given beside tokens: scalar fp32 thresholds, and token maps (B, N) to replay, if any."""
+    """What the merge slots are given beside tokens: scalar fp32 thresholds, and token maps (B, N) to replay, if any.
+
+    `masks` (B, Q, cells) uint8: what to replay where queries choose the cells they attend to, layer by layer.
+    """
 
     clap: Tensor
     gbm: Tensor
     maps: tuple[Tensor, ...] = ()
+    masks: tuple[Tensor, ...] = ()
 
 
 class KeepTokens(nn.Module):
@@ -152,7 +156,7 @@ class Block(nn.Module):
     patches of a row (ToMe). `weighs`: `merge` is handed what cls attends to (EViT).
     """
 
-    def __init__(self, dim: int, heads: int, eps: float = 1e-5) -> None:
+    def __init__(self, dim: int, heads: int, eps: float = 1e-5, hidden: int = 0) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(dim, eps)
         self.attn = Attention(dim, heads)
@@ -163,7 +167,7 @@ class Block(nn.Module):
         self.proportional = False
         self.weighs = False
         self.norm2 = nn.LayerNorm(dim, eps)
-        self.mlp = Mlp(dim, 4 * dim)
+        self.mlp = Mlp(dim, hidden or 4 * dim)
 
     def forward(self, tokens: Tokens, inputs: MergeInputs | None = None) -> Tokens:
         x, keys = self.norm1(tokens.values), None
@@ -218,7 +222,7 @@ class VisionTransformer(nn.Module):
             self.cls_token = nn.Parameter(torch.zeros(1, self.prefix, dim))
         self.pos_embed = nn.Parameter(torch.zeros(1, self.prefix + self.grid[0] * self.grid[1], dim))
         self.patch_embed: nn.Module = PatchEmbedding(network.patch_size, dim)
-        self.blocks = nn.ModuleList(Block(dim, network.heads, eps) for _ in range(depth))
+        self.blocks = nn.ModuleList(Block(dim, network.heads, eps, network.mlp_width) for _ in range(depth))
         self.norm: nn.Module = nn.LayerNorm(dim, eps) if norm else nn.Identity()
         self.outlet: nn.Module = KeepTokens()  # a slot between encoder and decoder
         # One between groups of blocks: every patch, and the tokens the last group left, to those that enter the next.

@@ -33,7 +33,7 @@ from algm_deploy.models.vit import (
 )
 from algm_deploy.ops._rows import product, table, wide
 from algm_deploy.ops.elvit import pooling
-from algm_deploy.recipe.schema import Network, Size
+from algm_deploy.recipe.schema import Network, Size, feature_grids
 
 EPS = 1e-6
 POINTS = 4
@@ -44,12 +44,6 @@ _PRIOR = ((0, 1, 2), (1, 1, 1), (1, 1, 1), (1, 2, 2), (2, 4, 2), (4, 4, 2))
 _STEM = 3
 LAST_EXTRACTORS = 3
 _POOLED = (1, 2, 3, 6)
-
-
-def feature_grids(grid: Size) -> tuple[Size, Size, Size]:
-    """The grids of the features beside a patch grid: twice its sides, the same, and half of them."""
-    rows, columns = grid
-    return (2 * rows, 2 * columns), grid, (rows // 2, columns // 2)
 
 
 def cell_centres(grids: Sequence[Size]) -> np.ndarray:
@@ -67,11 +61,13 @@ def cell_sizes(grids: Sequence[Size]) -> np.ndarray:
 
 
 class DeformableAttention(nn.Module):
-    """Queries (B, Q, D), one in each cell of `asking` grids, look at a few places around it of `asked` grids."""
+    """Queries (B, Q, D), one in each cell of `asking` grids, look at a few places around it of `asked` grids.
 
-    def __init__(self, network: Network, asking: tuple[Size, ...], asked: tuple[Size, ...]) -> None:
+    `dim` is the width of queries and cells, `width` that of the values that `heads` share.
+    """
+
+    def __init__(self, dim: int, width: int, heads: int, asking: tuple[Size, ...], asked: tuple[Size, ...]) -> None:
         super().__init__()
-        dim, heads, width = network.embed_dim, network.adapter_heads, network.adapter_dim
         places = heads * len(asked) * POINTS
         self.heads, self.width, self.asking, self.asked = heads, width // heads, asking, asked
         self.sampling_offsets = nn.Linear(dim, 2 * places)
@@ -94,12 +90,15 @@ class DeformableAttention(nn.Module):
         return out
 
     @staticmethod
-    def multiply_adds(network: Network, asking: int, asked: Sequence[int]) -> int:
-        """Of linear layers, of sampling (four corners of each place) and of both LayerNorms before them."""
-        dim, width, places = network.embed_dim, network.adapter_dim, network.adapter_heads * len(asked) * POINTS
+    def multiply_adds(dim: int, width: int, heads: int, asking: int, asked: Sequence[int]) -> int:
+        """Of linear layers and of sampling, four corners of each place."""
+        places = heads * len(asked) * POINTS
         linear = asking * (3 * places * dim + width * dim) + sum(asked) * dim * width
-        sampled = 4 * asking * places * (width // network.adapter_heads)
-        return linear + sampled + NORM * dim * (asking + sum(asked))
+        return linear + 4 * asking * places * (width // heads)
+
+
+def _attention(network: Network, asking: tuple[Size, ...], asked: tuple[Size, ...]) -> DeformableAttention:
+    return DeformableAttention(network.embed_dim, network.adapter_dim, network.adapter_heads, asking, asked)
 
 
 class Injector(nn.Module):
@@ -109,7 +108,7 @@ class Injector(nn.Module):
         super().__init__()
         self.query_norm = nn.LayerNorm(network.embed_dim, EPS)
         self.feat_norm = nn.LayerNorm(network.embed_dim, EPS)
-        self.attn = DeformableAttention(network, (network.grid,), feature_grids(network.grid))
+        self.attn = _attention(network, (network.grid,), feature_grids(network.grid))
 
     def forward(self, patches: Tensor, features: Tensor) -> Tensor:
         taken: Tensor = self.attn(self.query_norm(patches), self.feat_norm(features))
@@ -141,7 +140,7 @@ class Extractor(nn.Module):
         super().__init__()
         dim = network.embed_dim
         self.query_norm, self.feat_norm, self.ffn_norm = (nn.LayerNorm(dim, EPS) for _ in range(3))
-        self.attn = DeformableAttention(network, feature_grids(network.grid), (network.grid,))
+        self.attn = _attention(network, feature_grids(network.grid), (network.grid,))
         self.ffn = GridMlp(network)
 
     def forward(self, features: Tensor, patches: Tensor) -> Tensor:
@@ -252,7 +251,10 @@ class AdapterEncoder(VisionTransformer):
         """The tokens after each block, and after the last one of a group every patch (B, N, D) and the features."""
         every, left = self.embed(image), cast("Tokens | None", None)
         for (start, end), interaction in zip(self.groups, cast("list[Interaction]", self.interactions), strict=True):
-            every = every._replace(values=interaction.injector(every.values, features))
+            injected = interaction.injector(self._patches(every), features)
+            if self.prefix:
+                injected = torch.cat([every.values[:, : self.prefix], injected], 1)
+            every = every._replace(values=injected)
             tokens = every if left is None else self.regroup(every, left)
             for block in self.blocks[start - 1 : end - 1]:
                 tokens = block(tokens, inputs)
@@ -260,8 +262,12 @@ class AdapterEncoder(VisionTransformer):
             tokens = self.blocks[end - 1](tokens, inputs)
             merged = tokens.map is not every.map
             every, left = (self.outlet(tokens, inputs), tokens) if merged else (tokens, None)
-            features = interaction.extract(features, every.values)
-            yield tokens, (every.values, features)
+            features = interaction.extract(features, self._patches(every))
+            yield tokens, (self._patches(every), features)
+
+    def _patches(self, every: Tokens) -> Tensor:
+        """Rows (B, N, D) without the prefix, of which the adapter knows nothing."""
+        return every.values[:, self.prefix :] if self.prefix else every.values
 
     def _joined(self, first: Tensor, features: Tensor, outputs: Sequence[Tensor]) -> list[Tensor]:
         """Features and the patches after each group, at one size a group."""
@@ -349,38 +355,36 @@ class VitAdapter(VitNetwork):
     @staticmethod
     def decoder_multiply_adds(network: Network, levels: Sequence[int]) -> int:
         """All beside the blocks, the adapter included: none of it depends on what merged."""
-        dim, patches = network.embed_dim, network.grid[0] * network.grid[1]
-        features = [rows * columns for rows, columns in feature_grids(network.grid)]
-        all_features, hidden, groups = sum(features), dim // 4, len(network.groups)
-        injector = DeformableAttention.multiply_adds(network, patches, features)
-        extractor = DeformableAttention.multiply_adds(network, all_features, [patches])
-        extractor += all_features * (NORM * dim + 2 * dim * hidden + 9 * hidden)
-        beside = groups * injector + (groups - 1 + LAST_EXTRACTORS) * extractor
-        joined = 4 * features[0] * dim * dim + BILINEAR * dim * (16 * patches + 4 * patches + patches // 4)
-        return SpatialPrior.multiply_adds(network) + beside + joined + UPerHead.multiply_adds(network)
+        return adapter_multiply_adds(network) + UPerHead.multiply_adds(network)
 
     @staticmethod
     def namings(network: Network) -> tuple[Naming, ...]:
         return (_published(network),)
 
 
+def adapter_multiply_adds(network: Network) -> int:
+    """Multiply-adds of all that stands beside the blocks, up to the maps it hands on."""
+    dim, patches = network.embed_dim, network.grid[0] * network.grid[1]
+    features = [rows * columns for rows, columns in feature_grids(network.grid)]
+    all_features, hidden, groups = sum(features), dim // 4, len(network.groups)
+    attention = partial(DeformableAttention.multiply_adds, dim, network.adapter_dim, network.adapter_heads)
+    norms = NORM * dim * (patches + all_features)
+    injector = attention(patches, features) + norms
+    extractor = attention(all_features, [patches]) + norms
+    extractor += all_features * (NORM * dim + 2 * dim * hidden + 9 * hidden)
+    beside = groups * injector + (groups - 1 + LAST_EXTRACTORS) * extractor
+    joined = 4 * features[0] * dim * dim + BILINEAR * dim * (16 * patches + 4 * patches + patches // 4)
+    return SpatialPrior.multiply_adds(network) + beside + joined
+
+
 # ---------------------------------------------------------------------------------------------------- checkpoint keys
+
+_SPM = "backbone.spm."
+ADAPTER_UNUSED = tuple(f"backbone.norm{i}.num_batches_tracked" for i in range(1, 5))
 
 
 def _published(network: Network) -> Naming:
     """czczup/ViT-Adapter, whose head is mmsegmentation's."""
-    prior = "backbone.spm."
-    stem = [(f"{prior}stem.{3 * i}", f"{prior}stem.{3 * i + 1}") for i in range(_STEM)]
-    stem += [(f"{prior}conv{i}.0", f"{prior}conv{i}.1") for i in (2, 3, 4)]
-    convs = {f"encoder.prior.convs.{i}": pair for i, pair in enumerate(stem)}
-    names = {"encoder.": "backbone.", "decoder.score.": "decode_head.conv_seg."}
-    names |= {f"encoder.prior.laterals.{i}.": f"{prior}fc{i + 1}." for i in range(4)}
-    for i in range(len(network.groups)):
-        ours, theirs = f"encoder.interactions.{i}.", f"backbone.interactions.{i}."
-        for k in range(LAST_EXTRACTORS):
-            extractor = f"extra_extractors.{k - 1}." if k else "extractor."
-            names[f"{ours}extractors.{k}."] = f"{theirs}{extractor}"
-            names[f"{ours}extractors.{k}.ffn.dwconv."] = f"{theirs}{extractor}ffn.dwconv.dwconv."
     head = {f"decoder.pools.{i}": f"decode_head.psp_modules.{i}.1" for i in range(len(_POOLED))}
     head |= {"decoder.bottleneck": "decode_head.bottleneck", "decoder.fuse": "decode_head.fpn_bottleneck"}
     for i in range(3):
@@ -391,16 +395,36 @@ def _published(network: Network) -> Naming:
         project="czczup/ViT-Adapter",
         mark="backbone.interactions.",
         decoders=("upernet",),
-        names=names,
-        convs=convs | {ours: (f"{theirs}.conv", f"{theirs}.bn") for ours, theirs in head.items()},
-        made=layer_scales(network, blocks, ("gamma1", "gamma2")) | _adapter_made(network),
-        unused=("auxiliary_head.", *(f"backbone.norm{i}.num_batches_tracked" for i in range(1, 5))),
+        names=adapter_names(network) | {"decoder.score.": "decode_head.conv_seg."},
+        convs=prior_convs() | {ours: (f"{theirs}.conv", f"{theirs}.bn") for ours, theirs in head.items()},
+        made=layer_scales(network, blocks, ("gamma1", "gamma2")) | adapter_made(network),
+        unused=("auxiliary_head.", *ADAPTER_UNUSED),
         resized=resized_bicubic,
         refusal=partial(_refusal, network),
     )
 
 
-def _adapter_made(network: Network) -> dict[str, Made]:
+def adapter_names(network: Network) -> dict[str, str]:
+    """Names of the encoder, by `Naming.names`."""
+    names = {"encoder.": "backbone."}
+    names |= {f"encoder.prior.laterals.{i}.": f"{_SPM}fc{i + 1}." for i in range(4)}
+    for i in range(len(network.groups)):
+        ours, theirs = f"encoder.interactions.{i}.", f"backbone.interactions.{i}."
+        for k in range(LAST_EXTRACTORS):
+            extractor = f"extra_extractors.{k - 1}." if k else "extractor."
+            names[f"{ours}extractors.{k}."] = f"{theirs}{extractor}"
+            names[f"{ours}extractors.{k}.ffn.dwconv."] = f"{theirs}{extractor}ffn.dwconv.dwconv."
+    return names
+
+
+def prior_convs() -> dict[str, tuple[str, str]]:
+    """The convolutions on the picture and their batch norms, by `Naming.convs`."""
+    stem = [(f"{_SPM}stem.{3 * i}", f"{_SPM}stem.{3 * i + 1}") for i in range(_STEM)]
+    stem += [(f"{_SPM}conv{i}.0", f"{_SPM}conv{i}.1") for i in (2, 3, 4)]
+    return {f"encoder.prior.convs.{i}": pair for i, pair in enumerate(stem)}
+
+
+def adapter_made(network: Network) -> dict[str, Made]:
     """Injectors with their factor, laterals with the embedding of their level, and the batch norms of the maps."""
     dim, made = network.embed_dim, {}
     for i in range(len(network.groups)):

@@ -15,9 +15,9 @@ from algm_deploy.bundle.signature import Signature, Tensor, signature_of
 from algm_deploy.errors import BundleError
 from algm_deploy.lowering.portable import operator_of
 from algm_deploy.merging import merges_in
-from algm_deploy.models.vit_adapter import LAST_EXTRACTORS, feature_grids
+from algm_deploy.models.vit_adapter import LAST_EXTRACTORS
 from algm_deploy.ops.schema import DOMAIN
-from algm_deploy.recipe.schema import Merge, MergePlan, Network, Recipe
+from algm_deploy.recipe.schema import Merge, MergePlan, Network, Recipe, feature_grids
 
 
 def graph_facts(path: Path) -> dict[str, Any]:

@@ -32,6 +32,7 @@ class Architecture:
         own_heads: whether attention of the width `decoder_dim` is cut into `heads`.
         adapter: beside the ViT stand features of convolutions, which patches exchange with between groups of blocks. A
             group ends with each of `stages`.
+        masks: the decoder's layers attend where the masks of the layer before say, `decoder_depth` of them.
         queries: the decoder's blocks are the last of the ViT, which queries join and which merge no tokens.
     """
 
@@ -47,6 +48,7 @@ class Architecture:
     blocks: int | None = None
     own_heads: bool = False
     adapter: bool = False
+    masks: bool = False
     queries: bool = False
 
     @property
@@ -131,6 +133,16 @@ for _row in (
         cls=False,
         stages=4,
         adapter=True,
+    ),
+    Architecture(
+        family="eva",
+        decoder="mask2former",
+        network="algm_deploy.models.eva:Eva",
+        published="EVA with ViT-Adapter and Mask2Former",
+        stages=4,
+        blocks=1,
+        adapter=True,
+        masks=True,
     ),
     Architecture(
         family="eomt",

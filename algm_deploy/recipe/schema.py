@@ -27,6 +27,7 @@ Resize = Literal["double", "single"]
 Output = Literal["labels", "scores"]
 Precision = Literal["fp32", "fp16", "bf16", "int8", "fp8"]
 Settings = Mapping[str, Any]
+NORM_GROUPS = 32  # of the group norms in Mask2Former's pixel decoder
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,11 @@ class Network:
     `stages` are the 1-based encoder blocks whose tokens the decoder reads, where it reads several. `decoder_dim` is the
     width of a SETR or SegViT decoder. `naive_mmseg` and `mla_mmseg` are mmsegmentation's, which differ from SETR's own.
     `extra_tokens` follow cls: DINOv2's registers or DeiT's distillation token. `queries` join the last `decoder_depth`
-    of EoMT's `depth` blocks. `adapter_heads` and `adapter_dim` are the heads of ViT-Adapter's deformable attention
-    and the width of its values, which differs from `embed_dim` in some; `stages` are the last blocks of its groups, and
-    `decoder_dim` is the width of UPerNet.
+    of EoMT's `depth` blocks. `adapter_heads` and `adapter_dim` are the heads of ViT-Adapter's deformable attention and the
+    width of its values, which differs from `embed_dim` in some; `stages` are the last blocks of its groups, and
+    `decoder_dim` is the width of UPerNet or Mask2Former. Mask2Former has `pixel_layers` of deformable attention among its
+    features, then `decoder_depth` in which `queries` look at them, all with `decoder_heads`. `mlp_dim` is the width inside
+    the MLPs of the encoder's blocks; 0 stands for four times `embed_dim`.
     """
 
     family: str
@@ -57,13 +60,16 @@ class Network:
     queries: int = 0
     adapter_heads: int = 0
     adapter_dim: int = 0
+    decoder_heads: int = 0
+    pixel_layers: int = 0
+    mlp_dim: int = 0
 
     def __post_init__(self) -> None:
         row = self.architecture
         _check_ranges("network", self, embed_dim=(1, 8192), depth=(1, 256), heads=(1, 256), classes=(1, 65535))
         _check_ranges("network", self, patch_size=(1, 256), image_size=(self.patch_size, 16384))
         _check_ranges("network", self, stages=(1, self.depth), decoder_dim=(1, 8192))
-        _check_ranges("network", self, extra_tokens=(0, row.extra_tokens), queries=(int(row.queries), 1024))
+        _check_ranges("network", self, extra_tokens=(0, row.extra_tokens), queries=(int(row.queries or row.masks), 1024))
         _check_ranges("network", self, decoder_depth=(row.blocks or 0, self.depth - 1 if row.queries else 256))
         if self.embed_dim % self.heads:
             raise RecipeError(f"expected network.heads to divide the width {self.embed_dim}, got {self.heads}")
@@ -81,7 +87,9 @@ class Network:
                 f"expected {row.stages} ascending blocks as network.stages for decoder {self.decoder}, "
                 f"got {self.stages}"
             )
+        _check_ranges("network", self, mlp_dim=(0, 65536))
         self._check_adapter()
+        self._check_masks()
 
     def _check_adapter(self) -> None:
         there = self.architecture.adapter
@@ -103,6 +111,15 @@ class Network:
             raise RecipeError(
                 f"expected the last of network.stages to be the last block, {self.depth}, as the adapter's groups of "
                 f"blocks end with them, got {self.stages}"
+            )
+
+    def _check_masks(self) -> None:
+        there = self.architecture.masks
+        _check_ranges("network", self, decoder_heads=(int(there), 256 * there), pixel_layers=(int(there), 64 * there))
+        if there and (self.decoder_dim % self.decoder_heads or self.decoder_dim % NORM_GROUPS):
+            raise RecipeError(
+                f"expected network.decoder_dim as a multiple of network.decoder_heads {self.decoder_heads} and of the "
+                f"{NORM_GROUPS} groups of its norms, got {self.decoder_dim}"
             )
 
     @property
@@ -127,10 +144,27 @@ class Network:
         return self.depth - self.decoder_depth if self.architecture.queries else self.depth
 
     @property
+    def mlp_width(self) -> int:
+        """Width inside the MLPs of the encoder's blocks."""
+        return self.mlp_dim or 4 * self.embed_dim
+
+    @property
+    def mask_grids(self) -> tuple[Size, ...]:
+        """Of every layer of the decoder whose queries attend where masks say, the grid of cells that it looks at."""
+        coarse_first = feature_grids(self.grid)[::-1]
+        return tuple(coarse_first[layer % 3] for layer in range(self.decoder_depth * self.architecture.masks))
+
+    @property
     def grid(self) -> Size:
         """Patch grid (rows, columns)."""
         height, width = self.image_size
         return -(-height // self.patch_size), -(-width // self.patch_size)
+
+
+def feature_grids(grid: Size) -> tuple[Size, Size, Size]:
+    """The grids of the features beside a patch grid: twice its sides, the same, and half of them."""
+    rows, columns = grid
+    return (2 * rows, 2 * columns), grid, (rows // 2, columns // 2)
 
 
 def patch_margins(size: Size, patch_size: int) -> tuple[Size, Size]:

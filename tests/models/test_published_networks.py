@@ -80,6 +80,7 @@ def test_every_family_has_published_values() -> None:
         "dinov2_linear",
         "dinov2_registers_ms",
         "eomt",
+        "eva",
         "segmenter_distilled",
         "segvit",
         "setr_fudan_mla",
@@ -98,11 +99,11 @@ def test_every_family_has_published_values() -> None:
 @torch.inference_mode()
 def test_scores_without_merging(name: str, images: Tensor) -> None:
     case = golden(name)
-    scores, counts, maps = Deployed(case.model(), case.network, "scores")(images, merge_inputs(0.0, 0.0))
+    scores, counts, decisions = Deployed(case.model(), case.network, "scores")(images, merge_inputs(0.0, 0.0))
     assert scores.shape == (2, case.network.classes, *case.network.image_size)
     torch.testing.assert_close(sampled(scores), case.dense, rtol=0, atol=TOLERANCE)
     assert counts.shape == (2, 0)
-    assert maps == ()
+    assert len(decisions) == len(case.network.mask_grids)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -111,7 +112,7 @@ def test_scores_with_merging(name: str, images: Tensor, record_property: Callabl
     case = golden(name)
     model = Deployed(insert_merging(case.model(), case.plan), case.network, "scores")
     scores, counts, maps = model(images, merge_inputs(case.plan.clap_threshold, 1.0))
-    assert torch.equal(maps[-1] - case.network.prefix, case.token_map)
+    assert torch.equal(maps[len(case.plan.layers) - 1] - case.network.prefix, case.token_map)
     assert counts[:, -1].tolist() == (case.token_map.amax(1) + 1).tolist()
     assert counts[0, -1] < 25  # of 36 patches
     torch.testing.assert_close(sampled(scores), case.merged, rtol=0, atol=TOLERANCE)

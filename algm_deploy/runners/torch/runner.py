@@ -135,9 +135,9 @@ class TorchRunner(Runner):
             results = self._whole.run(image)
             found = {name: results[names.index(name)] for name in outputs}
         else:
-            tail, counts, maps = self._model(image.to(self.device), merge_inputs(clap, gbm, device=self.device))
+            tail, counts, decisions = self._model(image.to(self.device), merge_inputs(clap, gbm, device=self.device))
             # A network that drops tokens has maps that nobody names.
-            found = {name: (tail, counts, *maps)[names.index(name)] for name in outputs}
+            found = {name: (tail, counts, *decisions)[names.index(name)] for name in outputs}
         if self.device.type == "cpu":
             _return_memory()
         return {name: tensor.to(to) for name, tensor in found.items()}
