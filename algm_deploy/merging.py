@@ -14,6 +14,7 @@ from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import PlanError
 from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.loading import load_network
+from algm_deploy.models.mask2former import MaskedLayer
 from algm_deploy.models.vit import SLOTS, Block, KeepTokens, MergeInputs, Model, Tokens, VitNetwork, share_parameters
 from algm_deploy.ops._rows import merge_rows, row_of, sum_rows, wide
 from algm_deploy.ops.clap import rows_left
@@ -283,6 +284,17 @@ class Replay(nn.Module):
         return Tokens(values, sum_rows(tokens.size, row, rows_out), forced, length, padded=True)
 
 
+class ReplayChoice(nn.Module):
+    """Queries attend to the cells that a recorded choice names instead of choosing."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+
+    def forward(self, masks: Tensor, inputs: MergeInputs) -> Tensor:
+        return inputs.masks[self.index] > 0
+
+
 REPLAYS = (Replay, ElvitReplay, EvitReplay)
 """The modules that merge as recorded."""
 
@@ -421,8 +433,14 @@ def count_sizes(merged: VitNetwork) -> None:
 
 
 def replay_merging(model: Model, plan: MergePlan) -> Model:
-    """A copy of `model` that merges where `plan` does, by the token maps handed in with `MergeInputs.maps`."""
+    """A copy of `model` that merges where `plan` does, by the token maps handed in with `MergeInputs.maps`.
+
+    Where its queries choose cells to attend to, they take those of `MergeInputs.masks`.
+    """
     replaying = insert_merging(model, plan)
+    choosing = (module for module in replaying.modules() if isinstance(module, MaskedLayer))
+    for index, layer in enumerate(choosing):
+        layer.choose = ReplayChoice(index)
     prefix, grid = replaying.encoder.prefix, replaying.encoder.grid
     if plan.method == "elvit":
         _fill(replaying, plan, lambda index: ElvitReplay(index, plan, grid, prefix))
@@ -457,10 +475,14 @@ def truncate(model: Model, rows: Mapping[int, int], plan: MergePlan = DENSE) -> 
 
 
 def merge_inputs(
-    clap: float, gbm: float, maps: tuple[Tensor, ...] = (), device: str | torch.device = "cpu"
+    clap: float,
+    gbm: float,
+    maps: tuple[Tensor, ...] = (),
+    device: str | torch.device = "cpu",
+    masks: tuple[Tensor, ...] = (),
 ) -> MergeInputs:
     """Thresholds as the fp32 scalars the operators take."""
-    return MergeInputs(torch.tensor(clap, device=device), torch.tensor(gbm, device=device), maps)
+    return MergeInputs(torch.tensor(clap, device=device), torch.tensor(gbm, device=device), maps, masks)
 
 
 def _check_plan(plan: MergePlan, depth: int, grid: Size) -> None:

@@ -89,8 +89,7 @@ def _refusal(found: Mapping[str, Tensor]) -> str | None:
     """Variants of the public project that no network here computes."""
     if any("relative_position" in key or "rel_pos_bias" in key for key in found):
         return (
-            "expected EVA without relative position bias, got it with one, which adds a number for each pair of patches "
-            "to their attention, and merged tokens have no place to look it up by: use eva_sem_seg_mask2former_* without "
-            "relpos in its name"
+            "expected EVA without relative position bias, got one, which adds a number for each pair of places to "
+            "attention, and merged tokens have no place: use an eva_sem_seg_mask2former_* without relpos in its name"
         )
     return None

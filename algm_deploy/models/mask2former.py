@@ -24,32 +24,30 @@ from algm_deploy.models.naming import Made
 from algm_deploy.models.scores import resize, scores_of_masks
 from algm_deploy.models.vit import MergeInputs
 from algm_deploy.models.vit_adapter import DeformableAttention
-from algm_deploy.ops._rows import wide
+from algm_deploy.ops._rows import table, wide
 from algm_deploy.recipe.schema import NORM_GROUPS, Network, Size, feature_grids
 
 _TEMPERATURE = 10000
 _MLP_RATIO = 4
+_EPS = 1e-5
 _LEVELS = 3
 
 
-def sine_positions(grid: Size, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """What tells the rows (h, width / 2) and the columns (w, width / 2) fp64 of a grid from each other.
+def sine_positions(side: int, width: int) -> np.ndarray:
+    """What tells the rows or columns (side, width) fp64 of a grid from each other.
 
     Sines and cosines in turn, of ever longer waves, of the place from above 0 to 2 pi.
     """
-    half = width // 2
-    waves = _TEMPERATURE ** (2 * (np.arange(half) // 2) / half)
-    parts = []
-    for side in grid:
-        angles = 2 * math.pi * np.arange(1, side + 1)[:, None] / (side + 1e-6) / waves
-        parts.append(np.where(np.arange(half) % 2 == 0, np.sin(angles), np.cos(angles)))
-    return parts[0], parts[1]
+    waves = _TEMPERATURE ** (2 * (np.arange(width) // 2) / width)
+    angles = 2 * math.pi * np.arange(1, side + 1)[:, None] / (side + 1e-6) / waves
+    return np.where(np.arange(width) % 2 == 0, np.sin(angles), np.cos(angles))
 
 
 def _positions(grid: Size, like: Tensor) -> Tensor:
-    """Of every cell (h * w, D) of a grid, in dtype and width of `like` (..., D)."""
-    rows, columns = (torch.from_numpy(part).to(like) for part in sine_positions(grid, like.shape[-1]))
+    """Of every cell (h * w, D) of a grid, in dtype and width of `like` (..., D): of its row, then of its column."""
     height, width = grid
+    half = like.shape[-1] // 2
+    rows, columns = (table(sine_positions, (side, half), like.device, like.dtype) for side in grid)
     joined = torch.cat([rows[:, None].expand(-1, width, -1), columns.expand(height, -1, -1)], 2)
     return joined.flatten(0, 1)
 
@@ -59,13 +57,32 @@ def _rows(maps: Tensor) -> Tensor:
     return maps.flatten(2).mT
 
 
+class GroupNorm(nn.Module):
+    """Norm of groups of channels of maps (B, C, h, w), in plain sums.
+
+    PyTorch's own is exported as InstanceNormalization, after which ONNX Runtime's memory plan fails.
+    """
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(channels))
+        self.bias = nn.Parameter(torch.zeros(channels))
+
+    def forward(self, maps: Tensor) -> Tensor:
+        groups = wide(maps).unflatten(1, (NORM_GROUPS, -1))
+        centred = groups - groups.mean((2, 3, 4), keepdim=True)
+        deviation = (centred.square().mean((2, 3, 4), keepdim=True) + _EPS).sqrt()
+        normal = (centred / deviation).flatten(1, 2).to(maps.dtype)
+        return normal * self.weight[:, None, None] + self.bias[:, None, None]
+
+
 class NormedConv(nn.Module):
     """A convolution and a norm of groups of its channels."""
 
     def __init__(self, before: int, after: int, side: int = 1, bias: bool = False) -> None:
         super().__init__()
         self.conv = nn.Conv2d(before, after, side, padding=side // 2, bias=bias)
-        self.norm = nn.GroupNorm(NORM_GROUPS, after)
+        self.norm = GroupNorm(after)
 
     def forward(self, maps: Tensor) -> Tensor:
         normed: Tensor = self.norm(self.conv(maps))
@@ -90,7 +107,7 @@ class PixelLayer(nn.Module):
 
 
 class PixelDecoder(nn.Module):
-    """Maps (B, D, h, w) of four sizes, the largest first, to the map of masks and to the three that queries look at."""
+    """Maps (B, D, h, w) of four sizes, the largest first, to one that masks are made of and three to look at."""
 
     def __init__(self, network: Network) -> None:
         super().__init__()
@@ -104,7 +121,7 @@ class PixelDecoder(nn.Module):
         self.masks = nn.Conv2d(width, width, 1)
 
     def forward(self, maps: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """The map (B, C, h, w) whose products with queries are masks, and cells (B, h * w, C), the smallest grid first."""
+        """The map (B, C, h, w) whose products with queries are masks; cells (B, h * w, C), the smallest grid first."""
         cells = torch.cat([_rows(conv(x)) for conv, x in zip(self.inputs, maps[:0:-1], strict=True)], 1)
         places = [_positions(grid, cells) + level for grid, level in zip(self.grids, self.levels, strict=True)]
         every = torch.cat(places)
@@ -199,9 +216,7 @@ class Mask2Former(nn.Module):
         """Scores (B, K, h, w) of the largest map's size, and the cells (B, Q, S) uint8 chosen in each layer."""
         features, cells = self.pixels(maps)
         values = [part + level for part, level in zip(cells, self.levels, strict=True)]
-        keys = [
-            value + _positions(grid, value) for value, grid in zip(values, self.pixels.grids, strict=True)
-        ]
+        keys = [value + _positions(grid, value) for value, grid in zip(values, self.pixels.grids, strict=True)]
         queries = self.queries.expand(features.shape[0], -1, -1)
         masks, chosen = self._masks(self.norm(queries), features), []
         for i, (layer, grid) in enumerate(zip(self.layers, self.grids, strict=True)):
@@ -236,6 +251,11 @@ class Mask2Former(nn.Module):
 # ---------------------------------------------------------------------------------------------------- checkpoint keys
 
 _HEAD, _PIXELS = "decode_head.", "decode_head.pixel_decoder."
+_NORMED_CONV = {"conv": "conv", "norm": "gn"}
+_MLP = {"fc1.": "ffns.0.layers.0.0.", "fc2.": "ffns.0.layers.1."}
+_NORMS = {f"norm{i + 1}.": f"norms.{i}." for i in range(3)}
+_PIXEL_LAYER = {"attn.": "attentions.0."}
+_MASKED_LAYER = {f"{ours}.proj.": f"attentions.{i}.attn.out_proj." for i, ours in enumerate(("cross", "attn"))}
 
 
 def head_names(network: Network) -> dict[str, str]:
@@ -252,21 +272,14 @@ def head_names(network: Network) -> dict[str, str]:
     names |= {f"decoder.mask.{i}.": f"{_HEAD}mask_embed.{2 * i}." for i in range(3)}
     convs = {f"inputs.{i}": f"input_convs.{i}" for i in range(_LEVELS)}
     for ours, theirs in (convs | {"lateral": "lateral_convs.0", "smooth": "output_convs.0"}).items():
-        names |= {f"decoder.pixels.{ours}.{a}.": f"{_PIXELS}{theirs}.{b}." for a, b in (("conv", "conv"), ("norm", "gn"))}
-    mlp = {"fc1.": "ffns.0.layers.0.0.", "fc2.": "ffns.0.layers.1."}
-    for layers, theirs, inside in (
-        (network.pixel_layers, f"{_PIXELS}encoder.layers", {"attn.": "attentions.0."}),
-        (network.decoder_depth, f"{_HEAD}transformer_decoder.layers", _proj_names()),
+        names |= {f"decoder.pixels.{ours}.{a}.": f"{_PIXELS}{theirs}.{b}." for a, b in _NORMED_CONV.items()}
+    for ours, theirs, layers, inside in (
+        ("decoder.pixels.layers", f"{_PIXELS}encoder.layers", network.pixel_layers, _PIXEL_LAYER),
+        ("decoder.layers", f"{_HEAD}transformer_decoder.layers", network.decoder_depth, _MASKED_LAYER),
     ):
-        ours = "decoder.pixels.layers" if "encoder" in theirs else "decoder.layers"
-        norms = {f"norm{i + 1}.": f"norms.{i}." for i in range(3)}
         for i in range(layers):
-            names |= {f"{ours}.{i}.{a}": f"{theirs}.{i}.{b}" for a, b in (mlp | norms | inside).items()}
+            names |= {f"{ours}.{i}.{a}": f"{theirs}.{i}.{b}" for a, b in (_MLP | _NORMS | inside).items()}
     return names
-
-
-def _proj_names() -> dict[str, str]:
-    return {f"{ours}.proj.": f"attentions.{i}.attn.out_proj." for i, ours in enumerate(("cross", "attn"))}
 
 
 def head_made(network: Network) -> dict[str, Made]:

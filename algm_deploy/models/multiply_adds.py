@@ -17,7 +17,7 @@ def attention(tokens: int, dim: int) -> int:
 
 
 def mlp(tokens: int, dim: int, hidden: int = 0) -> int:
-    """The MLP of a block, with the LayerNorm before it. `hidden`: its inner width, four times `dim` where none is given."""
+    """The MLP of a block, with the LayerNorm before it. `hidden`: its inner width; 0 for four times `dim`."""
     return NORM * tokens * dim + 2 * tokens * dim * (hidden or _MLP_RATIO * dim)
 
 

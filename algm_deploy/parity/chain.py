@@ -3,8 +3,9 @@
 1 network    the network with an empty merge plan equals the original
 2 operators  PyTorch's merges equal their NumPy definitions on this network's own tokens
 3 graph      the exported graph and the manifest are what the recipe asks for
-4 numbers    the runtime equals PyTorch with the runtime's own merge decisions forced
-5 decisions  the runtime's merge decisions equal PyTorch's, or noise explains the difference
+4 numbers    the runtime equals PyTorch with the runtime's own decisions forced
+5 decisions  the runtime's merge decisions equal PyTorch's, or noise explains the difference; likewise where queries
+             choose by their masks what they attend to
 6 labels     the runtime's label maps equal those of PyTorch deciding freely
 
 A runtime is run on every image alone, on batches of different images, and on one image with thresholds at which nothing
@@ -24,7 +25,7 @@ import torch
 from tqdm import tqdm
 
 from algm_deploy.bundle.records import Link, Parity
-from algm_deploy.bundle.signature import CLAP_THRESHOLD, GBM_THRESHOLD, signature_of, threshold_defaults
+from algm_deploy.bundle.signature import CLAP_THRESHOLD, GBM_THRESHOLD, mask_names, signature_of, threshold_defaults
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BundleError, ExecutionError
 from algm_deploy.merging import deployed_network
@@ -146,7 +147,8 @@ class _Chain:
         batch = []
         for position, index in enumerate(trial.images):
             maps = [outputs[f"token_map_{name}"][position] for name in signature.merges]
-            batch.append(Decided(names[position], maps, self._replays(index, maps)))
+            masks = [outputs[name][position] for name in mask_names(network)]
+            batch.append(Decided(names[position], maps, self._replays(index, maps, masks), masks))
             self._numbers.compare(names[position], outputs[self._recipe.output][position], batch[-1].replayed)
             yield index
         self._decisions.compare(batch, trial.plan(self._recipe.merging), counted=not trial.thresholds)
@@ -157,8 +159,12 @@ class _Chain:
             exact = free if self._pytorch.exact is self._pytorch.own else self._pytorch.exact.infer(feeds, every)
             right = exact if self._pytorch.unquantized is not None else free
             alike = all(
-                np.array_equal(right[f"token_map_{n}"][0], m)
-                for n, m in zip(signature.merges, batch[0].maps, strict=True)
+                np.array_equal(right[n][0], decided)
+                for n, decided in zip(
+                    (*(f"token_map_{merge}" for merge in signature.merges), *mask_names(network)),
+                    (*batch[0].maps, *batch[0].masks),
+                    strict=True,
+                )
             )
             ours = self._run.infer(feeds)
             self._labels.compare(ours, free, exact, None if alike else batch[0].replayed)
@@ -176,7 +182,9 @@ class _Chain:
         """Links 2 to 6, when the trials have run."""
         plan, network = self._recipe.merging, self._recipe.network
         runs = sum(len(trial.images) for trial in trials)
-        decisions = [self._decisions.link(runs, self._labels.count_difference)] if plan.layers else []
+        decisions = (
+            [self._decisions.link(runs, self._labels.count_difference)] if plan.layers or network.mask_grids else []
+        )
         return [
             operators_link(plan, network, self._first),
             graph_link(self._bundle, self._run.executable),

@@ -1,4 +1,6 @@
-"""Merge decisions of a runtime against those of PyTorch: equal, excused by noise, or wrong.
+"""Decisions of a runtime against those of PyTorch: equal, excused by noise, or wrong.
+
+Merges decide, and so do masks by which queries choose the cells they attend to.
 
 Decisions sit on the edges of floating-point numbers: one unit in the last place can flip a window, and the flip changes
 everything behind it. So a difference is excused exactly when the runtime's decision is one that the similarities allow
@@ -24,6 +26,7 @@ from algm_deploy.recipe.schema import MergePlan, Network, Size
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
+Cells = NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,16 @@ class G2tmFacts:
 
     similarity: Floats
     limit: float
+    noise: float
+
+
+@dataclass(frozen=True, eq=False)
+class MaskFacts:
+    """What the queries of one layer decided on, one image: true masks (Q, S) before their activation, positive for the
+    cells to attend to; what PyTorch's own masks (Q, S) chose in the precision at hand; and the noise of masks."""
+
+    masks: NDArray[np.float64]
+    own: NDArray[np.bool_]
     noise: float
 
 
@@ -276,6 +289,14 @@ def _shared(token_map: Ints, grid: Size) -> NDArray[np.bool_]:
     pairs = token_map[neighbours(grid)]
     shared: NDArray[np.bool_] = pairs[:, 0] == pairs[:, 1]
     return shared
+
+
+def mask_problems(facts: MaskFacts, chosen: Cells, layer: int) -> list[str]:
+    """What in the choice of cells (Q, S) for one image, in a 1-based layer, the noise cannot explain."""
+    if not np.isfinite(facts.noise):
+        return [f"mask {layer}: masks are not finite"]
+    gap = np.abs(facts.masks[(chosen > 0) != (facts.masks >= 0)]).max(initial=0)
+    return [f"mask {layer}: a cell is {gap:.1e} on the other side of zero"] if gap > facts.noise else []
 
 
 class _Join(NamedTuple):

@@ -55,12 +55,13 @@ def graph_problems(facts: dict[str, Any], recipe: Recipe) -> list[str]:
             problems.append(f"{kind}: expected {wanted}, found {facts[kind]}")
     if facts["opset"].get("ai.onnx") != 18:
         problems.append(f"opset: expected 18, found {facts['opset'].get('ai.onnx')}")
-    expected_nodes = _encoder_nodes(recipe)
+    expected_nodes = [("encoder", node) for node in _encoder_nodes(recipe)]
+    expected_nodes += [("decoder", node) for node in _pixel_nodes(recipe.network)]
     found = facts["algm_nodes"][: len(expected_nodes)]
     found += [None] * (len(expected_nodes) - len(found))
-    for node, wanted_node in zip(found, expected_nodes, strict=True):
+    for node, (where, wanted_node) in zip(found, expected_nodes, strict=True):
         if not _same(node, wanted_node):
-            problems.append(f"encoder: expected {wanted_node}, found {node}")
+            problems.append(f"{where}: expected {wanted_node}, found {node}")
     surplus = [node for node in facts["algm_nodes"][len(expected_nodes) :] if node["operator"] in get_args(Merge)]
     return problems + [f"decoder: expected no merging, found {node}" for node in surplus]
 
@@ -114,6 +115,12 @@ def _adapter_nodes(network: Network, plan: MergePlan, outlet: dict[str, Any] | N
             merged = merged or (plan.lasting and layer in plan.layers)
         nodes += [unmerge] * merged + [extractor] * (LAST_EXTRACTORS if end == network.depth else 1)
     return nodes
+
+
+def _pixel_nodes(network: Network) -> list[dict[str, Any]]:
+    """Of a decoder whose queries look at all features, the nodes by which those look at each other first."""
+    shapes = [side for grid in feature_grids(network.grid)[::-1] for side in grid]
+    return [{"operator": "deformable_attention", "shapes": shapes}] * network.pixel_layers
 
 
 def _outlet_node(network: Network, plan: MergePlan) -> dict[str, Any] | None:

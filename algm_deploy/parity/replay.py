@@ -7,6 +7,7 @@ int8 both are quantised, and the baseline jitters (`jitter.py`).
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.merging import (
     REPLAYS,
+    ReplayChoice,
     elvit_distances,
     merge_inputs,
     merges_in,
@@ -27,7 +29,7 @@ from algm_deploy.merging import (
 from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.fp8 import use_fp8
 from algm_deploy.models.loading import DTYPES, load_network
-from algm_deploy.models.scores import Scores, upsample_scores
+from algm_deploy.models.scores import GridScores, Scores, upsample_scores
 from algm_deploy.models.vit import Tokens, VitNetwork
 from algm_deploy.ops._rows import wide
 from algm_deploy.ops.clap import clap_decisions, clap_rows, window_similarity
@@ -36,7 +38,7 @@ from algm_deploy.ops.evit import evit_record, evit_sources
 from algm_deploy.ops.g2tm import g2tm_rows, neighbour_similarity
 from algm_deploy.ops.gbm import gbm_decisions, gbm_rows, gbm_scores, gbm_similarity, gbm_threshold
 from algm_deploy.ops.tome import SEMANTICS, tome_rows, tome_similarity
-from algm_deploy.parity.decisions import ClapFacts, ElvitFacts, EvitFacts, G2tmFacts, GbmFacts, Ints
+from algm_deploy.parity.decisions import Cells, ClapFacts, ElvitFacts, EvitFacts, G2tmFacts, GbmFacts, Ints, MaskFacts
 from algm_deploy.parity.jitter import jittered
 from algm_deploy.recipe.schema import MergePlan, Network, Precision
 
@@ -56,15 +58,18 @@ class Error(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Replayed:
-    """One image under forced token maps.
+    """One image under forced decisions.
 
-    `truth` and `baseline` are the tokens that entered each merge; `error` is that of the baseline's scores, and `scale`
-    the size of the true ones. Scores are kept as the network gives them and made full-size on demand: for 150 classes
-    of 512x512 pixels that is 0.3 GB.
+    `truth` and `baseline` are the tokens that entered each merge. `true_masks` and `baseline_masks` are the masks
+    (Q, S), before their activation, by which queries choose the cells they attend to, of each layer that has them do
+    so. `error` is that of the baseline's scores, and `scale` the size of the true ones. Scores are kept as the network
+    gives them and made full-size on demand: for 150 classes of 512x512 pixels that is 0.3 GB.
     """
 
     truth: tuple[Tokens, ...]
     baseline: tuple[Tokens, ...]
+    true_masks: tuple[torch.Tensor, ...]
+    baseline_masks: tuple[torch.Tensor, ...]
     error: Error
     scale: Error
     full_size: Callable[[], Doubles]
@@ -75,7 +80,7 @@ class Replayed:
 
 
 class Replays:
-    """Replays of the images of one verification; the same image with the same maps is run once.
+    """Replays of the images of one verification; the same image with the same decisions is run once.
 
     `precision`: of the baseline.
     """
@@ -86,20 +91,31 @@ class Replays:
         self._baseline = _ReplayNetwork(bundle, DTYPES[precision], use_fp8 if precision == "fp8" else jittered)
         self._known: dict[tuple[int, bytes], Replayed] = {}
 
-    def __call__(self, index: int, maps: Sequence[Ints]) -> Replayed:
-        """The image of that index, merged by the token maps (N,) of its merges."""
-        key = index, b"".join(token_map.tobytes() for token_map in maps)
+    def __call__(self, index: int, maps: Sequence[Ints], masks: Sequence[Cells] = ()) -> Replayed:
+        """The image of that index, merged by the token maps (N,) of its merges.
+
+        Where queries choose the cells that they attend to, they take those of `masks` (Q, S), layer by layer.
+        """
+        key = index, hashlib.sha256(b"".join(array.tobytes() for array in (*maps, *masks))).digest()
         if key not in self._known:
-            self._known[key] = self._run(self._images[index], maps)
+            self._known[key] = self._run(self._images[index], maps, masks)
         return self._known[key]
 
-    def _run(self, image: NDArray[Any], maps: Sequence[Ints]) -> Replayed:
-        truth, entering_truth = self._truth(image, maps)
-        baseline, entering_baseline = self._baseline(image, maps)
+    def _run(self, image: NDArray[Any], maps: Sequence[Ints], masks: Sequence[Cells]) -> Replayed:
+        truth, tokens, deciding = self._truth(image, maps, masks)
+        baseline, tokens_baseline, deciding_baseline = self._baseline(image, maps, masks)
         network = self._truth.network
         scores = full_size(truth, network)
         error = error_of(full_size(baseline, network) - scores)
-        return Replayed(entering_truth, entering_baseline, error, error_of(scores), partial(full_size, truth, network))
+        return Replayed(
+            tokens,
+            tokens_baseline,
+            deciding,
+            deciding_baseline,
+            error,
+            error_of(scores),
+            partial(full_size, truth, network),
+        )
 
 
 class _ReplayNetwork:
@@ -113,17 +129,24 @@ class _ReplayNetwork:
         self._model = Deployed(replaying, self.network, "scores").eval().model
         change(self._model)
         self._entering: list[Tokens] = []
+        self._deciding: list[torch.Tensor] = []
         for module in self._model.modules():
             if isinstance(module, REPLAYS):
                 module.register_forward_pre_hook(lambda _, args: self._entering.append(args[0]))
+            elif isinstance(module, ReplayChoice):
+                module.register_forward_pre_hook(lambda _, args: self._deciding.append(args[0][0]))
 
     @torch.inference_mode()
-    def __call__(self, image: NDArray[Any], maps: Sequence[Ints]) -> tuple[Scores, tuple[Tokens, ...]]:
-        """Scores of one image (3, H, W), and the tokens that entered each merge."""
+    def __call__(
+        self, image: NDArray[Any], maps: Sequence[Ints], masks: Sequence[Cells]
+    ) -> tuple[Scores, tuple[Tokens, ...], tuple[torch.Tensor, ...]]:
+        """Scores of one image (3, H, W), the tokens that entered each merge, and the masks that were decided on."""
         self._entering.clear()
-        forced = tuple(torch.from_numpy(token_map)[None] for token_map in maps)
-        result = self._model(torch.from_numpy(image)[None], merge_inputs(0.0, 0.0, forced))
-        return result._replace(stages=[]), tuple(self._entering)
+        self._deciding.clear()
+        forced, chosen = (tuple(torch.from_numpy(array)[None] for array in arrays) for arrays in (maps, masks))
+        result = self._model(torch.from_numpy(image)[None], merge_inputs(0.0, 0.0, forced, masks=chosen))
+        result = result._replace(stages=[], masks=()) if isinstance(result, GridScores) else result._replace(stages=[])
+        return result, tuple(self._entering), tuple(self._deciding)
 
 
 @torch.inference_mode()
@@ -222,6 +245,16 @@ def g2tm_facts(replays: Sequence[Replayed], stage: int, plan: MergePlan, network
             for t in (replay.truth, replay.baseline)
         )
         facts.append(G2tmFacts(exact.numpy(), float(np.float32(plan.clap_threshold)), _noise(exact, rounded)))
+    return facts
+
+
+def mask_facts(replayed: Replayed) -> list[MaskFacts]:
+    """What the queries of each layer that chooses cells decided on, and its noise."""
+    facts = []
+    for exact, rounded in zip(replayed.true_masks, replayed.baseline_masks, strict=True):
+        noise = NOISE_FACTOR * float((exact - rounded).abs().max())
+        floor = NOISE_FLOOR * float(exact.abs().max())
+        facts.append(MaskFacts(exact.numpy(), (rounded >= 0).numpy(), float(np.maximum(noise, floor))))
     return facts
 
 

@@ -37,11 +37,11 @@ class Network:
     `stages` are the 1-based encoder blocks whose tokens the decoder reads, where it reads several. `decoder_dim` is the
     width of a SETR or SegViT decoder. `naive_mmseg` and `mla_mmseg` are mmsegmentation's, which differ from SETR's own.
     `extra_tokens` follow cls: DINOv2's registers or DeiT's distillation token. `queries` join the last `decoder_depth`
-    of EoMT's `depth` blocks. `adapter_heads` and `adapter_dim` are the heads of ViT-Adapter's deformable attention and the
-    width of its values, which differs from `embed_dim` in some; `stages` are the last blocks of its groups, and
-    `decoder_dim` is the width of UPerNet or Mask2Former. Mask2Former has `pixel_layers` of deformable attention among its
-    features, then `decoder_depth` in which `queries` look at them, all with `decoder_heads`. `mlp_dim` is the width inside
-    the MLPs of the encoder's blocks; 0 stands for four times `embed_dim`.
+    of EoMT's `depth` blocks. `adapter_heads` and `adapter_dim` are the heads of ViT-Adapter's deformable attention and
+    the width of its values, which differs from `embed_dim` in some; `stages` are the last blocks of its groups, and
+    `decoder_dim` is the width of UPerNet or Mask2Former. Mask2Former has `pixel_layers` of deformable attention among
+    its features, then `decoder_depth` layers in which `queries` look at them, all with `decoder_heads`. `mlp_dim` is
+    the width inside the MLPs of the encoder's blocks; 0 stands for four times `embed_dim`.
     """
 
     family: str
@@ -69,7 +69,8 @@ class Network:
         _check_ranges("network", self, embed_dim=(1, 8192), depth=(1, 256), heads=(1, 256), classes=(1, 65535))
         _check_ranges("network", self, patch_size=(1, 256), image_size=(self.patch_size, 16384))
         _check_ranges("network", self, stages=(1, self.depth), decoder_dim=(1, 8192))
-        _check_ranges("network", self, extra_tokens=(0, row.extra_tokens), queries=(int(row.queries or row.masks), 1024))
+        _check_ranges("network", self, queries=(int(row.queries or row.masks), 1024))
+        _check_ranges("network", self, extra_tokens=(0, row.extra_tokens), mlp_dim=(0, 65536))
         _check_ranges("network", self, decoder_depth=(row.blocks or 0, self.depth - 1 if row.queries else 256))
         if self.embed_dim % self.heads:
             raise RecipeError(f"expected network.heads to divide the width {self.embed_dim}, got {self.heads}")
@@ -87,7 +88,6 @@ class Network:
                 f"expected {row.stages} ascending blocks as network.stages for decoder {self.decoder}, "
                 f"got {self.stages}"
             )
-        _check_ranges("network", self, mlp_dim=(0, 65536))
         self._check_adapter()
         self._check_masks()
 
