@@ -66,10 +66,16 @@ def test_merge_positions_are_those_of_the_recipes(positions: Positions) -> None:
         for facts in RECIPES
         if (network_name(facts.network), backbone(facts.network)) == (positions.network, positions.backbone)
     ]
+    published = {
+        ((row.clap,), row.gbm)
+        for row in read_positions()
+        if (row.network, row.backbone) == (positions.network, positions.backbone)
+    }
     if positions.without_recipe:
         assert merging == []
-    else:
-        assert set(merging) == {((positions.clap,), positions.gbm)}
+    else:  # of several rows the recipe is one
+        assert merging
+        assert set(merging) <= published
 
 
 def gmacs_as_the_source_counts(network: Network, merges: int) -> float:

@@ -138,7 +138,7 @@ for _row in (
         family="eva",
         decoder="mask2former",
         network="algm_deploy.models.eva:Eva",
-        published="EVA with ViT-Adapter and Mask2Former",
+        published="EVA + ViT-Adapter + Mask2Former",
         stages=4,
         blocks=1,
         adapter=True,

@@ -257,6 +257,36 @@ def test_a_shrunk_segvit_is_refused() -> None:
         state_dict_for(case.network, Checkpoint(Path("published.pth"), state, None, ()))
 
 
+def test_an_eva_with_relative_positions_is_refused() -> None:
+    case = golden("eva")
+    table = {"backbone.blocks.0.attn.relative_position_bias_table": torch.zeros(126, 2)}
+    checkpoint = Checkpoint(Path("eva_relpos.pth"), weights(case.keys) | table, None, ())
+    with pytest.raises(CheckpointError, match=r"eva_relpos.pth: expected EVA without relative position bias, got one"):
+        state_dict_for(case.network, checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        (
+            "eva",
+            {"decoder_dim": 48},
+            "expected network.decoder_dim as a multiple of network.decoder_heads 4 and of the 32",
+        ),
+        ("eva", {"decoder_heads": 3}, "as a multiple of network.decoder_heads 3"),
+        ("eva", {"decoder_heads": 0}, "expected network.decoder_heads between 1 and 256, got 0"),
+        ("eva", {"pixel_layers": 0}, "expected network.pixel_layers between 1 and 64, got 0"),
+        ("eva", {"queries": 0}, "expected network.queries between 1 and 1024, got 0"),
+        ("eva", {"image_size": (80, 96)}, "network.image_size in multiples of 32"),
+        ("segvit", {"pixel_layers": 1}, "expected network.pixel_layers between 0 and 0, got 1"),
+        ("segvit", {"mlp_dim": -1}, "expected network.mlp_dim between 0 and 65536, got -1"),
+    ],
+)
+def test_impossible_masked_networks_are_refused(name: str, change: Any, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        replace(golden(name).network, **change)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

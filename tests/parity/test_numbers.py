@@ -95,6 +95,7 @@ def test_no_more_decisions_can_differ_than_there_are() -> None:
     """PyTorch decides eight of ten otherwise than fp64: 160 % would be allowed, and moves make more than ten."""
     decisions = Decisions(recipe("demo"))
     decisions._images.append((Counts(unequal=False, decisions=10, others=12, own=8),))
+    decisions._masks.append(())
     decisions._compared = 1
     found = decisions.link(1, 0)
     assert found.gate == "0 unexcused, 100 % of decisions"
