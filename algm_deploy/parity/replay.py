@@ -68,11 +68,11 @@ class Replayed:
 
     truth: tuple[Tokens, ...]
     baseline: tuple[Tokens, ...]
-    true_masks: tuple[torch.Tensor, ...]
-    baseline_masks: tuple[torch.Tensor, ...]
     error: Error
     scale: Error
     full_size: Callable[[], Doubles]
+    true_masks: tuple[torch.Tensor, ...] = ()
+    baseline_masks: tuple[torch.Tensor, ...] = ()
 
     def scores(self) -> Doubles:
         """True scores (K, H, W)."""
@@ -110,11 +110,11 @@ class Replays:
         return Replayed(
             tokens,
             tokens_baseline,
-            deciding,
-            deciding_baseline,
             error,
             error_of(scores),
             partial(full_size, truth, network),
+            deciding,
+            deciding_baseline,
         )
 
 

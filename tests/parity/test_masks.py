@@ -53,9 +53,9 @@ def test_noise_excuses_cells_near_zero_alone(cells: tuple[int, ...], noise: floa
 
 def decided(masks: Sequence[np.ndarray], true: Sequence[np.ndarray], error: float) -> Decided:
     """One image without merges whose PyTorch masks are all off by `error`."""
-    exact = tuple(torch.from_numpy(array) for array in true)
-    none = Error(0.0, 0.0)
-    replayed = Replayed((), (), exact, tuple(array + error for array in exact), none, none, lambda: np.zeros((1, 1, 1)))
+    exact, none = tuple(torch.from_numpy(array) for array in true), Error(0.0, 0.0)
+    rounded = tuple(array + error for array in exact)
+    replayed = Replayed((), (), none, none, lambda: np.zeros((1, 1, 1)), exact, rounded)
     return Decided("image 0", [], replayed, masks)
 
 
