@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from toys import toy
 
 from algm_deploy.bundle.signature import signature_of
 from algm_deploy.bundle.store import Bundle
@@ -66,6 +67,9 @@ def test_plans_that_do_not_fit_the_network_are_refused() -> None:
     network = replace(NETWORK, family="setr", decoder="mla", stages=(1, 2, 3, 4))
     with pytest.raises(RecipeError, match="the decoder mla has a network without cls"):
         Recipe("tiny", network, PLAN, Protocol("camvid", 96, 96, 96))
+    network, _ = toy("eva", "mask2former")
+    with pytest.raises(RecipeError, match="between its groups of blocks the eva reads every patch"):
+        Recipe("tiny", network, PLAN, Protocol("camvid", 64, 96, 64))
 
 
 def test_it_has_a_name_and_no_thresholds() -> None:

@@ -549,6 +549,11 @@ class Recipe:
             raise RecipeError(
                 f"method evit keeps what cls attends to, and the decoder {network.decoder} has a network without cls"
             )
+        if network.adapter_heads:
+            raise RecipeError(
+                f"method evit leaves patches out for good, and between its groups of blocks the {network.family} "
+                "reads every patch: take another method"
+            )
         for layer, (rows, keep) in plan.evit_counts(network.grid[0] * network.grid[1]).items():
             if keep >= rows:
                 raise RecipeError(
