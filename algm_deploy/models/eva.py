@@ -76,8 +76,9 @@ def _biases(network: Network) -> dict[str, Made]:
     """Biases of query, key and value of every block: keys have none."""
     dim, made = network.embed_dim, {}
     for i in range(network.depth):
-        keys = tuple(f"backbone.blocks.{i}.attn.{part}_bias" for part in "qv")
-        made[f"encoder.blocks.{i}.attn.qkv.bias"] = Made(dict.fromkeys(keys, (dim,)), partial(_around_zero, *keys))
+        query, value = (f"backbone.blocks.{i}.attn.{part}_bias" for part in "qv")
+        needs = {query: (dim,), value: (dim,)}
+        made[f"encoder.blocks.{i}.attn.qkv.bias"] = Made(needs, partial(_around_zero, query, value))
     return made
 
 

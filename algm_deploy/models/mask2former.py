@@ -69,11 +69,13 @@ class GroupNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(channels))
 
     def forward(self, maps: Tensor) -> Tensor:
-        groups = wide(maps).unflatten(1, (NORM_GROUPS, -1))
+        _, channels, height, width = maps.shape
+        groups = wide(maps).reshape(-1, NORM_GROUPS, channels // NORM_GROUPS, height, width)
         centred = groups - groups.mean((2, 3, 4), keepdim=True)
         deviation = (centred.square().mean((2, 3, 4), keepdim=True) + _EPS).sqrt()
         normal = (centred / deviation).flatten(1, 2).to(maps.dtype)
-        return normal * self.weight[:, None, None] + self.bias[:, None, None]
+        scaled: Tensor = normal * self.weight[:, None, None] + self.bias[:, None, None]
+        return scaled
 
 
 class NormedConv(nn.Module):
@@ -92,7 +94,7 @@ class NormedConv(nn.Module):
 class PixelLayer(nn.Module):
     """Cells (B, M, D) of all grids look at each other by deformable attention; norms come last."""
 
-    def __init__(self, network: Network, grids: Sequence[Size]) -> None:
+    def __init__(self, network: Network, grids: tuple[Size, ...]) -> None:
         super().__init__()
         dim = network.decoder_dim
         self.attn = DeformableAttention(dim, dim, network.decoder_heads, grids, grids)
@@ -127,7 +129,7 @@ class PixelDecoder(nn.Module):
         every = torch.cat(places)
         for layer in self.layers:
             cells = layer(cells, every)
-        parts = list(cells.split([rows * columns for rows, columns in self.grids], 1))
+        parts = list(torch.split(cells, [rows * columns for rows, columns in self.grids], 1))
         finest = parts[-1].mT.unflatten(2, self.grids[-1])
         lateral = self.lateral(maps[0])
         largest = self.smooth(lateral + resize(finest, (lateral.shape[2], lateral.shape[3])))

@@ -158,14 +158,8 @@ class _Chain:
             free = self._pytorch.own.infer(feeds, every)
             exact = free if self._pytorch.exact is self._pytorch.own else self._pytorch.exact.infer(feeds, every)
             right = exact if self._pytorch.unquantized is not None else free
-            alike = all(
-                np.array_equal(right[n][0], decided)
-                for n, decided in zip(
-                    (*(f"token_map_{merge}" for merge in signature.merges), *mask_names(network)),
-                    (*batch[0].maps, *batch[0].masks),
-                    strict=True,
-                )
-            )
+            decisions = [*(f"token_map_{name}" for name in signature.merges), *mask_names(network)]
+            alike = all(np.array_equal(right[name][0], outputs[name][0]) for name in decisions)
             ours = self._run.infer(feeds)
             self._labels.compare(ours, free, exact, None if alike else batch[0].replayed)
             if self._pytorch.unquantized is not None:

@@ -96,7 +96,8 @@ class Replays:
 
         Where queries choose the cells that they attend to, they take those of `masks` (Q, S), layer by layer.
         """
-        key = index, hashlib.sha256(b"".join(array.tobytes() for array in (*maps, *masks))).digest()
+        told = [array.tobytes() for array in maps] + [array.tobytes() for array in masks]
+        key = index, hashlib.sha256(b"".join(told)).digest()
         if key not in self._known:
             self._known[key] = self._run(self._images[index], maps, masks)
         return self._known[key]
