@@ -86,7 +86,8 @@ class Cluster:
             fn_constructor_args=(make, __version__),
             batch_size=block,
             batch_format="numpy",
-            compute=ray.data.ActorPoolStrategy(size=workers),
+            # One at a time: a block that waits for a worker that dies would lose one of its tries.
+            compute=ray.data.ActorPoolStrategy(size=workers, max_tasks_in_flight_per_actor=1),
             num_cpus=self._cpus_each(workers, on_gpus),
             num_gpus=1 if on_gpus else 0,
             ray_remote_args_fn=partial(dict, max_task_retries=_TRIES_AFTER_DEATHS),

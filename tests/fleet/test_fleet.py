@@ -144,7 +144,7 @@ def test_a_worker_that_dies_is_started_again_and_one_item_harms_no_other(
     found = {
         index: (result, device) for index, result, device in cluster.run(partial(Deadly, str(tmp_path)), items, False)
     }
-    assert found == {0: [b"a", "here"], 1: [None, ""], 2: [b"b", "here"], 3: [b"once", "here"]}
+    assert found == {0: (b"a", "here"), 1: (None, ""), 2: (b"b", "here"), 3: (b"once", "here")}
     assert (tmp_path / "died").exists()
 
 
