@@ -130,7 +130,7 @@ class PixelDecoder(nn.Module):
         for layer in self.layers:
             cells = layer(cells, every)
         parts = list(torch.split(cells, [rows * columns for rows, columns in self.grids], 1))
-        finest = parts[-1].mT.unflatten(2, self.grids[-1])  # type: ignore[no-untyped-call]
+        finest = parts[-1].mT.reshape(-1, cells.shape[2], *self.grids[-1])
         lateral = self.lateral(maps[0])
         largest = self.smooth(lateral + resize(finest, (lateral.shape[2], lateral.shape[3])))
         return self.masks(F.relu(largest)), parts
