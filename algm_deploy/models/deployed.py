@@ -111,5 +111,5 @@ class Deployed(nn.Module):
         tail = labels_of(result, grid, size) if self.output == "labels" else upsample_scores(result, grid, size)
         lengths = [stage.length - result.prefix for stage in result.stages]
         counts = torch.stack(lengths, 1) if lengths else image.new_zeros(image.shape[0], 0, dtype=torch.int64)
-        masks = result.masks if isinstance(result, GridScores) else ()
-        return tail, counts, (*(stage.map for stage in result.stages), *masks)
+        chosen = result.chosen if isinstance(result, GridScores) else ()
+        return tail, counts, (*(stage.map for stage in result.stages), *chosen)

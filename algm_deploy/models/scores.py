@@ -31,13 +31,13 @@ class TokenScores(NamedTuple):
 class GridScores(NamedTuple):
     """Class scores (B, K, h, w) of a decoder that unmerges its tokens itself; `prefix` and `stages` as above.
 
-    masks: layer by layer, where queries chose the cells (B, Q, cells) uint8 that they attend to, 1 for those.
+    chosen: layer by layer, where queries chose the cells (B, Q, cells) uint8 that they attend to, 1 for those.
     """
 
     scores: Tensor
     prefix: int
     stages: list[Merged]
-    masks: tuple[Tensor, ...] = ()
+    chosen: tuple[Tensor, ...] = ()
 
 
 class MaskScores(NamedTuple):

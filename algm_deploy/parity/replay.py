@@ -146,7 +146,7 @@ class _ReplayNetwork:
         self._deciding.clear()
         forced, chosen = (tuple(torch.from_numpy(array)[None] for array in arrays) for arrays in (maps, masks))
         result = self._model(torch.from_numpy(image)[None], merge_inputs(0.0, 0.0, forced, masks=chosen))
-        result = result._replace(stages=[], masks=()) if isinstance(result, GridScores) else result._replace(stages=[])
+        result = result._replace(stages=[], chosen=()) if isinstance(result, GridScores) else result._replace(stages=[])
         return result, tuple(self._entering), tuple(self._deciding)
 
 

@@ -121,14 +121,14 @@ def test_choices_are_replayed() -> None:
     images = torch.from_numpy(pictures(network, 1))
     with torch.no_grad():
         free = model(images, merge_inputs(plan.clap_threshold, plan.gbm_threshold))
-        maps, masks = tuple(stage.map for stage in free.stages), free.masks
+        maps, masks = tuple(stage.map for stage in free.stages), free.chosen
         assert [tuple(mask.shape) for mask in masks] == [(1, 6, 6), (1, 6, 24)]
         assert {0, 1} == {int(value) for mask in masks for value in mask.unique()}
         replaying = replay_merging(model, plan)
         same = replaying(images, merge_inputs(0.0, 0.0, maps, masks=masks))
         other = replaying(images, merge_inputs(0.0, 0.0, maps, masks=(masks[0], 1 - masks[1])))
     torch.testing.assert_close(same.scores, free.scores, rtol=0, atol=1e-5)
-    assert torch.equal(other.masks[1], 1 - masks[1])
+    assert torch.equal(other.chosen[1], 1 - masks[1])
     assert (other.scores - free.scores).abs().max() > 1e-3
 
 

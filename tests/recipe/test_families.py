@@ -24,9 +24,11 @@ def of(row: Architecture) -> Network:
         decoder=row.decoder,
         decoder_depth=1,
         stages=tuple(range(1, row.stages + 1)),
-        queries=int(row.queries),
+        queries=int(row.queries or row.masks),
         adapter_heads=2 * row.adapter,
         adapter_dim=16 * row.adapter,
+        decoder_heads=2 * row.masks,
+        pixel_layers=int(row.masks),
     )
 
 
