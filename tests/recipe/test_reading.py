@@ -65,6 +65,7 @@ ADAPTERS = {
     "vit_adapter_vit_t16_ade20k": (192, 12, 3, 6, 192),
     "vit_adapter_vit_b16_ade20k": (768, 12, 12, 12, 384),
     "vit_adapter_vit_l16_ade20k": (1024, 24, 16, 16, 512),
+    "eva_vit_g16_ade20k": (1408, 40, 16, 16, 704),
 }
 
 
@@ -137,6 +138,7 @@ PROTOCOLS = {
     "dinov2": {"ade20k": (512, 512, 341, 4)},
     "deit": {"ade20k": (512, 512, 341, 4)},
     "vit_adapter": {"ade20k": (512, 512, 341, 4)},
+    "eva": {"ade20k": (896, 896, 512, 4)},
     "eomt": {"ade20k": (512, 512, 512, 100), "cityscapes": (1024, 1024, 1024, 2)},
 }
 
