@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from algm_deploy.errors import PlanError, RecipeError
@@ -354,7 +354,7 @@ def test_an_unknown_name_is_answered_with_the_nearest_one_and_the_command_that_l
         recipes.recipe("zzz")
 
 
-@settings(max_examples=100, deadline=2000)
+@settings(max_examples=100, deadline=2000, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.dictionaries(
         st.sampled_from([*recipes.to_table(SMALL), "x", ""]),

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from official_files import TINY, official, tensors, write
 
@@ -325,7 +325,7 @@ def test_an_archive_of_something_else(tmp_path: Path) -> None:
         read_checkpoint(path)
 
 
-@settings(max_examples=150, deadline=2000)
+@settings(max_examples=150, deadline=2000, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_changed_bytes_never_escape_as_another_error(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
