@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from toys import deployed_toy, toy
 
-from algm_deploy.bundle.signature import output_names, threshold_defaults
+from algm_deploy.bundle.signature import mask_names, output_names, threshold_defaults
 from algm_deploy.lowering.portable import add_function_bodies
 from algm_deploy.merging import insert_merging, merge_inputs
 from algm_deploy.models.deployed import Deployed
@@ -80,7 +80,8 @@ class Exported:
         with torch.no_grad():
             inputs = merge_inputs(self.plan.clap_threshold, self.plan.gbm_threshold)
             tail, counts, maps = self.deployed(torch.from_numpy(images.astype(self.configuration.image)), inputs)
-        return dict(zip(output_names(self.plan, self.configuration.output), (tail, counts, *maps), strict=True))
+        names = (*output_names(self.plan, self.configuration.output), *mask_names(self.deployed.network))
+        return dict(zip(names, (tail, counts, *maps), strict=True))
 
 
 @pytest.fixture(scope="session")

@@ -398,12 +398,12 @@ def test_nan_in_the_precision_of_the_bundle_is_no_excuse(
     """Where PyTorch itself overflows in 16 bits nothing can be compared, so nothing passes."""
     call = replay._ReplayNetwork.__call__
 
-    def overflowing(self: Any, image: Array, maps: list[Array]) -> Any:
-        scores, entering = call(self, image, maps)
+    def overflowing(self: Any, *inputs: Any) -> Any:
+        scores, entering, deciding = call(self, *inputs)
         if scores.scores.dtype == torch.float32:
             scores = scores._replace(scores=scores.scores * torch.nan)
             entering = tuple(t._replace(values=t.values * torch.nan) for t in entering)
-        return scores, entering
+        return scores, entering, deciding
 
     monkeypatch.setattr(replay._ReplayNetwork, "__call__", overflowing)
     report = verified(tiny_bundle, "torch", windows[:1])

@@ -227,7 +227,7 @@ def without(name: str) -> Callable[[dict[str, Any]], object]:
         (
             2,
             without("kind"),
-            "expected rule or threshold or budget or positions or attention or page as tunings.2.kind, got None",
+            "or precision or budget or positions or attention or page as tunings.2.kind, got None",
         ),
         (2, lambda record: record.update(kind=["rule"]), r"as tunings.2.kind, got \['rule'\]"),
         (2, without("tuned_on"), "expected a table as tunings.2.tuned_on, found none"),
