@@ -28,24 +28,31 @@ class WholeNetwork:
         self._network, self._inputs = network, inputs
         self.graphs = Graphs(device, LIMIT)
         self._device = device
+        # By pictures that fit: batches up to a power of two share them, or all sizes would add up.
         self._images: dict[int, Tensor] = {}
         self._results: dict[int, list[Tensor]] = {}
         self._turn = threading.Lock()
 
     def run(self, image: Tensor) -> list[Tensor]:
         """Labels or scores, token counts and token maps of images (B, 3, H, W), in memory of their own."""
-        count = len(image)
+        count, fitting = len(image), _fitting(len(image))
         with self._turn:
-            if count not in self._images:
-                self._images[count] = torch.empty_like(image, device=self._device)
-            self._images[count].copy_(image)
-            self.graphs.run((count,), lambda: self._compute(count))
-            return [one.clone() for one in self._results[count]]
+            if fitting not in self._images:
+                self._images[fitting] = image.new_empty(fitting, *image.shape[1:], device=self._device)
+            self._images[fitting][:count].copy_(image)
+            self.graphs.run((count,), lambda: self._compute(count, fitting))
+            return [one[:count].clone() for one in self._results[fitting]]
 
-    def _compute(self, count: int) -> None:
+    def _compute(self, count: int, fitting: int) -> None:
         """Results into memory that stays where it is, as a graph needs it."""
-        tail, counts, maps = self._network(self._images[count], self._inputs)
+        tail, counts, maps = self._network(self._images[fitting][:count], self._inputs)
         made = [tail, counts, *maps]
-        kept = self._results.setdefault(count, [torch.empty_like(one) for one in made])
-        for target, one in zip(kept, made, strict=True):
-            target.copy_(one)
+        if fitting not in self._results:
+            self._results[fitting] = [one.new_empty(fitting, *one.shape[1:]) for one in made]
+        for target, one in zip(self._results[fitting], made, strict=True):
+            target[:count].copy_(one)
+
+
+def _fitting(count: int) -> int:
+    """The next power of two."""
+    return 1 << (count - 1).bit_length()

@@ -73,6 +73,16 @@ def test_the_next_call_leaves_results_alone(monkeypatch: pytest.MonkeyPatch) -> 
     assert all(torch.equal(a, b) for a, b in zip(first, kept, strict=True))
 
 
+def test_memory_grows_with_the_largest_batch_and_not_with_the_number_of_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(whole, "Graphs", Recorded)
+    made = network(PLANS["evit"])
+    run = WholeNetwork(made, INPUTS, torch.device("cpu"))
+    for count in (4, 3, 2, 1, 3):
+        assert_as_modules(made, run, pictures(made, count), "cpu", 0)
+    assert sum(len(one) for one in run._images.values()) == 4 + 2 + 1
+    assert [sum(map(len, kept)) for kept in zip(*run._results.values(), strict=True)] == [7] * len(run._results[1])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", PLANS)
 def test_each_method_is_captured(method: str) -> None:
