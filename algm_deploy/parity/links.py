@@ -14,9 +14,10 @@ from algm_deploy.bundle.files import ONNX
 from algm_deploy.bundle.records import Link
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.lowering.tensorrt_stretches import STRETCH_ONNX
-from algm_deploy.merging import Elvit, elvit_distances, insert_merging, merge_inputs, merges_in
+from algm_deploy.merging import insert_merging, merge_inputs, merges_in
 from algm_deploy.models.deployed import NORMALIZATIONS, Deployed
 from algm_deploy.models.loading import DTYPES, load_network
+from algm_deploy.models.merges import Elvit, elvit_distances
 from algm_deploy.models.scores import MaskScores, Scores, upsample_scores
 from algm_deploy.models.vit import Tokens
 from algm_deploy.ops import reference

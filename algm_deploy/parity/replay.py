@@ -18,17 +18,11 @@ import torch
 from numpy.typing import NDArray
 
 from algm_deploy.bundle.store import Bundle
-from algm_deploy.merging import (
-    REPLAYS,
-    ReplayChoice,
-    elvit_distances,
-    merge_inputs,
-    merges_in,
-    replay_merging,
-)
+from algm_deploy.merging import merge_inputs, merges_in, replay_merging
 from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.fp8 import use_fp8
 from algm_deploy.models.loading import DTYPES, load_network
+from algm_deploy.models.merges import REPLAYS, ReplayChoice, elvit_distances
 from algm_deploy.models.scores import GridScores, Scores, upsample_scores
 from algm_deploy.models.vit import Tokens, VitNetwork
 from algm_deploy.ops._rows import wide

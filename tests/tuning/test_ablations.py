@@ -13,8 +13,9 @@ from torch import Tensor
 
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import PlanError
-from algm_deploy.merging import Gbm, deployed, merge_inputs
+from algm_deploy.merging import deployed, merge_inputs
 from algm_deploy.models.loading import load_network
+from algm_deploy.models.merges import Gbm
 from algm_deploy.models.vit import Block, Tokens
 from algm_deploy.ops.clap import window_members, window_similarity
 from algm_deploy.ops.gbm import gbm_similarity

@@ -31,9 +31,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from algm_deploy.merging import Clap, Gbm, KeepFirst, Tome, Unmerge
 from algm_deploy.models.deployed import PIXEL_CENTRE, PIXEL_SCALE, Deployed, PixelEmbedding
 from algm_deploy.models.fp8 import Fp8Linear, Quantised
+from algm_deploy.models.merges import Clap, Gbm, KeepFirst, Tome, Unmerge
 from algm_deploy.models.quantized import is_quantized
 from algm_deploy.models.readout import Crossed, Joining, ReadNetwork, Steps, heads_of
 from algm_deploy.models.scores import GridScores, MaskScores, Scores, TokenScores
