@@ -19,11 +19,14 @@ from algm_deploy.bundle.records import Parity
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.cli import arguments as kinds
 from algm_deploy.cli import main
+from algm_deploy.cli.arguments import given_settings
 from algm_deploy.cli.making import _engine_options
 from algm_deploy.cli.parser import parser
 from algm_deploy.errors import BuildError, NotExecutedError
 from algm_deploy.pictures.shipped import scene
 from algm_deploy.pictures.video import Video, video_writer
+from algm_deploy.recipe.reading import flatten, recipe, resolve
+from algm_deploy.recipe.schema import DENSE, MergePlan
 from algm_deploy.runners import contract
 from algm_deploy.runners.registry import RUNTIMES
 
@@ -565,6 +568,22 @@ def test_a_dense_bundle_says_so(run: Run, tiny_checkpoint: Path, tmp_path: Path)
     sentence(both, "export", "expected --dense without --tau and --gbm")
     quiet = run("export", tiny_checkpoint, "-o", tmp_path / "dense", "--dense", "--quiet")
     assert (quiet[0], quiet[2]) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        MergePlan((), (), method="evit", evit_layers=(2,), evit_keep=0.6),
+        MergePlan((), (), method="elvit", elvit_layer=2, elvit_grid=(2, 3), elvit_neighbours=3),
+    ],
+    ids=["evit", "elvit"],
+)
+def test_dense_leaves_nothing_of_another_method(plan: MergePlan) -> None:
+    """Settings that the method alone reads included: without it they would be refused."""
+    dense = given_settings(parser().parse_args(["export", "checkpoint.pth", "-o", "bundle", "--dense"]))
+    given = {key: value for key, value in flatten(recipe("demo")).items() if not key.startswith("merging.")}
+    found, _ = resolve([("recipe", given | flatten(plan, "merging.")), ("flags", dense)])
+    assert found.merging == DENSE
 
 
 def test_json_is_the_record_and_nothing_else(run: Run, bundle: Path, data: Path) -> None:

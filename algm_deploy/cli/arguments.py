@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, get_args
 from algm_deploy.cli.saying import tell
 from algm_deploy.errors import DatasetError, RecipeError, RuntimeUnavailableError
 from algm_deploy.recipe.reading import budget_settings, checked
-from algm_deploy.recipe.schema import DENSE, Precision
+from algm_deploy.recipe.schema import DENSE, Precision, method_settings
 from algm_deploy.runners.registry import RUNTIMES, default_runtime
 
 if TYPE_CHECKING:
@@ -327,7 +327,7 @@ _SETTINGS = {
     "precision": "precision",
     "max_batch": "max_batch",
 }
-_MERGES = ("clap_layers", "gbm_layers", "tome_r", "tome_share", "elvit_layer", "evit_layers", "g2tm_layer", "method")
+_MERGES = ("method", "clap_layers", "gbm_layers", *method_settings())
 _WITHOUT_MERGES = {f"merging.{name}": getattr(DENSE, name) for name in _MERGES}
 
 

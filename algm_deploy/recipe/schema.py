@@ -200,6 +200,11 @@ def _reader(setting: str) -> str:
     return counted.get(setting) or (named if named in ("elvit", "evit", "g2tm") else "")
 
 
+def method_settings() -> tuple[str, ...]:
+    """The settings of the merge plan that one method alone reads."""
+    return tuple(item.name for item in fields(MergePlan) if _reader(item.name))
+
+
 @dataclass(frozen=True)
 class MergePlan:
     """Where and how a network merges tokens. Layers are 1-based encoder blocks, as in the published code.
@@ -547,9 +552,10 @@ class Recipe:
             return
         if not network.prefix:
             raise RecipeError(
-                f"method evit keeps what cls attends to, and the decoder {network.decoder} has a network without cls"
+                f"method evit keeps what cls attends to, and the decoder {network.decoder} has a network without cls: "
+                "take another method"
             )
-        if network.adapter_heads:
+        if network.architecture.adapter:
             raise RecipeError(
                 f"method evit leaves patches out for good, and between its groups of blocks the {network.family} "
                 "reads every patch: take another method"
