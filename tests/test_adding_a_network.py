@@ -26,7 +26,8 @@ from torch import nn
 
 from algm_deploy.models.multiply_adds import normalised
 from algm_deploy.models.naming import Naming
-from algm_deploy.models.scores import GridNetwork, to_grid
+from algm_deploy.models.scores import GridScores, to_grid
+from algm_deploy.models.vit import VitNetwork
 
 
 class Head(nn.Module):
@@ -41,10 +42,14 @@ class Head(nn.Module):
         return self.score(patches)
 
 
-class Toy(GridNetwork):
+class Toy(VitNetwork):
     def __init__(self, network):
         super().__init__(network)
         self.decoder = Head(network)
+
+    def forward(self, image, inputs=None):
+        levels, stages = self.encoder(image, inputs)
+        return GridScores(self.decoder(levels), self.encoder.prefix, stages)
 
     @staticmethod
     def decoder_multiply_adds(network, levels):

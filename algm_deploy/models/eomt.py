@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from algm_deploy.models.multiply_adds import NORM, attention, mlp
 from algm_deploy.models.naming import Naming, joined_tokens, layer_scales
-from algm_deploy.models.readout import Joining, Level, ReadNetwork, Readout, Steps, on_grid
-from algm_deploy.models.scores import MaskScores
+from algm_deploy.models.readout import Joining, Level, ReadNetwork, Readout, Steps
+from algm_deploy.models.scores import MaskScores, on_grid
 from algm_deploy.models.vit import Block, Tokens
 from algm_deploy.recipe.schema import Network
 

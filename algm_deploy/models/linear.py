@@ -26,8 +26,8 @@ from algm_deploy.models.naming import (
     layer_scales,
     resized_bicubic,
 )
-from algm_deploy.models.readout import Level, ReadNetwork, Readout, Steps, on_grid
-from algm_deploy.models.scores import GridScores, Scores, TokenScores
+from algm_deploy.models.readout import Level, ReadNetwork, Readout, Steps
+from algm_deploy.models.scores import GridScores, Scores, TokenScores, on_grid
 from algm_deploy.models.vit import Tokens
 from algm_deploy.ops._rows import wide
 from algm_deploy.recipe.schema import Network, Size

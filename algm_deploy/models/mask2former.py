@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from algm_deploy.models.multiply_adds import BILINEAR, NORM
 from algm_deploy.models.naming import Made
-from algm_deploy.models.scores import resize, scores_of_masks
+from algm_deploy.models.readout import heads_of
+from algm_deploy.models.scores import on_grid, resize, scores_of_masks
 from algm_deploy.models.vit import MergeInputs
 from algm_deploy.models.vit_adapter import DeformableAttention
 from algm_deploy.ops._rows import table, wide
@@ -130,7 +131,7 @@ class PixelDecoder(nn.Module):
         for layer in self.layers:
             cells = layer(cells, every)
         parts = list(torch.split(cells, [rows * columns for rows, columns in self.grids], 1))
-        finest = parts[-1].mT.reshape(-1, cells.shape[2], *self.grids[-1])
+        finest = on_grid(parts[-1], self.grids[-1])
         lateral = self.lateral(maps[0])
         largest = self.smooth(lateral + resize(finest, (lateral.shape[2], lateral.shape[3])))
         return self.masks(F.relu(largest)), parts
@@ -163,9 +164,7 @@ class QueryAttention(nn.Module):
         self.q, self.k, self.v, self.proj = (nn.Linear(dim, dim) for _ in range(4))
 
     def forward(self, queries: Tensor, keys: Tensor, values: Tensor, chosen: Tensor | None = None) -> Tensor:
-        query, key, value = (
-            x.unflatten(2, (self.heads, -1)).transpose(1, 2) for x in (self.q(queries), self.k(keys), self.v(values))
-        )
+        query, key, value = (heads_of(x, self.heads) for x in (self.q(queries), self.k(keys), self.v(values)))
         similarity = wide(query * self.scale @ key.mT)
         if chosen is not None:
             similarity = torch.where(chosen[:, None], similarity, -torch.inf)

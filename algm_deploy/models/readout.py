@@ -19,7 +19,6 @@ import algm_deploy.ops  # noqa: F401  registers torch.ops.algm
 from algm_deploy.models.scores import Scores
 from algm_deploy.models.vit import Merged, MergeInputs, Tokens, VitNetwork
 from algm_deploy.ops._rows import wide
-from algm_deploy.recipe.schema import Size
 
 
 class Crossed(NamedTuple):
@@ -154,9 +153,3 @@ def _joined(joining: Joining, tokens: Tokens) -> tuple[Tokens, Tensor]:
 
 def _every_patch(tokens: Tokens, skipped: int) -> Tokens:
     return tokens._replace(values=torch.ops.algm.unmerge(tokens.values, tokens.map, skipped))
-
-
-def on_grid(patches: Tensor, grid: Size) -> Tensor:
-    """A row a patch (B, N, C) as maps (B, C, rows, columns)."""
-    maps: Tensor = patches.mT.unflatten(2, grid)  # type: ignore[no-untyped-call]
-    return maps

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import algm_deploy.ops  # noqa: F401  registers torch.ops.algm
-from algm_deploy.models.vit import Merged, MergeInputs, VitNetwork
+from algm_deploy.models.vit import Merged
 from algm_deploy.ops._rows import wide
 from algm_deploy.ops.label_map import label_dtype
 from algm_deploy.recipe.schema import Size
@@ -52,21 +52,14 @@ class MaskScores(NamedTuple):
 Scores = TokenScores | GridScores | MaskScores
 
 
-class GridNetwork(VitNetwork):
-    """A network whose decoder makes grid scores (B, K, h, w) of the list of tokens its encoder hands out."""
-
-    decoder: nn.Module
-
-    def forward(self, image: Tensor, inputs: MergeInputs | None = None) -> GridScores:
-        """Image (B, 3, H, W), normalised, to class scores."""
-        levels, stages = self.encoder(image, inputs)
-        return GridScores(self.decoder(levels), self.encoder.prefix, stages)
-
-
 def to_grid(values: Tensor, map: Tensor, prefix: int, grid: Size) -> Tensor:
     """Unmerged rows (B, S', C) on the patch grid: (B, C, rows, columns)."""
-    patches = torch.ops.algm.unmerge(values, map, prefix)
-    maps: Tensor = patches.mT.unflatten(2, grid)
+    return on_grid(torch.ops.algm.unmerge(values, map, prefix), grid)
+
+
+def on_grid(patches: Tensor, grid: Size) -> Tensor:
+    """A row a patch (B, N, C) as maps (B, C, rows, columns)."""
+    maps: Tensor = patches.mT.unflatten(2, grid)  # type: ignore[no-untyped-call]
     return maps
 
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from algm_deploy.models.multiply_adds import BILINEAR, normalised
 from algm_deploy.models.naming import Naming, dropped, mmseg_encoder
-from algm_deploy.models.readout import Level, ReadNetwork, Readout, Steps, on_grid
-from algm_deploy.models.scores import GridScores, resize
+from algm_deploy.models.readout import Level, ReadNetwork, Readout, Steps
+from algm_deploy.models.scores import GridScores, on_grid, resize
 from algm_deploy.models.vit import Tokens
 from algm_deploy.recipe.schema import Network
 

@@ -63,21 +63,21 @@ def _of_sides(
     grid: Sequence[int],
     centroids: Sequence[int],
     others: tuple[int, ...],
-    example: Tensor,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
 ) -> list[Tensor]:
-    """A table of rows and one of columns where they are used, in the dtype of `example`."""
-    sides = zip(centroids, grid, strict=True)
-    return [table(make, (*side, *others), example.device, example.dtype) for side in sides]
+    """A table of rows and one of columns where they are used."""
+    return [table(make, (*side, *others), device, dtype) for side in zip(centroids, grid, strict=True)]
 
 
 def elvit_centroids(
     patches: Tensor, grid: Sequence[int], centroids: Sequence[int], iterations: int, window: int, temperature: float
 ) -> Tensor:
     """Centroids (B, M, D) of patches (B, N, D), at least fp32."""
-    down, across = _of_sides(pooling, grid, centroids, (), patches)
+    down, across = _of_sides(pooling, grid, centroids, (), patches.device, patches.dtype)
     columns = product(down, patches.reshape(len(patches), grid[0], -1)).reshape(len(patches), centroids[0], grid[1], -1)
     found = product(across, columns).flatten(1, 2)
-    rows, sides = (part > 0 for part in _of_sides(outside, grid, centroids, (window,), patches))
+    rows, sides = _of_sides(outside, grid, centroids, (window,), patches.device)
     penalty = FAR * (rows[:, None, :, None] | sides[None, :, None, :]).flatten(2).flatten(0, 1).to(patches.dtype)
     for _ in range(iterations):
         # The square of the patch is the same for all its centroids.
