@@ -19,6 +19,8 @@ from algm_deploy.models.vit_adapter import LAST_EXTRACTORS
 from algm_deploy.ops.schema import DOMAIN
 from algm_deploy.recipe.schema import Merge, MergePlan, Network, Recipe, feature_grids
 
+_UNMERGE: dict[str, Any] = {"operator": "unmerge", "prefix": 0}
+
 
 def graph_facts(path: Path) -> dict[str, Any]:
     """Inputs, outputs, opset, operator counts and `algm` nodes of an ONNX file; its weights are not read.
@@ -97,7 +99,7 @@ def _encoder_nodes(recipe: Recipe) -> list[dict[str, Any]]:
 
 def _adapter_nodes(network: Network, plan: MergePlan, outlet: dict[str, Any] | None) -> list[dict[str, Any]]:
     """The nodes of a ViT-Adapter's encoder: around every group of blocks patches and features look at each other."""
-    unmerge = outlet or {"operator": "unmerge", "prefix": 0}
+    unmerge = outlet or _UNMERGE
     patches, features = [network.grid], feature_grids(network.grid)
     injector, extractor = (
         {"operator": "deformable_attention", "shapes": [side for grid in grids for side in grid]}
@@ -126,7 +128,7 @@ def _pixel_nodes(network: Network) -> list[dict[str, Any]]:
 def _outlet_node(network: Network, plan: MergePlan) -> dict[str, Any] | None:
     """What hands every patch to the decoder, where the decoder does not unmerge itself."""
     if plan.method in ("tome", "evit") and plan.layers:
-        return {"operator": "unmerge", "prefix": 0}
+        return _UNMERGE
     if plan.method == "elvit" and plan.layers:
         return {"operator": "elvit_restore", "prefix": network.prefix}
     return None
@@ -145,8 +147,7 @@ def _block_nodes(network: Network, plan: MergePlan, layer: int) -> list[dict[str
         return [attention, attention | {"operator": "cls_attention"}, merge]
     if plan.lasting:
         return [attention, merge]
-    unmerge = {"operator": "unmerge", "prefix": 0}
-    return [merge, attention, unmerge, merge, unmerge]
+    return [merge, attention, _UNMERGE, merge, _UNMERGE]
 
 
 def _clap_node(network: Network, plan: MergePlan, layer: int) -> dict[str, Any]:

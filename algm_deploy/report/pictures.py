@@ -256,11 +256,11 @@ def _chosen(predictor: Predictor, similarity: NDArray[np.float32]) -> tuple[NDAr
     if recipe.merging.clap != "budget":
         tau = predictor.thresholds_in_force[CLAP_THRESHOLD]
         return similarity >= tau, tau, f"reach {tau:.4g}"
-    from algm_deploy.merging import merge_budgets  # loads torch
+    from algm_deploy.merging import merges_in  # loads torch
     from algm_deploy.ops import reference
 
-    count = merge_budgets(recipe.merging, recipe.network.grid, recipe.network.prefix)[recipe.merging.clap_layers[0]]
     plan, crops = recipe.merging, similarity.reshape(len(similarity), -1)
+    count = merges_in(plan, plan.clap_layers[0], recipe.network)
     merged = reference.clap_decisions(crops, None, plan.semantics, plan.batch, plan.order, plan.clap, count)
     chosen = np.zeros(similarity.shape, bool)
     for crop, windows in zip(chosen.reshape(crops.shape), merged, strict=True):

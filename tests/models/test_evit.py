@@ -20,7 +20,7 @@ from published_encoder import DATA, TOLERANCE, Encoder, published_encoder, publi
 from torch import Tensor
 
 from algm_deploy.merging import insert_merging, merge_inputs, replay_merging, truncate
-from algm_deploy.models.vit import Merged
+from algm_deploy.models.vit import KeepTokens, Merged
 from algm_deploy.recipe.schema import DENSE, MergePlan
 
 NO_THRESHOLDS = merge_inputs(0.0, 0.0)
@@ -95,6 +95,8 @@ def test_what_was_told_gives_the_same_tokens(images: Tensor) -> None:
 def test_another_plan_leaves_nothing_of_it(images: Tensor) -> None:
     case = Case("three")
     again = insert_merging(insert_merging(case.model, case.plan), DENSE)
+    nowhere = insert_merging(case.model, replace(case.plan, evit_layers=()))
+    assert {type(one.encoder.outlet) for one in (again, nowhere)} == {KeepTokens}
     dense = case.model.encoder(images)[0][0].values
     assert torch.equal(again.encoder(images, NO_THRESHOLDS)[0][0].values, dense)
 
@@ -103,7 +105,7 @@ def test_levels_before_the_merge_stay_as_they_are(images: Tensor) -> None:
     """A decoder that reads several blocks gets all patches of each."""
     model = Encoder(1).eval().requires_grad_(False)
     model.encoder.outputs = (1, 2, 3, 4)
-    levels, _ = insert_merging(model, replace(Case("one").plan)).encoder(images, NO_THRESHOLDS)
+    levels, _ = insert_merging(model, Case("one").plan).encoder(images, NO_THRESHOLDS)
     dense, _ = model.encoder(images)
     assert [level.values.shape[1] for level in levels] == [37] * 4
     assert [torch.equal(a.values, b.values) for a, b in zip(levels, dense, strict=True)] == [True, False, False, False]
