@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ import pytest
 
 from algm_deploy.bundle.signature import signature_of
 from algm_deploy.bundle.store import Bundle
-from algm_deploy.deployment import export, parity_windows
+from algm_deploy.deployment import parity_windows
 from algm_deploy.errors import BundleError, PlanError, RecipeError
 from algm_deploy.evaluation.flops import multiply_adds
 from algm_deploy.lowering.tensorrt import write_tensorrt_onnx
@@ -23,7 +22,7 @@ from algm_deploy.parity.decisions import elvit_problems
 from algm_deploy.parity.graph import graph_facts, graph_problems
 from algm_deploy.parity.replay import Replays, elvit_facts
 from algm_deploy.predictor import Predictor
-from algm_deploy.recipe.reading import recipe
+from algm_deploy.recipe.reading import flatten, recipe
 from algm_deploy.recipe.schema import DENSE, MergePlan, Network, Protocol, Recipe
 from algm_deploy.report.records import plan_in_force, plan_name
 from algm_deploy.runners.contract import Array, runner
@@ -36,10 +35,8 @@ NETWORK = Network("segmenter", 64, 4, 1, 5, (96, 96))
 
 
 @pytest.fixture(scope="module")
-def bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    keys = ("method", "clap_layers", "gbm_layers", "elvit_layer", "elvit_grid", "elvit_neighbours", "elvit_window")
-    settings = {f"merging.{key}": getattr(PLAN, key) for key in (*keys, "elvit_temperature")}
-    return export(tiny_checkpoint, tmp_path_factory.mktemp("elvit") / "bundle", None, settings).bundle
+def bundle(tiny_export: Callable[..., Bundle]) -> Bundle:
+    return tiny_export(flatten(PLAN, "merging."))
 
 
 @pytest.fixture(scope="module")
@@ -134,8 +131,8 @@ def test_a_wrong_centroid_is_found_out(bundle: Bundle, outputs: dict[str, Array]
     assert "names tokens that" in (output_problem(beyond, bundle.signature, 2, network, plan) or "")
 
 
-def test_tensorrt_is_given_standard_operators(bundle: Bundle) -> None:
-    model = onnx.load(write_tensorrt_onnx(bundle, "fp32", [17])[0], load_external_data=False)
+def test_tensorrt_is_given_standard_operators(bundle: Bundle, copied: Callable[..., Bundle]) -> None:
+    model = onnx.load(write_tensorrt_onnx(copied(bundle), "fp32", [17])[0], load_external_data=False)
     assert {node.op_type for node in model.graph.node if node.domain} == {"unmerge"}  # the tail
     assert not model.functions
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from toys import toy
 
 from algm_deploy.bundle.signature import signature_of
 from algm_deploy.bundle.store import Bundle
-from algm_deploy.deployment import export, parity_windows
+from algm_deploy.deployment import parity_windows
 from algm_deploy.errors import PlanError, RecipeError
 from algm_deploy.evaluation.flops import multiply_adds
 from algm_deploy.lowering.tensorrt import write_tensorrt_onnx
@@ -23,6 +22,7 @@ from algm_deploy.parity.comparison import output_problem
 from algm_deploy.parity.decisions import evit_problems
 from algm_deploy.parity.graph import graph_facts, graph_problems
 from algm_deploy.parity.replay import Replays, evit_facts
+from algm_deploy.recipe.reading import flatten
 from algm_deploy.recipe.schema import DENSE, MergePlan, Network, Protocol, Recipe
 from algm_deploy.report.records import plan_in_force, plan_name
 from algm_deploy.runners.contract import Array, runner
@@ -34,10 +34,8 @@ NAME = "token_map_evit_2"
 
 
 @pytest.fixture(scope="module")
-def bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    keys = ("method", "clap_layers", "gbm_layers", "evit_layers", "evit_keep")
-    settings = {f"merging.{key}": getattr(PLAN, key) for key in keys}
-    return export(tiny_checkpoint, tmp_path_factory.mktemp("evit") / "bundle", None, settings).bundle
+def bundle(tiny_export: Callable[..., Bundle]) -> Bundle:
+    return tiny_export(flatten(PLAN, "merging."))
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +158,7 @@ def test_records_that_cannot_be_are_found_out(
     assert "instead of" in (counts or "")
 
 
-def test_tensorrt_is_given_standard_operators(bundle: Bundle) -> None:
-    model = onnx.load(write_tensorrt_onnx(bundle, "fp16", [23, 16])[0], load_external_data=False)
+def test_tensorrt_is_given_standard_operators(bundle: Bundle, copied: Callable[..., Bundle]) -> None:
+    model = onnx.load(write_tensorrt_onnx(copied(bundle), "fp16", [23, 16])[0], load_external_data=False)
     assert {node.op_type for node in model.graph.node if node.domain} == {"unmerge"}
     assert not model.functions

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import pytest
 
 from algm_deploy.bundle.signature import signature_of
 from algm_deploy.bundle.store import Bundle
-from algm_deploy.deployment import export, parity_windows
+from algm_deploy.deployment import parity_windows
 from algm_deploy.errors import ExportError, PlanError
 from algm_deploy.evaluation.flops import multiply_adds
 from algm_deploy.lowering.tensorrt import write_tensorrt_onnx
@@ -20,6 +19,7 @@ from algm_deploy.parity.chain import verify
 from algm_deploy.parity.decisions import G2tmFacts, g2tm_problems
 from algm_deploy.parity.graph import graph_facts, graph_problems
 from algm_deploy.predictor import Predictor
+from algm_deploy.recipe.reading import flatten
 from algm_deploy.recipe.schema import DENSE, MergePlan, Network, Protocol, Recipe
 from algm_deploy.report.records import plan_in_force, plan_name
 
@@ -28,10 +28,8 @@ NETWORK = Network("segmenter", 64, 4, 1, 5, (96, 96))
 
 
 @pytest.fixture(scope="module")
-def bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    keys = ("method", "clap_layers", "gbm_layers", "g2tm_layer", "clap_threshold")
-    settings = {f"merging.{key}": getattr(PLAN, key) for key in keys}
-    return export(tiny_checkpoint, tmp_path_factory.mktemp("g2tm") / "bundle", None, settings).bundle
+def bundle(tiny_export: Callable[..., Bundle]) -> Bundle:
+    return tiny_export(flatten(PLAN, "merging."))
 
 
 @pytest.mark.parametrize(

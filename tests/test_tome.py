@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ import torch
 
 from algm_deploy.bundle.signature import signature_of
 from algm_deploy.bundle.store import Bundle
-from algm_deploy.deployment import export, parity_windows
+from algm_deploy.deployment import parity_windows
 from algm_deploy.errors import BundleError, ExportError, PlanError
 from algm_deploy.evaluation.evaluate import merge_names
 from algm_deploy.evaluation.flops import multiply_adds
@@ -30,7 +29,7 @@ from algm_deploy.parity.decisions import map_problem, tome_problems
 from algm_deploy.parity.graph import graph_facts, graph_problems
 from algm_deploy.parity.replay import Replays, tome_facts
 from algm_deploy.predictor import Predictor
-from algm_deploy.recipe.reading import recipe
+from algm_deploy.recipe.reading import flatten, recipe
 from algm_deploy.recipe.schema import DENSE, MergePlan, Network, Protocol, Recipe
 from algm_deploy.report.records import plan_in_force, plan_name
 from algm_deploy.runners.contract import runner
@@ -43,19 +42,14 @@ AROUND = MergePlan((), (), method="tome_blockwise", tome_share=(0.3, 0, 0.5))
 NETWORK = Network("segmenter", 64, 4, 1, 5, (96, 96))
 
 
-def settings(plan: MergePlan) -> dict[str, Any]:
-    keys = ("method", "clap_layers", "gbm_layers", plan.counts_in)
-    return {f"merging.{key}": getattr(plan, key) for key in keys}
+@pytest.fixture(scope="module")
+def bundle(tiny_export: Callable[..., Bundle]) -> Bundle:
+    return tiny_export(flatten(PLAN, "merging."))
 
 
 @pytest.fixture(scope="module")
-def bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    return export(tiny_checkpoint, tmp_path_factory.mktemp("tome") / "bundle", None, settings(PLAN)).bundle
-
-
-@pytest.fixture(scope="module")
-def around(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    return export(tiny_checkpoint, tmp_path_factory.mktemp("around") / "bundle", None, settings(AROUND)).bundle
+def around(tiny_export: Callable[..., Bundle]) -> Bundle:
+    return tiny_export(flatten(AROUND, "merging."))
 
 
 @pytest.mark.parametrize(
@@ -180,8 +174,9 @@ def test_tensorrt_is_refused_with_the_reason(bundle: Bundle) -> None:
     assert "model.tensorrt.onnx" not in bundle.files
 
 
-def test_the_graph_for_cuda_has_tome_in_standard_operators(bundle: Bundle) -> None:
+def test_the_graph_for_cuda_has_tome_in_standard_operators(bundle: Bundle, copied: Callable[..., Bundle]) -> None:
     """The library has neither of its operators; nothing of it was executed on a GPU."""
+    bundle = copied(bundle)
     write_onnxruntime_onnx(bundle, "cuda", True, "built.onnx", "part-*.onnx")
     model = onnx.load(bundle.file("built.onnx"), load_external_data=False)
     bodies = {operator_of(function.name) for function in model.functions}

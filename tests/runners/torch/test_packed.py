@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from toys import toy
 
 from algm_deploy.merging import insert_merging, merge_inputs, replay_merging, truncate
 from algm_deploy.models.deployed import Deployed
@@ -58,15 +59,7 @@ FAMILIES = {
     "eomt": replace(network(), family="eomt", decoder="queries", depth=5, decoder_depth=1, queries=7, extra_tokens=4),
 }
 
-ADAPTER = Network(
-    "vit_adapter",
-    *(64, 4, 2, 11, (128, 128)),
-    decoder="upernet",
-    decoder_dim=8,
-    stages=(1, 2, 3, 4),
-    adapter_heads=2,
-    adapter_dim=16,
-)
+ADAPTER, _ = toy("vit_adapter", "upernet")
 
 
 def model_of(shape: Network, dtype: torch.dtype = torch.float32) -> VitNetwork:
