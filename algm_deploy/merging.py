@@ -48,7 +48,7 @@ def insert_merging(model: Model, plan: MergePlan) -> Model:
     encoder = merged.encoder
     _check_plan(plan, len(merged.blocks), encoder.grid)
     encoder.outlet = KeepTokens()
-    if encoder.exchanging:
+    if merged.network.architecture.adapter:
         encoder.outlet = Unmerge(encoder.prefix)
         encoder.regroup = Remerge(encoder.prefix) if plan.between_groups == "remerge" else KeepTokens()
     for block in cast(Iterable[Block], merged.blocks):
@@ -200,7 +200,7 @@ def truncate(model: Model, rows: Mapping[int, int], plan: MergePlan = DENSE) -> 
     patch; where something needs every patch between groups of blocks, that it gets them, and how many go on from there.
     """
     truncated, method = share_parameters(model), plan.method
-    if truncated.encoder.exchanging:
+    if truncated.network.architecture.adapter:
         truncated.encoder.outlet = Unmerge(truncated.encoder.prefix)
         truncated.encoder.regroup = KeepAsMany() if plan.between_groups == "remerge" else KeepTokens()
     for layer, count in rows.items():

@@ -134,8 +134,8 @@ def test_wrong_choices_are_found_out(bundle: Bundle, outputs: dict[str, Array]) 
 @pytest.mark.parametrize(
     ("row", "value", "message"),
     [
-        (0, 0, "names tokens that it does not have"),
-        (-1, 1, "names tokens that it does not have"),
+        (0, 0, "names tokens that do not reach block 3"),
+        (-1, 1, "names tokens that do not reach block 3"),
         (None, None, "that did not stay"),
     ],
 )

@@ -208,11 +208,8 @@ class VisionTransformer(nn.Module):
     """Encoder of patches after `prefix` tokens that are none: cls, a distillation token or registers.
 
     It has the blocks that may merge. `eps` is that of every LayerNorm; `norm`: outputs are normalised here, not by the
-    decoder. `outputs` are the 1-based blocks whose tokens `forward` returns. `exchanging`: something else of the
-    network takes part between groups of blocks, and needs every patch there.
+    decoder. `outputs` are the 1-based blocks whose tokens `forward` returns.
     """
-
-    exchanging = False
 
     def __init__(self, network: Network, eps: float = 1e-5, norm: bool = True) -> None:
         super().__init__()

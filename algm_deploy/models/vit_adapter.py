@@ -217,8 +217,6 @@ class ChannelScale(nn.Module):
 class AdapterEncoder(VisionTransformer):
     """A plain ViT and its adapter."""
 
-    exchanging = True
-
     def __init__(self, network: Network) -> None:
         super().__init__(network, EPS, norm=False)
         dim = network.embed_dim

@@ -261,10 +261,10 @@ def record_problem(records: list[Ints], counts: Ints, plan: MergePlan, prefix: i
     for record, count, (layer, (rows, keep)) in zip(records, counts, facts.items(), strict=True):
         source, index = record - prefix, np.arange(len(record))
         if (source[:rows] < 0).any() or (source[:rows] >= rows).any() or (source[rows:] != index[rows:]).any():
-            return f"what is told of EViT in block {layer} names tokens that it does not have"
+            return f"token_map_evit_{layer} names tokens that do not reach block {layer}"
         kept = source[:rows] == index[:rows]
         if not kept[source[:rows]].all():
-            return f"what is told of EViT in block {layer} restores tokens from some that did not stay"
+            return f"token_map_evit_{layer} restores tokens from some that did not stay"
         if kept.sum() != keep or count != keep + 1:
             return f"EViT in block {layer} kept {kept.sum()} tokens and counted {count}, instead of {keep} and one more"
     return None

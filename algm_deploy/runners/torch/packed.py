@@ -180,7 +180,7 @@ def why_not(network: Deployed) -> str | None:
     model = network.model
     if is_quantized(model):
         return "its products are in int8"
-    if isinstance(model, VitNetwork) and model.encoder.exchanging:
+    if isinstance(model, VitNetwork) and model.network.architecture.adapter:
         return "its encoder exchanges with features beside it, which needs a row for every patch"
     if not isinstance(model, ReadNetwork):
         return "its family does not describe what its decoder reads"
