@@ -61,8 +61,8 @@ class Turns:
             self._working -= 1
             self._waiting += 1
             self._change.notify_all()
-            self._change.wait_for(lambda: not self._working)
             try:
+                self._change.wait_for(lambda: not self._working)
                 with capturing():
                     yield
             finally:

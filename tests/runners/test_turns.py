@@ -103,6 +103,18 @@ def test_an_error_ends_a_turn() -> None:
         assert enters(lambda: turns.alone(FIRST))
 
 
+def test_a_capture_that_is_interrupted_while_it_waits_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    turns = Turns()
+    with turns.alone(FIRST), monkeypatch.context() as patch:
+        patch.setattr(turns._change, "wait_for", interrupted)
+        with pytest.raises(KeyboardInterrupt), turns.capture():
+            pass
+    assert enters(lambda: turns.alone(FIRST))
+
+
 def test_nothing_is_collected_while_a_graph_is_captured() -> None:
     with capturing(), capturing():
         assert not gc.isenabled()
