@@ -119,8 +119,8 @@ class Runner(ABC):
         if (executed := self.row().precision_of(wanted)) != wanted:
             others = " or ".join(row.name for row in RUNTIMES.values() if row.precision_of(wanted) == wanted)
             say_once(
-                f"{self.runtime}: runs the weights of this {wanted} bundle in {executed}; devices that have {wanted} "
-                f"compute in it with --runtime {others}"
+                f"{self.runtime}: runs the weights of this {wanted} bundle in {executed}; for {wanted} take "
+                f"--runtime {others} on a device that has it"
             )
         return self
 

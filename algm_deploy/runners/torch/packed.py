@@ -12,8 +12,8 @@ What decoders make of the rows is not written here: each network describes it (`
 decoder reads from blocks before a merge wait in memory of their own, those of every patch where it reads such.
 
 All that a segment leaves for the next lies in memory of its own (`_Cut`). Networks that merge nothing, merge by
-budgets, or drop a fixed number of tokens, have a single segment, and every image its own place: one CUDA graph a batch
-size holds all of it, and the host waits for nothing.
+budgets or as ToMe does, or drop a fixed number of tokens, have a single segment, and every image its own place: one
+CUDA graph a batch size holds all of it, and the host waits for nothing.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def why_not(network: Deployed) -> str | None:
     own = cast("list[Block]", [*encoder.blocks])
     blocks = own + cast("list[Block]", [*(readout.joining.blocks if readout.joining is not None else ())])
     if type(encoder) is not VisionTransformer or not all(type(block) is Block for block in blocks):
-        return "its blocks are of another kind"
+        return "its blocks are not those of a plain ViT"
     if encoder.outputs[-1] != len(own):
         return "its decoder does not read the last block"
     within = [getattr(block, name) for block in blocks for part, name in SLOTS.items() if part]
@@ -196,10 +196,11 @@ def why_not(network: Deployed) -> str | None:
         return "its method merges tokens for a part of a block, or after it"
     slots = [block.merge for block in blocks if not isinstance(block.merge, KeepTokens)]
     if any(_decides(slot) for slot in slots):
-        counting = any(block.proportional for block in own) or isinstance(encoder.outlet, Unmerge)
-        return None if all(map(_decides, slots)) and not counting else "some of its merges alone depend on the picture"
+        if any(block.proportional for block in own) or isinstance(encoder.outlet, Unmerge):
+            return "its method needs as many tokens in every picture, and the picture decides how many there are"
+        return None if all(map(_decides, slots)) else "only some of its merges depend on the picture"
     known = all(isinstance(slot, Clap | Gbm | KeepFirst | Tome) for slot in slots)
-    return None if known else "its merges are of another kind"
+    return None if known else "it merges neither as ALGM nor as ToMe does"
 
 
 def _segments(encoder: VisionTransformer) -> list[list[_Half]]:

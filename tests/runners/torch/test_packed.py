@@ -305,13 +305,13 @@ def test_what_does_not_fit_is_told() -> None:
     for plan in PLANS.values():
         assert torch_packed.why_not(deployed(plan)) is None
     replaying = replay_merging(model_of(network()), PLANS[USUAL])
-    assert "of another kind" in said(Deployed(replaying, network(), "scores"))
+    assert "neither as ALGM nor as ToMe" in said(Deployed(replaying, network(), "scores"))
     counting = deployed(PLANS[USUAL])
     counting.model.encoder.blocks[2].proportional = True
-    assert "some of its merges" in said(counting)
+    assert "as many tokens in every picture" in said(counting)
     assert "part of a block" in said(deployed(MergePlan((), (), method="tome_blockwise", tome_share=(0.1,) * 4)))
     half = replace(PLANS["budgets"], gbm="adaptive", gbm_budget=0)  # a known number first, then one of the picture
-    assert "some of its merges" in said(deployed(half))
+    assert "only some of its merges" in said(deployed(half))
     shallow = replace(FAMILIES["dinov2, levels"], depth=5)
     assert "last block" in said(deployed(PLANS[USUAL], shallow))
 
