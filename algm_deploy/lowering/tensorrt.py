@@ -4,7 +4,7 @@
 |---|---|
 | clap, gbm | plugin node with one more output, the 0-D INT32 size tensor that tells TensorRT the token count, and one
 more attribute, the count to tune for |
-| the same by a budget, ELViT, deformable attention, merging again | standard operators |
+| the same by a budget, ELViT, EViT and what cls attends to, deformable attention, merging again | standard operators |
 | unmerge | plugin node |
 | label_map | plugin node with int32 labels, then a Cast to uint8: TensorRT takes no 8-bit plugin output |
 | attention | `Attention` of opset 23, its mask made from the lengths |
@@ -109,7 +109,7 @@ def tensorrt_from_base(
     Raises:
         ExportError: the graph holds an operator that cannot be translated, or another number of merges.
     """
-    model = ir.to_proto(_with_static_bodies(base))
+    model = ir.to_proto(_with_bodies(base))
     _check_operators(model, precision)
     merges = [n.name for n in model.graph.node if n.domain == DOMAIN and operator_of(n.op_type) in get_args(Merge)]
     if usual_rows and len(usual_rows) != len(merges):
@@ -133,8 +133,8 @@ def tensorrt_from_base(
     return _inlined(new), counts
 
 
-def _with_static_bodies(base: ir.Model) -> ir.Model:
-    """A copy whose merges of known shapes call functions, for any TensorRT to take as they are.
+def _with_bodies(base: ir.Model) -> ir.Model:
+    """A copy in which operators that need no plugin call functions, for any TensorRT to take as they are.
 
     Raises:
         ExportError: a budget beyond what TopK sorts out.

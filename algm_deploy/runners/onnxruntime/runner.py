@@ -180,9 +180,8 @@ class OnnxRuntimeCudaRunner(OnnxRuntimeRunner):
         check_cuda()
 
     def __init__(self, bundle: Bundle, device: str | None = None) -> None:
-        self.row().check_precision(bundle.recipe.precision)  # whatever is here
-        check_cuda()
         super().__init__(bundle, device)
+        check_cuda()
         self._whole: CudaSession | None = None
         self._segmented: SegmentedSession | None = None
 
