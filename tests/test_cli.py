@@ -548,12 +548,10 @@ def test_names_may_stand_on_both_sides_of_a_flag() -> None:
     assert (options.images, options.tau) == ([Path("one.jpg"), Path("two.jpg")], 0.5)
 
 
-@pytest.mark.parametrize("command", ["verify", "evaluate", "bench", "predict", "compare"])
+@pytest.mark.parametrize("command", ["evaluate", "bench", "predict", "compare"])
 def test_thresholds_have_the_same_flags(command: str) -> None:
     """Wherever a network runs on pictures of the user's choice."""
     rest = {"predict": ["photo"], "evaluate": ["--data", "data"]}.get(command, [])
-    if command == "verify":
-        pytest.skip("verify covers every threshold: it runs those at which nothing and everything merges")
     options = parser().parse_args([command, "BUNDLE", *rest, "--tau", "0.5", "--gbm", "inf"])
     assert (options.tau, options.gbm, options.dense) == (0.5, float("inf"), False)
     assert parser().parse_args([command, "BUNDLE", *rest, "--dense"]).dense

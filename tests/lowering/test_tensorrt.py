@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -24,6 +23,7 @@ from algm_deploy.lowering.tensorrt import tensorrt_from_base
 from algm_deploy.merging import merge_inputs
 from algm_deploy.models.deployed import Deployed
 from algm_deploy.ops.attention import reference as attention_reference
+from algm_deploy.proof import _INSPECT
 from algm_deploy.recipe.schema import Precision
 
 FLOAT, HALF, INT64 = TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.INT64
@@ -365,12 +365,10 @@ def test_budgets_compute_the_same(translated: Translate) -> None:
 
 
 def test_polygraphy_reads_the_graph(exported: ir.Model, tmp_path: Path) -> None:
-    polygraphy = shutil.which("polygraphy", path=Path(sys.executable).parent)
-    if polygraphy is None:
-        pytest.skip("needs polygraphy: pip install 'algm-deploy[tensorrt-rtx]'")
     model, _ = tensorrt_from_base(exported, "fp16")
     onnx.save(model, tmp_path / "model.tensorrt.onnx")
-    command = [polygraphy, "inspect", "model", tmp_path / "model.tensorrt.onnx", "--show", "layers"]
+    polygraphy = [sys.executable, "-c", _INSPECT]
+    command = [*polygraphy, "inspect", "model", tmp_path / "model.tensorrt.onnx", "--show", "layers"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     for line in (
         "ONNX Opset: 23 | Other Opsets: {'algm': 1}",

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from algm_deploy.native_libraries import find_nvcc
 from algm_deploy.ops.kernel_library import KernelLibrary
 
 
@@ -54,11 +55,11 @@ def test_cuda_auto_without_a_compiler_says_that_it_is_left_out(
 def test_hopper_gets_code_for_sm_90a_and_later_gpus_plain_ptx(
     root_dir: Path, tmp_path: Path, options: list[str], codes: set[str]
 ) -> None:
-    compiler = shutil.which("nvcc")
+    compiler = find_nvcc()
     if compiler is None:
-        pytest.skip("configuring the CUDA kernels needs nvcc, which is not on PATH")
+        pytest.skip("configuring the CUDA kernels needs nvcc: put it on PATH or set CUDACXX")
     options = ["-DALGM_CUDA=ON", "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON", *options]
-    status, said = configure(root_dir, tmp_path, *options, compiler=compiler)
+    status, said = configure(root_dir, tmp_path, *options, compiler=str(compiler))
     assert status == 0, said
     commands = (tmp_path / "compile_commands.json").read_text(encoding="utf-8")
     assert {code for group in re.findall(r"code=\[([\w,]+)\]", commands) for code in group.split(",")} == codes

@@ -174,7 +174,7 @@ def assert_same_digits(found: object, expected: object) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [64, 192, 384, 1024])
 def test_steps_write_what_their_operators_quantise_to(width: int) -> None:
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", reason="PyTorch's CUDA packages for Linux bring it")
     norm = nn.LayerNorm(width).to("cuda", torch.float16).requires_grad_(False)
     norm.weight.copy_(rows(width))
     norm.bias.copy_(rows(width))
@@ -211,7 +211,7 @@ def test_products_use_both_scales_and_the_bias() -> None:
 )
 def test_a_product_ends_with_gelu(count: int, width: int, hidden: int) -> None:
     """Also where tiles reach beyond rows, channels or what is summed over."""
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", reason="PyTorch's CUDA packages for Linux bring it")
     layer = nn.Linear(width, hidden).to("cuda", torch.float16).requires_grad_(False)
     layer.weight.mul_(torch.logspace(-1, 1, hidden, device="cuda")[:, None])
     low, given = Fp8Linear(layer), quantised(rows(count, width) * torch.logspace(-1, 1, count, device="cuda")[:, None])
