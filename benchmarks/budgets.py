@@ -31,8 +31,8 @@ import torch
 import torch.nn.functional as F
 from msgspec import convert, to_builtins
 from torch import Tensor
+from trained import write
 
-from algm_deploy.bundle.files import write_atomically
 from algm_deploy.bundle.records import BudgetTuning, Candidate, Evaluation, Point, TunedOn
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.deployment import export, parity_windows, verify
@@ -136,11 +136,6 @@ def exported(checkpoint: Path, options: argparse.Namespace, precision: str) -> I
     settings = {"output": "scores", "precision": precision, "max_batch": options.batch}
     with tempfile.TemporaryDirectory() as folder:
         yield export(checkpoint, Path(folder) / "bundle", options.recipe, settings).bundle
-
-
-def write(record: dict[str, Any], target: Path) -> None:
-    with write_atomically(target) as path:
-        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 @dataclass(frozen=True)

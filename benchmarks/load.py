@@ -232,7 +232,7 @@ async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, body: 
 
 
 def bisect(servers: dict[str, int], photos: Sequence[bytes], options: argparse.Namespace, runs: dict[str, Any]) -> None:
-    """Tries rates until the highest that keeps the limit is known to within the last step."""
+    """Tries rates until the highest that keeps the limit is known to within the last step; None where none kept it."""
     for repeat in range(options.repeats):
         between = {name: list(map(math.log, options.rates)) for name in servers}
         for turn in range(options.rounds):
@@ -245,22 +245,23 @@ def bisect(servers: dict[str, int], photos: Sequence[bytes], options: argparse.N
                 between[name][0 if kept else 1] = math.log(rate)
                 runs[name]["tries"].append({**found, "kept": kept})
                 print(name, found, flush=True)
-        for name, (low, _) in between.items():
-            kept = round(math.exp(low), 1)
-            runs[name].setdefault("requests_per_s_within_limit", []).append(kept)
+        for name in servers:
+            tried = runs[name]["tries"][-options.rounds :]
+            best = max((one["rate"] for one in tried if one["kept"]), default=None)
+            runs[name].setdefault("requests_per_s_within_limit", []).append(best)
 
 
 def table(record: dict[str, Any]) -> str:
     """Rates side by side."""
-    dense = np.median(record["runs"]["dense"]["requests_per_s_within_limit"])
+    rates = {name: run["requests_per_s_within_limit"] for name, run in record["runs"].items()}
+    known = {name: np.median(found) for name, found in rates.items() if None not in found}
     rows = []
     for name, run in record["runs"].items():
-        rates = run["requests_per_s_within_limit"]
         rows.append(
             (
                 name,
-                ", ".join(map(str, rates)),
-                f"{np.median(rates) / dense:.2f}",
+                ", ".join("none that was tried" if rate is None else str(rate) for rate in rates[name]),
+                f"{known[name] / known['dense']:.2f}" if {name, "dense"} <= known.keys() else "-",
                 f"{run['windows_per_batch']:.1f}",
                 " ".join(map(str, run["token_share"].values())),
             )

@@ -26,8 +26,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from budgets import Evaluator, Photo, exported, timed_on, write
+from budgets import Evaluator, Photo, exported, timed_on
 from msgspec import to_builtins
+from trained import write
 
 from algm_deploy.bundle.records import Evaluation
 from algm_deploy.bundle.store import Bundle

@@ -33,8 +33,8 @@ import torch
 from msgspec import convert, to_builtins
 from numpy.typing import NDArray
 from tqdm import tqdm
+from trained import write
 
-from algm_deploy.bundle.files import write_atomically
 from algm_deploy.bundle.manifest import MANIFEST
 from algm_deploy.bundle.records import storable
 from algm_deploy.bundle.store import Bundle
@@ -186,7 +186,7 @@ def predicted(photo: NDArray[np.uint8], network: Runner, variant: str) -> Predic
     recipe, signature = network.bundle.recipe, network.signature
     canvas = network_canvas(photo, recipe)
     pending = Pending(photo.shape[:2], canvas, network_anchors(canvas, recipe), recipe.network.image_size)
-    thresholds: dict[str, Any] = {**thresholds_of(network, variant)}
+    thresholds: dict[str, Any] = {**thresholds_of(network.bundle, variant)}
     outputs = (recipe.output, "token_counts", *(f"{MAP_PREFIX}{merge}" for merge in signature.merges))
 
     def compute(windows: NDArray[Any]) -> Mapping[str, NDArray[Any]]:
@@ -198,9 +198,9 @@ def predicted(photo: NDArray[np.uint8], network: Runner, variant: str) -> Predic
     return pending.prediction()
 
 
-def thresholds_of(network: Runner, variant: str) -> dict[str, float]:
-    """The bundle's thresholds, or those that nothing reaches."""
-    defaults = network.signature.defaults
+def thresholds_of(bundle: Bundle, variant: str) -> dict[str, float]:
+    """Its own, or those that nothing reaches."""
+    defaults = bundle.signature.defaults
     return dict.fromkeys(defaults, np.inf) if variant == "dense" else defaults
 
 
@@ -213,7 +213,7 @@ def regrouped(first: Prediction, found: Prediction) -> dict[str, int]:
 
 def made_from(network: Runner, variant: str) -> str:
     """Digest of the files and thresholds that a result depends on: results of different networks never mix."""
-    facts = executables(network.bundle, network.runtime), storable(thresholds_of(network, variant))
+    facts = executables(network.bundle, network.runtime), storable(thresholds_of(network.bundle, variant))
     return sha256(repr(facts).encode()).hexdigest()[:16]
 
 
@@ -232,8 +232,7 @@ def combine(options: argparse.Namespace) -> None:
         "networks": {name: list(rows) for name, rows in networks.items()},
     }
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    with write_atomically(options.output) as target:
-        target.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write(record, options.output)
     for name, rows in record["networks"].items():  # type: ignore[attr-defined]
         print(name)
         for row in rows:
@@ -262,8 +261,7 @@ def rows_of(folder: Path, root: Path, wanted: set[str]) -> Iterator[dict[str, An
                 continue
             if len({one["made_from"] for one in found}) > 1:
                 raise SystemExit(f"{folder / LINES}: results of different bundles of {run}: delete it, measure again")
-            with_threshold = runner(bundle, runtime)
-            thresholds = storable(thresholds_of(with_threshold, variant))
+            thresholds = storable(thresholds_of(bundle, variant))
             evaluation = to_builtins(
                 evaluation_of(
                     [convert(one["result"], ImageResult) for one in found],
