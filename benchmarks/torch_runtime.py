@@ -71,6 +71,7 @@ from runtimes import (
 
 Call = Callable[[], Tensor]
 COMPARED = 4  # images of a batch
+UNMERGED = ("dense", "truncated")  # what PyTorch's compiler takes: no picture changes its shapes
 BESIDE = ("eager", "cudnn", "photos", "kernels")
 
 
@@ -93,7 +94,7 @@ def main() -> None:
     parser = parser_of(__doc__, "torch_runtime.json")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 32])
     parser.add_argument("--compiled", nargs="*", type=int, default=[], help="batches with PyTorch's compiler beside")
-    parser.add_argument("--compiled-variants", nargs="+", choices=VARIANTS, default=["dense", "truncated"])
+    parser.add_argument("--compiled-variants", nargs="+", choices=UNMERGED, default=[*UNMERGED])
     parser.add_argument("--beside", nargs="*", choices=BESIDE, default=[*BESIDE], help="what else is measured")
     parser.add_argument("--only-compile", action="store_true", help="fill the compiler's cache and measure nothing")
     parser.add_argument("--scores", nargs="*", type=int, default=[], help="batches with scores beside labels")
