@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from collections.abc import Callable
 
 import numpy as np
 import pytest
+from chromium import NAMES, find_chromium
 from PIL import Image
 
 
 @pytest.fixture(scope="session")
 def browse(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int, int], tuple[np.ndarray, str]]:
     """Draws a page in a window of a width and height; returns its pixels and the browser's complaints."""
-    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    browser = find_chromium()
     if browser is None:
-        pytest.skip("needs Chromium, found no chromium, chromium-browser or google-chrome")
+        pytest.skip(f"needs Chromium, found no {' or '.join(NAMES)}")
     folder = tmp_path_factory.mktemp("browser")
     quiet = ("background-networking", "component-update", "sync", "gpu", "quic")
     flags = ["--headless", "--no-sandbox", "--no-first-run", "--hide-scrollbars", "--enable-logging=stderr"]

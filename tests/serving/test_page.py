@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import os
-import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -14,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chromium import find_chromium
 from PIL import Image
 
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+CHROMIUM = find_chromium()
 
 
 class Browser:
