@@ -13,7 +13,6 @@ in fp32. Bundles that `--work` kept are taken up again, on another machine too.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import statistics
@@ -26,8 +25,8 @@ from typing import Any
 
 import numpy as np
 from tqdm import tqdm
+from trained import write
 
-from algm_deploy.bundle.files import write_atomically
 from algm_deploy.bundle.manifest import MANIFEST
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.deployment import build, export, parity_windows, verify
@@ -100,8 +99,7 @@ def main() -> None:
             },
         }
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    with write_atomically(options.output) as path:
-        path.write_text(json.dumps(record, indent=1) + "\n")
+    write(record, options.output)
     for name, facts in record["runs"].items():
         print(
             f"{name:32} {facts['wall_ms']:8.1f} ms  {facts['processor_ms']:8.1f} ms of processor  {facts['execution']}"

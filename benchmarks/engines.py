@@ -17,7 +17,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from algm_deploy.bundle.files import write_atomically
+from trained import write
+
 from algm_deploy.bundle.records import Engine
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.environment import environment
@@ -58,8 +59,7 @@ def main() -> None:
                 row = dict(zip(HEADER, figures, strict=True))
                 rows[tuple(row[name] for name in KEY)] = row
             record = {"schema_version": 1, "environment": asdict(environment()), "rows": [*rows.values()]}
-            with write_atomically(options.output) as path:
-                path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+            write(record, options.output)
     print(markdown_table(HEADER, [[row.get(name, "-") for name in HEADER] for row in rows.values()]))
 
 

@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from tqdm import tqdm
+from trained import write
 
-from algm_deploy.bundle.files import write_atomically
 from algm_deploy.bundle.records import Engine, Parity
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.environment import environment
@@ -60,8 +60,7 @@ def main() -> None:
             settings = DENSE if options.dense else [f"merging.clap_threshold={threshold}"] if threshold else []
             rows[" ".join(filter(None, told))] = row(name, settings, options.precision, options.runtime, Path(folder))
         record = {"schema_version": 1, "environment": asdict(environment(devices=True)), "rows": rows}
-        with write_atomically(options.output) as path:
-            path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write(record, options.output)
 
 
 def row(name: str, settings: list[str], precision: str, runtime: str | None, folder: Path) -> dict[str, Any]:

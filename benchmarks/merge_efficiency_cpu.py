@@ -12,7 +12,6 @@ and both clocks in the record.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import tempfile
@@ -24,8 +23,8 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 from tqdm import tqdm
+from trained import write
 
-from algm_deploy.bundle.files import write_atomically
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.deployment import build, parity_windows
 from algm_deploy.environment import environment
@@ -76,8 +75,7 @@ def main() -> None:
         **{clock: summary(photos, clock) for clock in CLOCKS},
     }
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    with write_atomically(options.output) as path:
-        path.write_text(json.dumps(record, indent=1) + "\n")
+    write(record, options.output)
     for clock in CLOCKS:
         print(clock, record[clock])
 

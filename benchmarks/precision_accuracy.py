@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from trained import write
 
-from algm_deploy.bundle.files import write_atomically
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.deployment import evaluate
 from algm_deploy.environment import environment
@@ -50,8 +50,7 @@ def main() -> None:
             row |= {"labels_equal_percent_mean": float(np.mean(shares)), "labels_equal_percent_min": min(shares)}
             record["rows"].append(row)
             print(json.dumps(row), flush=True)
-    with write_atomically(options.output) as target:
-        target.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write(record, options.output)
 
 
 def judged(bundle: Bundle, options: argparse.Namespace, dense: bool) -> tuple[dict[str, Any], list[NDArray[Any]]]:

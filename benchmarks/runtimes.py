@@ -29,8 +29,8 @@ import onnxruntime as ort
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
+from trained import write
 
-from algm_deploy.bundle.files import write_atomically
 from algm_deploy.bundle.records import VariantName
 from algm_deploy.bundle.signature import CLAP_THRESHOLD, GBM_THRESHOLD, signature_of
 from algm_deploy.environment import environment
@@ -106,8 +106,7 @@ def write_record(
     }
     for name in options.networks:
         record["networks"][name] = of_network(name, options)
-        with write_atomically(options.output) as path:
-            path.write_text(json.dumps(record, indent=1) + "\n")
+        write(record, options.output)
 
 
 # --- networks --------------------------------------------------------------------------------------------------------
