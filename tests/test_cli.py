@@ -622,7 +622,7 @@ def test_compare_puts_bundles_in_one_table(run: Run, bundle: Path, tmp_path: Pat
     assert (code, out.count("100.000"), "held to the first bundle's" in out) == (0, 4, True)
     assert [row["merging"] for row in json.loads(run(*words, "--json")[1])] == ["dense", "dense", "merged", "merged"]
     sentence(run("compare", bundle, "--table"), "compare", "expected other bundles with --table, got one bundle")
-    for flags in (("--tau", "0.9"), ("-o", tmp_path / "kept"), ("--runtimes", "torch,openvino")):
+    for flags in (("--tau", "0"), ("--dense",), ("-o", tmp_path / "kept"), ("--runtimes", "torch,openvino")):
         flag = flags[0].replace("-o", "--output")
         sentence(
             run("compare", bundle, bundle, bundle, *flags), "compare", f"expected no {flag} for a table of bundles"

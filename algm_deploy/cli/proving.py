@@ -321,8 +321,9 @@ def _side_by_side(options: argparse.Namespace) -> int:
         "load_inputs": options.load_inputs,
         "load_outputs": options.load_outputs,
     }
-    if unread := sorted(name.replace("_", "-") for name, value in asked.items() if value not in (None, False)):
-        raise BundleError(f"expected no --{unread[0]} for a table of bundles, which does not read it: leave it out")
+    unread = [name.replace("_", "-") for name, value in asked.items() if value is not None and value is not False]
+    if unread:
+        raise BundleError(f"expected no --{min(unread)} for a table of bundles, which does not read it: leave it out")
     if not options.others:
         raise BundleError("expected other bundles with --table, got one bundle: name them")
     runtime = options.runtimes[0] if options.runtimes else None
