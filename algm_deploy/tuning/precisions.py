@@ -36,7 +36,7 @@ def check_one_network(bundles: Sequence[Bundle]) -> None:
     first, *others = (bundle.recipe for bundle in bundles)
     seen = {first.precision}
     for recipe, bundle in zip(others, bundles[1:], strict=True):
-        for part in ("network", "merging", "protocol"):
+        for part in ("network", "merging", "protocol", "output", "max_batch"):
             if getattr(recipe, part) != getattr(first, part):
                 raise RecipeError(
                     f"expected exports of one network that differ in --precision, got another {part} in {bundle.path}: "

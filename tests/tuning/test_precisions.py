@@ -112,6 +112,7 @@ def test_without_an_answer_the_most_accurate_is_marked() -> None:
     [
         ({"merging": replace(DEMO.merging, clap_threshold=0.1)}, "got another merging in a bundle of int8: export"),
         ({"protocol": replace(DEMO.protocol, stride=64)}, "got another protocol in a bundle of int8"),
+        ({"output": "labels"}, "got another output in a bundle of int8"),
         ({"precision": "fp32"}, "expected a bundle for each precision, got two in fp32"),
     ],
 )
