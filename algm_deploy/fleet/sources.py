@@ -7,9 +7,10 @@ paths.
 from __future__ import annotations
 
 import os
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -158,19 +159,23 @@ def _column(batch: Any, name: str) -> list[Any]:
     return [row and row[name] for row in batch.column(0).to_pylist()]
 
 
-_group: tuple[str, int, int, list[Any]] = ("", 0, 0, [])  # the rows of a table that were read last
+# Groups of rows that were read last: table, first row, pictures. Two, as some threads still ask for rows of one when
+# others have come to the next.
+_last: deque[tuple[str, int, list[Any]]] = deque(maxlen=2)
+_reading = Lock()
 
 
 def _row_bytes(file: str, row: int) -> bytes:
-    """The encoded picture of a row; the rows of its group stay in memory until another group is read."""
-    global _group
-    name, first, end, rows = _group
-    if name != file or not first <= row < end:
-        try:
-            first, rows = _read_group(file, row)
-        except DatasetError as error:
-            raise ImageError(str(error)) from error
-        _group = file, first, first + len(rows), rows
+    """The encoded picture of a row; its group is read once, and threads that want it too wait for that."""
+    with _reading:
+        held = next((one for one in _last if one[0] == file and one[1] <= row < one[1] + len(one[2])), None)
+        if held is None:
+            try:
+                held = (file, *_read_group(file, row))
+            except DatasetError as error:
+                raise ImageError(str(error)) from error
+            _last.append(held)
+    _, first, rows = held
     found = rows[row - first]
     if not isinstance(found, bytes):
         raise ImageError(f"{file}, row {row}: expected an encoded picture, got {type(found).__name__}")

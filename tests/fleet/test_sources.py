@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +14,7 @@ from PIL import Image
 
 from algm_deploy import cli
 from algm_deploy.errors import DatasetError, ImageError, RuntimeUnavailableError
+from algm_deploy.fleet import sources
 from algm_deploy.fleet.cluster import connected
 from algm_deploy.fleet.sources import Item, find_items, label_name, read_item
 
@@ -79,6 +83,29 @@ def test_tables_hold_paths_or_pictures(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "no.parquet").write_bytes(b"no")
     with pytest.raises(DatasetError, match="expected a Parquet file"):
         find_items([tmp_path / "no.parquet"])
+
+
+def test_threads_read_a_group_of_rows_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrow = pytest.importorskip("pyarrow", reason="needs pyarrow: pip install 'algm-deploy[ray]'")
+    from pyarrow import parquet
+
+    content = BytesIO()
+    Image.new("RGB", (6, 4)).save(content, "PNG")
+    rows = {"path": [f"{row}.png" for row in range(8)], "bytes": [content.getvalue()] * 8}
+    parquet.write_table(arrow.table(rows), tmp_path / "all.parquet", row_group_size=4)
+    read, firsts = sources._read_group, []
+
+    def slow(path: str, row: int) -> tuple[int, list[object]]:
+        first, group = read(path, row)
+        firsts.append(first)
+        time.sleep(0.02)
+        return first, group
+
+    monkeypatch.setattr(sources, "_read_group", slow)
+    items = find_items([tmp_path / "all.parquet"])
+    with ThreadPoolExecutor(4) as threads:
+        assert {pixels.shape for pixels in threads.map(read_item, items)} == {(4, 6, 3)}
+    assert sorted(firsts) == [0, 4]
 
 
 def test_a_cluster_needs_ray_and_its_flags_a_cluster(
