@@ -34,6 +34,9 @@ Errors = Literal["raise", "yield"]
 
 _LOG = logging.getLogger("algm_deploy")
 
+FAILURES_OF_A_BROKEN_RUNTIME = 3
+"""So many runs in a row that failed although their picture was alone: the runtime is broken, not a picture."""
+
 
 class Predictor:
     """A bundle opened on one runtime; use it in a `with` block, or call `close`.

@@ -21,9 +21,11 @@ from algm_deploy.errors import AlgmDeployError, ExecutionError, RuntimeUnavailab
 BLOCK = 32
 """Items of a block at most: what is done again when a worker dies."""
 
+GIVEN_UP = "every worker that tried it died"
+"""Why an item has no result."""
+
 _BLOCKS_OF_A_WORKER = 4  # at least, so that all end at about the same time
 _TRIES_AFTER_DEATHS = 2
-_MOST_THREADS = 8  # of a worker with a GPU: it reads and writes pictures on them
 
 
 class Work(Protocol):
@@ -40,14 +42,22 @@ class Cluster:
     """A joined cluster; `connected` makes it.
 
     Args:
-        cpus: of all its machines.
-        gpus: likewise.
+        machines: how many CPUs and GPUs each has.
         workers: how many to start; None: one for each GPU, or for each CPU where a runtime uses none.
     """
 
-    cpus: int
-    gpus: int
+    machines: tuple[tuple[int, int], ...]
     workers: int | None
+
+    @property
+    def cpus(self) -> int:
+        """Of all machines."""
+        return sum(cpus for cpus, _ in self.machines)
+
+    @property
+    def gpus(self) -> int:
+        """Of all machines."""
+        return sum(gpus for _, gpus in self.machines)
 
     def run(
         self, make: Callable[[], Work], items: Sequence[bytes], on_gpus: bool
@@ -88,7 +98,7 @@ class Cluster:
             batch_format="numpy",
             # One at a time: a block that waits for a worker that dies would lose one of its tries.
             compute=ray.data.ActorPoolStrategy(size=workers, max_tasks_in_flight_per_actor=1),
-            num_cpus=self._cpus_each(workers, on_gpus),
+            num_cpus=self.cpus_each(workers, on_gpus),
             num_gpus=1 if on_gpus else 0,
             ray_remote_args_fn=partial(dict, max_task_retries=_TRIES_AFTER_DEATHS),
         )
@@ -99,32 +109,41 @@ class Cluster:
                         raise getattr(errors, kind, ExecutionError)(str(text))
                     yield int(index), bytes(result), str(device)
         except ray.exceptions.RayError as error:
-            said = " ".join(str(error).split())[:300]
-            raise ExecutionError(
-                f"expected workers that start on every machine of the cluster, Ray says {said!r}: install the same "
-                "there, and run again: what is done is kept"
-            ) from error
+            raise _told(error) from error
 
-    def _cpus_each(self, workers: int, on_gpus: bool) -> int:
-        """CPUs, and so threads, of each worker."""
-        share = max(1, self.cpus // workers)
-        return min(share, _MOST_THREADS) if on_gpus else share
+    def cpus_each(self, workers: int, on_gpus: bool) -> int:
+        """CPUs, and so threads, of each worker: as many as leave all of them a place, each on one machine."""
+        for share in range(self.cpus // workers, 1, -1):
+            places = (min(cpus // share, gpus) if on_gpus else cpus // share for cpus, gpus in self.machines)
+            if sum(places) >= workers:
+                return share
+        return 1
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """What a function returns on a machine of the cluster, on one with a GPU where there is one.
 
         Raises:
             AlgmDeployError: what the function raised.
+            ExecutionError: it could not be called there, or raised an error that nobody foresaw.
         """
         import ray
 
         there = ray.remote(function).options(num_gpus=1 if self.gpus else 0, num_cpus=0)
         try:
             return ray.get(there.remote(*arguments))
-        except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, AlgmDeployError):
-                raise error.cause from error
-            raise
+        except ray.exceptions.RayError as error:
+            cause = getattr(error, "cause", None)
+            raise (cause if isinstance(cause, AlgmDeployError) else _told(error)) from error
+
+
+def _told(error: Exception) -> ExecutionError:
+    """What is told of an error of Ray: what happened in a worker, where it knows, and not the way there."""
+    cause = getattr(error, "cause", None)
+    said = f"{type(cause).__name__}: {cause}" if isinstance(cause, Exception) else str(error)
+    return ExecutionError(
+        f"expected workers that start on every machine of the cluster, Ray says {' '.join(said.split())[:300]!r}: "
+        "install the same there, and run again: what is done is kept"
+    )
 
 
 _COLUMNS = ("index", "result", "device", "kind", "text")
@@ -195,7 +214,8 @@ def connected(address: str, workers: int | None = None) -> Iterator[Cluster]:
         context = ray.data.DataContext.get_current()
         context.enable_progress_bars = False
         context.max_errored_blocks = -1  # a block whose worker died is missing, which `run` sees
-        there = ray.cluster_resources()
-        yield Cluster(int(there.get("CPU", 0)), int(there.get("GPU", 0)), workers)
+        resources = [machine["Resources"] for machine in ray.nodes() if machine["Alive"]]
+        machines = tuple((int(one.get("CPU", 0)), int(one.get("GPU", 0))) for one in resources)
+        yield Cluster(machines, workers)
     finally:
         ray.shutdown()

@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from algm_deploy.evaluation.datasets import Dataset, Sample
 from algm_deploy.evaluation.evaluate import Found, ImageResult, Measurer
-from algm_deploy.fleet.cluster import Cluster
+from algm_deploy.fleet.cluster import GIVEN_UP, Cluster
 from algm_deploy.fleet.opening import Opening
 
 
@@ -55,7 +55,7 @@ class Fleet:
 
 def _decoded(result: bytes | None) -> Found:
     if result is None:
-        return "every worker that tried it died"
+        return GIVEN_UP
     return msgspec.json.decode(result, type=ImageResult | str | None)
 
 

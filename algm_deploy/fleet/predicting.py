@@ -23,21 +23,21 @@ from tqdm import tqdm
 from algm_deploy.bundle.files import storage_errors, write_atomically
 from algm_deploy.bundle.records import Record, Threshold, storable
 from algm_deploy.bundle.store import Bundle
+from algm_deploy.environment import thread_limit
 from algm_deploy.errors import AlgmDeployError, BundleError, ExecutionError
-from algm_deploy.fleet.cluster import Cluster
+from algm_deploy.fleet.cluster import GIVEN_UP, Cluster
 from algm_deploy.fleet.opening import Opening, opening_of
 from algm_deploy.fleet.sources import Item, find_items, label_name, opened_table, read_item
 from algm_deploy.pictures.preprocessing import preprocessing_fingerprint
 from algm_deploy.pictures.sliding import Pending, Prediction
 from algm_deploy.pictures.sources import WRITTEN
-from algm_deploy.predictor import given_thresholds, thresholds_in_force
+from algm_deploy.predictor import FAILURES_OF_A_BROKEN_RUNTIME, given_thresholds, thresholds_in_force
 from algm_deploy.recipe.schema import Color
 from algm_deploy.report.colors import classes_of
 from algm_deploy.report.pictures import labels_picture
 
 Format = Literal["png", "parquet"]
 ABOUT, FAILURES = "predictions.json", "failures.json"
-_FAILURES_OF_A_BROKEN_RUNTIME = 3
 _LABELS, _TABLE = f"{WRITTEN[0]}.png", "labels-{}.parquet"
 
 
@@ -122,7 +122,7 @@ def predict(
     kept, quiet = len(items) - len(left), None if progress else True
     with tqdm(total=len(items), initial=kept, desc="predict", unit="image", disable=quiet) as bar:
         for index, result, _ in work:
-            why = "every worker that tried it died" if result is None else msgspec.json.decode(result, type=str)
+            why = GIVEN_UP if result is None else msgspec.json.decode(result, type=str)
             if why:
                 failures[left[index].name] = why
                 bar.set_postfix(failed=len(failures))
@@ -143,7 +143,7 @@ class Labeller:
         self._classes = classes_of(self._predictor.bundle.recipe)
         grid = self._predictor.bundle.recipe.network.grid
         self._patches = grid[0] * grid[1]
-        self._threads = ThreadPoolExecutor(max(2, int(os.environ.get("OMP_NUM_THREADS", "2"))), "pictures")
+        self._threads = ThreadPoolExecutor(max(2, thread_limit() or 0), "pictures")
         self._failures = 0
         self.device_name = self._predictor.device_name
 
@@ -172,7 +172,7 @@ class Labeller:
         errors = self._predictor.run_apart(ready) if ready else []
         for error in errors:
             self._failures = self._failures + 1 if isinstance(error, ExecutionError) else 0
-            if self._failures == _FAILURES_OF_A_BROKEN_RUNTIME:
+            if self._failures == FAILURES_OF_A_BROKEN_RUNTIME:
                 raise ExecutionError(
                     f"{error}; so for {self._failures} pictures in a row, the runtime is broken: mend it and run "
                     "again, what is done is kept"

@@ -12,11 +12,8 @@ from typing import Self
 
 from algm_deploy.errors import GateError
 from algm_deploy.pictures.sliding import Pending
-from algm_deploy.predictor import Predictor
+from algm_deploy.predictor import FAILURES_OF_A_BROKEN_RUNTIME, Predictor
 from algm_deploy.serving.metrics import Metrics
-
-# Runs in a row that failed although their picture was alone: then the runtime is broken, not a picture.
-_FAILURES_OF_A_BROKEN_RUNTIME = 3
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,7 @@ class Batcher:
     @property
     def healthy(self) -> bool:
         """Whether the runtime executes: not after several failures in a row."""
-        return self._failures < _FAILURES_OF_A_BROKEN_RUNTIME and self._thread.is_alive()
+        return self._failures < FAILURES_OF_A_BROKEN_RUNTIME and self._thread.is_alive()
 
     def submit(self, picture: Pending, thresholds: Mapping[str, float], token_maps: bool) -> Future[Pending]:
         """The picture when it is done, or what `Predictor.run_prepared` raises. A future may be cancelled in time."""

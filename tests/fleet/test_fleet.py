@@ -57,6 +57,22 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.parametrize(
+    ("machines", "workers", "on_gpus", "cpus"),
+    [
+        (((16, 1),), 1, True, 16),
+        (((4, 1), (4, 1), (64, 0)), 2, True, 4),  # not 36, which no machine with a GPU has
+        (((4, 0), (16, 0)), 4, False, 4),  # not 5, at which the small machine stands idle
+        (((2, 1),), 4, True, 1),
+        (((2, 0),), 2, False, 1),
+    ],
+)
+def test_every_worker_finds_a_place(
+    machines: tuple[tuple[int, int], ...], workers: int, on_gpus: bool, cpus: int
+) -> None:
+    assert Cluster(machines, None).cpus_each(workers, on_gpus) == cpus
+
+
 def maps_below(folder: Path) -> dict[str, np.ndarray]:
     return {
         path.relative_to(folder).as_posix().removesuffix(".labels.png"): np.asarray(Image.open(path))
@@ -123,9 +139,9 @@ def test_tables_in_and_out(cluster: Cluster, tiny_bundle: Bundle, photos: Path, 
     table = tmp_path / "photos.parquet"
     parquet.write_table(pyarrow.table({"image": rows}), table, row_group_size=4)
     run = partial(predict, cluster, tiny_bundle, [table], tmp_path / "labels", RUNTIME, progress=False)
-    for options in ({}, {}):
-        found = run(format="parquet", **options)
-    assert (found.done, found.kept, list(found.failures)) == (0, 5, ["5.png"])
+    found, again = run(format="parquet"), run(format="parquet")
+    assert (found.done, found.kept, list(found.failures)) == (5, 0, ["5.png"])
+    assert (again.done, again.kept, list(again.failures)) == (0, 5, ["5.png"])
     with Predictor(tiny_bundle, RUNTIME) as network:
         for row in rows_in(tmp_path / "labels"):
             (path,) = [one for one in files if one.name == row["path"]]
@@ -154,6 +170,8 @@ def test_what_every_worker_refuses_ends_the_run(cluster: Cluster, tiny_bundle: B
         list(cluster.run(partial(Labeller, opening, str(tmp_path), "png"), [b"{}"], False))
     with pytest.raises(ExecutionError, match="a worker failed: ZeroDivisionError: no"):
         list(cluster.run(partial(Broken, ZeroDivisionError("no")), [b"{}"], False))
+    with pytest.raises(ExecutionError, match="Ray says 'JSONDecodeError: Expecting value"):
+        cluster.call(json.loads, "no")
     with pytest.raises(RuntimeUnavailableError, match="cluster with GPUs for tensorrt"):
         opening_of(cluster, tiny_bundle, "tensorrt", None)
     assert opening_of(cluster, tiny_bundle, None, "cpu").runtime == RUNTIME
