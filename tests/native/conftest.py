@@ -33,7 +33,7 @@ def cpu_library() -> Path:
 
 
 @pytest.fixture(scope="session")
-def this_card_s_library() -> Path:
+def cuda_library() -> Path:
     """The shared library with the CUDA kernels: the one that is built, else one for this GPU, or for sm_80."""
     import torch
 

@@ -66,13 +66,13 @@ def test_hopper_gets_code_for_sm_90a_and_later_gpus_plain_ptx(
 
 
 @pytest.mark.slow
-def test_cuda_kernels_compile_without_a_gpu(declared: list[str], this_card_s_library: Path) -> None:
-    loaded = ctypes.CDLL(str(this_card_s_library))
+def test_cuda_kernels_compile_without_a_gpu(declared: list[str], cuda_library: Path) -> None:
+    loaded = ctypes.CDLL(str(cuda_library))
     assert not [name for name in declared if not hasattr(loaded, f"algm_cuda_{name}")]
-    assert KernelLibrary(this_card_s_library, "cuda").status_text(0) == "The call succeeded."
+    assert KernelLibrary(cuda_library, "cuda").status_text(0) == "The call succeeded."
     if shutil.which("cuobjdump"):
         parts = subprocess.run(
-            ["cuobjdump", "-lelf", "-lptx", this_card_s_library], capture_output=True, text=True, check=True
+            ["cuobjdump", "-lelf", "-lptx", cuda_library], capture_output=True, text=True, check=True
         )
         assert re.search(r"sm_\d+a?\.cubin", parts.stdout)
         assert ".ptx" in parts.stdout

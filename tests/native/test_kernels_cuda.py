@@ -29,10 +29,10 @@ OTHER_CARDS = {"code of 8.0": (80, None), "as on 8.9": (80, 100 << 10), "as on 7
 
 
 @pytest.fixture(scope="module", params=["this card", *OTHER_CARDS])
-def cuda_library(request: pytest.FixtureRequest) -> Path:
+def library(request: pytest.FixtureRequest) -> Path:
     """The kernels for this card, and the code of earlier ones, which the driver translates for this one."""
     if request.param == "this card":
-        return cast(Path, request.getfixturevalue("this_card_s_library"))
+        return cast(Path, request.getfixturevalue("cuda_library"))
     architecture, shared_bytes = OTHER_CARDS[request.param]
     major, minor = torch.cuda.get_device_capability()
     if architecture > 10 * major + minor:
@@ -41,8 +41,8 @@ def cuda_library(request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.fixture(scope="module")
-def kernels(cuda_library: Path) -> Kernels:
-    return Kernels(cuda_library, DeviceMemory())
+def kernels(library: Path) -> Kernels:
+    return Kernels(library, DeviceMemory())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -133,8 +133,8 @@ def test_results_are_the_same_bits_on_every_run(kernels: Kernels, dtype: Any) ->
             np.testing.assert_array_equal(mine, theirs)
 
 
-def test_device_and_host_agree_on_exact_sums(kernels: Kernels, cuda_library: Path) -> None:
-    host = Kernels(cuda_library, HostMemory())
+def test_device_and_host_agree_on_exact_sums(kernels: Kernels, library: Path) -> None:
+    host = Kernels(library, HostMemory())
     for seed in range(50):
         rng = np.random.default_rng(seed)
         case = cases.clap_case(cases.pick_from(rng), rng, np.float16, exact=True)
@@ -143,10 +143,10 @@ def test_device_and_host_agree_on_exact_sums(kernels: Kernels, cuda_library: Pat
 
 
 @pytest.fixture(params=[False, True], ids=["aligned", "shifted"])
-def versions(request: pytest.FixtureRequest, cuda_library: Path) -> tuple[Kernels, Kernels]:
+def versions(request: pytest.FixtureRequest, library: Path) -> tuple[Kernels, Kernels]:
     """The kernels for the device and those for the host, on memory that is aligned to 16 bytes or not."""
     memories = DeviceMemory(request.param), HostMemory(request.param)
-    device, host = (Kernels(cuda_library, memory) for memory in memories)
+    device, host = (Kernels(library, memory) for memory in memories)
     return device, host
 
 
@@ -178,9 +178,9 @@ def test_device_and_host_agree_on_given_similarities(versions: tuple[Kernels, Ke
     cases.many(dtype, check)
 
 
-def test_lengths_that_32_bits_cannot_hold(kernels: Kernels, cuda_library: Path) -> None:
+def test_lengths_that_32_bits_cannot_hold(kernels: Kernels, library: Path) -> None:
     """Of 641 rows, as they once led a tile of tensor cores out of memory."""
-    host = Kernels(cuda_library, HostMemory())
+    host = Kernels(library, HostMemory())
     for dtype in DTYPES:
         tokens = exact_tokens(np.random.default_rng(0), "pairs", (3, 641, 64), dtype)
         length = np.array([0xFFFFFFFF00F00000 - 2**64, 641 + 2**32, -(2**31) - 1])
@@ -204,12 +204,12 @@ def test_too_few_output_rows_are_nan_and_nothing_behind_them(kernels: Kernels, d
             assert np.isnan(size_out).all()
 
 
-def test_threads_with_windows_of_different_sizes(cuda_library: Path) -> None:
+def test_threads_with_windows_of_different_sizes(library: Path) -> None:
     """Their kernel is one, and so is the shared memory that it may ask for."""
     tokens = cases.random_tokens(np.random.default_rng(0), (1, 17, 16), np.float32)
 
     def failures(window: tuple[int, int]) -> int:
-        kernels = Kernels(cuda_library, DeviceMemory())
+        kernels = Kernels(library, DeviceMemory())
         params = clap_params(tokens.shape, "float32", **CLAP | {"grid": (4, 4), "window": window})
         given, similarity = (
             ctypes.c_void_p((held := kernels.put(tokens)).data_ptr()),
