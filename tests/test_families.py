@@ -24,8 +24,8 @@ from algm_deploy.runners.registry import row_of
 
 # The mask transformer's chain is walked in tests/parity.
 CASES = tuple(case for case in FAMILIES if case != ("segmenter", "mask_transformer"))
-# Its translation takes as long as three others: tests/models/test_vit_adapter.py has the methods in PyTorch.
-SLOW = (("vit_adapter", "upernet"),)
+# Their translations take as long as three others each: tests/models/test_vit_adapter.py has the methods in PyTorch.
+SLOW = (("vit_adapter", "upernet"), ("eva", "mask2former"))
 IMAGES = 3
 Support = Callable[[str, object], None]  # what a passed test proves, for docs/support.md: see benchmarks/support.py
 

@@ -18,7 +18,6 @@ import onnx_ir as ir
 import torch
 from onnxscript import opset18, values
 from torch import Tensor, nn
-from torch._dynamo import config as dynamo_config
 
 from algm_deploy.bundle.signature import (
     CLAP_THRESHOLD,
@@ -147,7 +146,9 @@ def _brisk() -> Iterator[None]:
     Most objects of a trace stay until it ends, so looking through them for garbage finds little. And where axes are
     symbols, remembering the shapes that an operation gives costs more than to find them again.
     """
-    with no_collection(), dynamo_config.patch(fake_tensor_cache_enabled=False):
+    from torch._dynamo import config  # takes over a second, and commands that export nothing need it not
+
+    with no_collection(), config.patch(fake_tensor_cache_enabled=False):
         yield
 
 

@@ -10,8 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 from algm_deploy.bundle.records import Parity
+from algm_deploy.bundle.store import Bundle
+from algm_deploy.cli import main
 from algm_deploy.demo import run as demonstration
-from algm_deploy.demo.run import demonstrate, draw_pictures, labelled_pictures, measured_before, one_of_each_slice
+from algm_deploy.demo.run import draw_pictures, labelled_pictures, measured_before, one_of_each_slice
 from algm_deploy.errors import GateError
 from algm_deploy.timing.timers import Effort
 
@@ -19,13 +21,13 @@ TITLE = ("drawn scenes", "that ship")
 
 
 @pytest.mark.slow
-def test_whole_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     few = labelled_pictures().subset(3)
     monkeypatch.setattr(demonstration, "labelled_pictures", lambda: few)
     short = replace(demonstration.SHORT, effort=Effort(warmup=0, rounds=2, most_rounds=2))
     monkeypatch.setattr(demonstration, "SHORT", short)
-    lines: list[str] = []
-    bundle = demonstrate(tmp_path, "onnxruntime-cpu", lines.append, progress=False)
+    assert main(["demo", "-o", str(tmp_path), "--runtime", "onnxruntime-cpu"]) == 0
+    lines, bundle = capsys.readouterr().out.splitlines(), Bundle.open(tmp_path / "bundle")
     assert [line[0] for line in lines if line[:1].isdigit()] == list("123456")
     parity = bundle.manifest.parity
     assert {"torch", "onnxruntime-cpu"} == {record.runtime for record in parity}
