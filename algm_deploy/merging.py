@@ -24,6 +24,7 @@ from algm_deploy.models.merges import (
     Gbm,
     KeepAsMany,
     KeepFirst,
+    Mpm,
     Remerge,
     Replay,
     ReplayChoice,
@@ -66,6 +67,9 @@ def insert_merging(model: Model, plan: MergePlan) -> Model:
         encoder.outlet = Restore(encoder.prefix)
     elif plan.method == "g2tm":
         _fill(merged, plan, lambda _: G2tm(encoder.grid, encoder.prefix))
+    elif plan.method == "mpm" and plan.layers:
+        _fill(merged, plan, lambda _: Mpm(encoder.prefix))
+        encoder.outlet = Unmerge(encoder.prefix)
     elif plan.method == "evit" and plan.layers:
         _fill_evit(merged, plan, lambda _, *counts: Evit(*counts))
         encoder.outlet = Unmerge(encoder.prefix)
@@ -187,7 +191,7 @@ def replay_merging(model: Model, plan: MergePlan) -> Model:
     if plan.method == "evit":
         _fill_evit(replaying, plan, EvitReplay)
         return replaying
-    plain = plan.gbm_layers if plan.semantics == "paper" else ()
+    plain = plan.mpm_layers or (plan.gbm_layers if plan.semantics == "paper" else ())
     _fill(replaying, plan, lambda index: Replay(index, prefix, weighted=plan.layers[index] not in plain))
     return replaying
 
@@ -196,7 +200,7 @@ def truncate(model: Model, rows: Mapping[int, int], plan: MergePlan = DENSE) -> 
     """A copy of `model` that keeps the first `rows[layer]` rows, prefix counted, in each of these 1-based layers.
 
     Of `plan` it keeps what is no merge: with ToMe, attention by sizes and a decoder that gets every patch; blockwise,
-    that attention and MLP give every row a result; with ELViT and EViT, that the decoder gets every
+    that attention and MLP give every row a result; with ELViT, EViT and MPM, that the decoder gets every
     patch; where something needs every patch between groups of blocks, that it gets them, and how many go on from there.
     """
     truncated, method = share_parameters(model), plan.method
@@ -208,7 +212,7 @@ def truncate(model: Model, rows: Mapping[int, int], plan: MergePlan = DENSE) -> 
             setattr(truncated.blocks[layer - 1], SLOTS[part], KeepFirst(count, truncated.encoder.prefix))
     if method == "tome":
         count_sizes(truncated)
-    elif method in ("elvit", "evit"):
+    elif method in ("elvit", "evit", "mpm"):
         truncated.encoder.outlet = Unmerge(truncated.encoder.prefix)
     return truncated
 

@@ -391,6 +391,11 @@ def given_thresholds(bundle: Bundle, tau: float | None, gbm: float | None, dense
             "expected merges that wait for a similarity, those of this bundle take a constant number of tokens: export "
             "with --dense for the dense network"
         )
+    if plan.method == "mpm" and plan.layers:
+        raise BundleError(
+            "expected merges that wait for a similarity, MPM merges every pair that finds each other: export with "
+            "--dense for the dense network"
+        )
     if plan.budgeted:
         raise BundleError(
             "expected merges that wait for a similarity, those of this bundle have a budget: export with --dense for "

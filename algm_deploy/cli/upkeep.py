@@ -25,6 +25,8 @@ def list_recipes(_: argparse.Namespace) -> int:
             layers = method_words(plan)
         if plan.method == "g2tm":
             layers = f"G2TM {plan.g2tm_layer}"
+        if plan.method == "mpm":
+            layers = f"MPM {arguments.listed(plan.mpm_layers)}"
         tau = f"{plan.clap_threshold:g}" if plan.reads_clap_threshold else "-"
         published = facts.published.get("miou_percent")
         miou = f"{published:g}" if published else "-"

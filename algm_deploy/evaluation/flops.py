@@ -23,7 +23,7 @@ from algm_deploy.recipe.schema import MergePlan, Network, fresh_merges
 class MultiplyAdds:
     """Multiply-adds of one window by part.
 
-    `merging` is the product of similarities of GBM or ToMe, or what ELViT or EViT multiplies to choose and to restore.
+    `merging` is the product of similarities of GBM, ToMe or MPM, or what ELViT or EViT multiplies to choose and to restore.
     """
 
     patch_embedding: int
@@ -58,7 +58,7 @@ def multiply_adds(network: Network, plan: MergePlan, tokens_after_merge: Sequenc
     counts = _counts(plan, network, tokens_after_merge)
     encoder, merging, leaving = _encoder(network, plan, counts, patches)
     levels = [leaving[layer] for layer in network.stages or (network.encoder_depth,)]
-    if plan.counts_in:  # these methods hand every patch to the decoder
+    if plan.counts_in or plan.method == "mpm":  # these methods hand every patch to the decoder
         merging += _restoring(network, plan, patches, levels)
         levels = [patches] * len(levels)
     height, width = network.image_size
@@ -105,6 +105,11 @@ def _encoder(network: Network, plan: MergePlan, counts: dict[int, int], tokens: 
         if layer in counts and plan.method == "elvit":
             encoder += mlp(tokens + network.prefix, network.embed_dim, network.mlp_width)
             merging += _clustering(network, plan, tokens)
+            leaving[layer] = tokens = counts[layer]
+            continue
+        if layer in counts and plan.method == "mpm":
+            encoder += mlp(tokens + network.prefix, network.embed_dim, network.mlp_width)
+            merging += tokens * tokens * network.embed_dim
             leaving[layer] = tokens = counts[layer]
             continue
         if layer in counts and plan.method == "evit":

@@ -18,9 +18,22 @@ from algm_deploy.errors import BundleError
 from algm_deploy.ops.bodies import BODIES, OPSET, Body
 from algm_deploy.ops.schema import DOMAIN, SCHEMAS, VERSION
 
-# ELViT and EViT leave as many tokens in every picture, deformable attention looks at whole grids, merging again is a
-# product.
-_WITHOUT_PLUGIN = frozenset({"cls_attention", "deformable_attention", "elvit", "elvit_restore", "evit", "remerge"})
+# ToMe, ELViT and EViT leave as many tokens in every picture, deformable attention looks at whole grids, merging again
+# is a product.
+_WITHOUT_PLUGIN = frozenset(
+    {
+        "cls_attention",
+        "deformable_attention",
+        "elvit",
+        "elvit_restore",
+        "evit",
+        "proportional_attention",
+        "remerge",
+        "tome",
+    }
+)
+# Their bodies count rows, which have to be numbers for TensorRT.
+_OF_KNOWN_ROWS = frozenset({"tome"})
 
 
 def has_budget(node: ir.Node) -> bool:
@@ -141,5 +154,5 @@ def _variant(node: ir.Node) -> Hashable:
 
 def _shapes(node: ir.Node) -> list[ir.Shape | None]:
     """Shapes of a node's inputs that its body may rely on: those of a budget, whose rows are the same in every run."""
-    known = has_budget(node)
+    known = has_budget(node) or node.op_type in _OF_KNOWN_ROWS
     return [value.shape if known and value is not None else None for value in node.inputs]

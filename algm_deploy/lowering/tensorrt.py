@@ -4,7 +4,8 @@
 |---|---|
 | clap, gbm | plugin node with one more output, the 0-D INT32 size tensor that tells TensorRT the token count, and one
 more attribute, the count to tune for |
-| the same by a budget, ELViT, EViT and what cls attends to, deformable attention, merging again | standard operators |
+| the same by a budget, ToMe and its attention, ELViT, EViT and what cls attends to, deformable attention, merging again
+| standard operators |
 | unmerge | plugin node |
 | label_map | plugin node with int32 labels, then a Cast to uint8: TensorRT takes no 8-bit plugin output |
 | attention | `Attention` of opset 23, its mask made from the lengths |
@@ -49,6 +50,8 @@ TRANSLATED = (*PLUGINS, "attention")
 TOPK_LIMIT = 3840
 # Same name at opset 18 and 23, another meaning.
 _CHANGED_SINCE_18 = frozenset({"DFT", "GroupNormalization"})
+FLOAT32_PRODUCTS = "float32_products"
+"""Entry of a model's metadata: how many products are fp32 in every precision, as similarities and means of merges are."""
 
 
 def write_tensorrt_onnx(
@@ -130,6 +133,7 @@ def tensorrt_from_base(
     new.graph.initializer.extend(rewriter.constants.values())
     new.opset_import.extend([helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, VERSION)])
     new.ir_version = max(new.ir_version, 10)
+    helper.set_model_props(new, {FLOAT32_PRODUCTS: str(_float32_products(new))})
     return _inlined(new), counts
 
 
@@ -148,6 +152,16 @@ def _with_bodies(base: ir.Model) -> ir.Model:
             )
     add_function_bodies(model, needs_no_plugin)
     return model
+
+
+def _float32_products(model: onnx.ModelProto) -> int:
+    """Products in the functions that are called, but for those of ToMe's attention, which have the type of its rows."""
+    products = {
+        function.name: sum(node.op_type == "MatMul" for node in function.node)
+        for function in model.functions
+        if operator_of(function.name) != "proportional_attention"
+    }
+    return sum(products.get(node.op_type, 0) for node in model.graph.node)
 
 
 def _inlined(model: onnx.ModelProto) -> onnx.ModelProto:

@@ -136,6 +136,18 @@ class G2tm(nn.Module):
         return Tokens(values, size, map, length, padded=True)
 
 
+class Mpm(nn.Module):
+    """MPM in the slot after a block. Images merge alone, so they differ in length."""
+
+    def __init__(self, prefix: int) -> None:
+        super().__init__()
+        self.prefix = prefix
+
+    def forward(self, tokens: Tokens, inputs: MergeInputs | None) -> Tokens:
+        values, size, map, length = torch.ops.algm.mpm(*tokens[:4], self.prefix)
+        return Tokens(values, size, map, length, padded=True)
+
+
 class Evit(nn.Module):
     """EViT in a merge slot that is handed what cls attends to: `keep` of `rows` rows stay, of `patches` at first."""
 

@@ -13,6 +13,7 @@ from algm_deploy.ops.evit import evit
 from algm_deploy.ops.g2tm import g2tm
 from algm_deploy.ops.gbm import gbm
 from algm_deploy.ops.label_map import label_map
+from algm_deploy.ops.mpm import mpm
 from algm_deploy.ops.proportional_attention import proportional_attention
 from algm_deploy.ops.remerge import remerge
 from algm_deploy.ops.tome import tome
@@ -29,6 +30,7 @@ __all__ = [
     "g2tm",
     "gbm",
     "label_map",
+    "mpm",
     "proportional_attention",
     "remerge",
     "tome",

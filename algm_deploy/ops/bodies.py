@@ -143,10 +143,11 @@ class Body:
         places = self("Expand", np.arange(count), self("Shape", largest))
         return self("ScatterElements", none, largest, places, axis=1)
 
-    def rank(self, values: Value) -> Value:
-        """Place (B, R) of each value in descending order; the lower index first on ties, as TopK promises."""
-        _, best_first = self.several(2, "TopK", values, self.size_of(values, 1), axis=1)
-        return self.inverse(best_first)
+    def rank(self, values: Value, count: int | None = None) -> Value:
+        """Place (B, R) of each value in descending order; the lower index first on ties, as TopK promises. `count` is R
+        where it is known."""
+        _, best_first = self.several(2, "TopK", values, [count] if count else self.size_of(values, 1), axis=1)
+        return self.inverse(best_first, count)
 
     def select(
         self, position: Value, kept: Value, length: Value, *candidates: Value, known: tuple[int, int] | None = None

@@ -25,6 +25,10 @@ from algm_deploy.ops.gbm import reference_rows as gbm_rows
 from algm_deploy.ops.gbm import reference_similarity as gbm_similarity
 from algm_deploy.ops.gbm import reference_split as gbm_split
 from algm_deploy.ops.label_map import reference as label_map
+from algm_deploy.ops.mpm import reference as mpm
+from algm_deploy.ops.mpm import reference_pairs as mpm_pairs
+from algm_deploy.ops.mpm import reference_rows as mpm_rows
+from algm_deploy.ops.mpm import reference_similarity as mpm_similarity
 from algm_deploy.ops.proportional_attention import reference as proportional_attention
 from algm_deploy.ops.remerge import reference as remerge
 from algm_deploy.ops.tome import reference as tome
@@ -52,6 +56,10 @@ __all__ = [
     "gbm_split",
     "label_map",
     "most_similar",
+    "mpm",
+    "mpm_pairs",
+    "mpm_rows",
+    "mpm_similarity",
     "nearest",
     "neighbour_groups",
     "neighbour_similarity",

@@ -97,14 +97,16 @@ def onnx_body(
     body: Body, attributes: Mapping[str, Any], tokens: Value, size: Value, map: Value, keys: Value
 ) -> list[Value]:
     """ToMe in standard ops: GBM's body with the r best instead of those that reach a threshold."""
-    prefix, r = attributes["prefix"], attributes["r"]
-    valid = body("GreaterOrEqual", size, 0.0)  # every row exists
-    allowed = body("GreaterOrEqual", body.indices(body.size_of(tokens, 1)), prefix)
-    best, match = onnx_similarity(body, keys, body("And", valid, allowed), 0, WORST)
-    rank = body.rank(best)
+    prefix, r, count = attributes["prefix"], attributes["r"], body.extent(tokens, 1)
+    known = isinstance(count, int)
+    every: Value = body.value(np.ones((1, count), bool)) if known else body("GreaterOrEqual", size, 0.0)  # type: ignore
+    allowed = body("And", every, body("GreaterOrEqual", body.indices(count), prefix))
+    best, match = onnx_similarity(body, keys, allowed, 0, WORST)
+    rank = body.rank(best, (count + 1) // 2 if isinstance(count, int) else None)
     place = None if prefix else body("Sub", rank, r)
-    attributes = {"prefix": prefix, "semantics": SEMANTICS}
-    return onnx_joined(body, (tokens, size, map), valid, body("Less", rank, r), match, attributes, place)[:3]
+    inputs, attributes = (tokens, size, map), {"prefix": prefix, "semantics": SEMANTICS}
+    merged = body("Less", rank, r)
+    return onnx_joined(body, inputs, every, merged, match, attributes, place, r if known else None)[:3]
 
 
 # --- NumPy reference -------------------------------------------------------------------------------------------------

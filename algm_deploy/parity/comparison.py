@@ -24,6 +24,7 @@ from algm_deploy.parity.decisions import (
     gbm_problems,
     map_problem,
     mask_problems,
+    mpm_problems,
     record_problem,
     tome_problems,
 )
@@ -38,6 +39,7 @@ from algm_deploy.parity.replay import (
     g2tm_facts,
     gbm_facts,
     mask_facts,
+    mpm_facts,
     tome_facts,
     torch_maps,
 )
@@ -292,6 +294,9 @@ class Decisions:
             g2tm = g2tm_facts(replays, stage, plan, network)
             return [g2tm_problems(f, m, network.grid, network.prefix) for f, m in zip(g2tm, maps, strict=True)]
         before = [replay.truth[stage].map[0].numpy() for replay in replays]
+        if merge == "mpm":
+            mpm = mpm_facts(replays, stage, plan, network)
+            return [mpm_problems(f, b, m, network.prefix) for f, b, m in zip(mpm, before, maps, strict=True)]
         if merge == "tome":
             tome = tome_facts(replays, stage, plan, network)
             return [tome_problems(f, b, m, network.prefix) for f, b, m in zip(tome, before, maps, strict=True)]

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from algm_deploy.ops.clap import window_members
 from algm_deploy.ops.g2tm import neighbours, reference_rows
+from algm_deploy.ops.mpm import reference_rows as mpm_rows
 from algm_deploy.ops.gbm import first_source
 from algm_deploy.recipe.schema import MergePlan, Network, Size
 
@@ -104,6 +105,15 @@ class G2tmFacts:
 
 
 @dataclass(frozen=True, eq=False)
+class MpmFacts:
+    """What MPM decides on for one image: similarities (R, R) of the tokens that reach it, -inf with themselves, and the
+    noise of the similarities."""
+
+    similarity: Floats
+    noise: float
+
+
+@dataclass(frozen=True, eq=False)
 class MaskFacts:
     """What the queries of one layer decided on, one image: true masks (Q, S) before their activation, positive for the
     cells to attend to; what PyTorch's own masks (Q, S) chose in the precision at hand; and the noise of masks."""
@@ -136,7 +146,7 @@ def differing(before: Ints, ours: Ints, other: Ints, stage: int, plan: MergePlan
     `before` is the map in front of the merge. CLAP decides for each window whether it merges, GBM and ToMe for each
     token that may which other it joins, if any, ELViT for each patch which centroid is the last that counts, EViT for
     each row whether it stays or which other it is restored from, G2TM for patches that touch whether they share a
-    token. Merged windows, and tokens that stay, in another order count once for each that would have to be moved.
+    token, MPM for each token which other it joins, if any. Merged windows, and tokens that stay, in another order count once for each that would have to be moved.
     """
     layer, prefix = plan.layers[stage], network.prefix
     if plan.merge_in(layer) == "elvit":
@@ -146,6 +156,9 @@ def differing(before: Ints, ours: Ints, other: Ints, stage: int, plan: MergePlan
     if plan.merge_in(layer) == "g2tm":
         shared = [_shared(token_map, network.grid) for token_map in (ours, other)]
         return max(int((shared[0] != shared[1]).sum()), int(not np.array_equal(ours, other))), len(shared[0])
+    if plan.merge_in(layer) == "mpm":
+        partners = [_partners(before, token_map, prefix) for token_map in (ours, other)]
+        return max(int((partners[0] != partners[1]).sum()), int(not np.array_equal(ours, other))), len(partners[0])
     if plan.merge_in(layer) == "clap":
         a, b = (_merged_windows(token_map, plan, network.grid) for token_map in (ours, other))
         count, total = len(np.setxor1d(a, b)), len(window_members(network.grid, plan.window))
@@ -282,6 +295,44 @@ def g2tm_problems(facts: G2tmFacts, token_map: Ints, grid: Size, prefix: int) ->
     if (above := (facts.similarity[~shared] - facts.limit).max(initial=0)) > facts.noise:
         problems.append(f"G2TM: left neighbours apart that are {above:.1e} above the threshold")
     return problems
+
+
+def mpm_problems(facts: MpmFacts, before: Ints, after: Ints, prefix: int) -> list[str]:
+    """What in MPM's pairs of one image the noise cannot explain; empty when it is excused.
+
+    `before` and `after` are the composed token maps (N,) around the merge.
+    """
+    partner = _partners(before, after, prefix)
+    rows = mpm_rows(partner[None], np.array([prefix + len(partner)]), prefix)[0]
+    if not np.array_equal(after, rows[before]):
+        return ["MPM: the token map is not one that joining pairs gives"]
+    if not np.isfinite(facts.noise):
+        return ["MPM: similarities are not finite"]
+    index, best = np.arange(len(partner)), facts.similarity.max(1, initial=-np.inf)
+    paired, nearest = partner != index, facts.similarity.argmax(1)
+    problems = []
+    gap = (best - facts.similarity[index, partner])[paired].max(initial=0)
+    if gap > facts.noise:
+        problems.append(f"MPM: a token joined one that is {gap:.1e} less similar than the best")
+    rivals = (facts.similarity >= best[:, None] - facts.noise).sum(1) > 1
+    mutual = (nearest[nearest] == index) & (best > -np.inf)
+    left = mutual & ~rivals & ~rivals[nearest] & (partner != nearest)
+    if left.any():
+        problems.append(f"MPM: left {left.sum()} tokens apart from the most similar one, which has no other either")
+    return problems
+
+
+def _partners(before: Ints, after: Ints, prefix: int) -> Ints:
+    """Of every token (R,) that reaches a merge of pairs, numbered without prefix, the one that shares its row; itself
+    where none does."""
+    row = np.full(before.max() + 1, -1)
+    row[before] = after
+    row = row[prefix:]
+    order = np.argsort(row, kind="stable")
+    partner = np.arange(len(row))
+    same = np.flatnonzero(row[order][1:] == row[order][:-1])
+    partner[order[same]], partner[order[same + 1]] = order[same + 1], order[same]
+    return partner
 
 
 def _shared(token_map: Ints, grid: Size) -> NDArray[np.bool_]:

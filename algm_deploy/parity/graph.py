@@ -127,7 +127,7 @@ def _pixel_nodes(network: Network) -> list[dict[str, Any]]:
 
 def _outlet_node(network: Network, plan: MergePlan) -> dict[str, Any] | None:
     """What hands every patch to the decoder, where the decoder does not unmerge itself."""
-    if plan.method in ("tome", "evit") and plan.layers:
+    if plan.method in ("tome", "evit", "mpm") and plan.layers:
         return _UNMERGE
     if plan.method == "elvit" and plan.layers:
         return {"operator": "elvit_restore", "prefix": network.prefix}
@@ -186,6 +186,10 @@ def _g2tm_node(network: Network, plan: MergePlan, layer: int) -> dict[str, Any]:
     return {"operator": "g2tm", "grid": list(network.grid), "prefix": network.prefix}
 
 
+def _mpm_node(network: Network, plan: MergePlan, layer: int) -> dict[str, Any]:
+    return {"operator": "mpm", "prefix": network.prefix}
+
+
 def _evit_node(network: Network, plan: MergePlan, layer: int) -> dict[str, Any]:
     patches = network.grid[0] * network.grid[1]
     rows, keep = plan.evit_counts(patches)[layer]
@@ -199,6 +203,7 @@ _MERGES: dict[Merge, Callable[[Network, MergePlan, int], dict[str, Any]]] = {
     "elvit": _elvit_node,
     "evit": _evit_node,
     "g2tm": _g2tm_node,
+    "mpm": _mpm_node,
 }
 
 

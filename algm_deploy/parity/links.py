@@ -24,6 +24,7 @@ from algm_deploy.ops import reference
 from algm_deploy.ops.clap import window_similarity
 from algm_deploy.ops.evit import evit_distances
 from algm_deploy.ops.g2tm import neighbour_similarity
+from algm_deploy.ops.mpm import mpm_similarity
 from algm_deploy.ops.gbm import WORST, first_source, gbm_similarity, undefined
 from algm_deploy.ops.tome import SEMANTICS, tome_similarity
 from algm_deploy.parity.graph import graph_facts, graph_problems, signature_problems
@@ -115,7 +116,7 @@ def operators_link(plan: MergePlan, network: Network, replays: Sequence[Replayed
 
 def _compared(plan: MergePlan, layer: int, network: Network, tokens: Tokens) -> tuple[float, bool]:
     """Largest difference of similarities, and whether the token maps are equal on PyTorch's similarities."""
-    compared = {"clap": _clap, "gbm": _gbm, "tome": _tome, "elvit": _elvit, "evit": _evit, "g2tm": _g2tm}
+    compared = {"clap": _clap, "gbm": _gbm, "tome": _tome, "elvit": _elvit, "evit": _evit, "g2tm": _g2tm, "mpm": _mpm}
     return compared[plan.merge_in(layer)](plan, layer, network, tokens)
 
 
@@ -204,6 +205,16 @@ def _g2tm(plan: MergePlan, layer: int, network: Network, tokens: Tokens) -> tupl
     exact = reference.neighbour_similarity(tokens.values.float().numpy(), grid, prefix)
     expected = reference.g2tm_rows(similarity > tau.numpy(), grid, prefix)[:, prefix:]
     return float(np.abs(similarity - exact).max()), np.array_equal(ours, expected)
+
+
+def _mpm(plan: MergePlan, layer: int, network: Network, tokens: Tokens) -> tuple[float, bool]:
+    prefix, length = network.prefix, tokens.length.numpy()
+    ours = torch.ops.algm.mpm(*tokens[:4], prefix)[2].numpy()
+    given = mpm_similarity(tokens.values, tokens.length, prefix).numpy()
+    exact = reference.mpm_similarity(tokens.values.float().numpy(), length, prefix)
+    row = reference.mpm_rows(reference.mpm_pairs(given, length, prefix), length, prefix)
+    error = _largest_difference([*given], [*exact])
+    return error, np.array_equal(ours, np.take_along_axis(row, tokens.map.numpy(), 1))
 
 
 def _of_sources(

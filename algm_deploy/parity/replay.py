@@ -30,9 +30,10 @@ from algm_deploy.ops.clap import clap_decisions, clap_rows, window_similarity
 from algm_deploy.ops.elvit import nearest, squared_distances
 from algm_deploy.ops.evit import evit_record, evit_sources
 from algm_deploy.ops.g2tm import g2tm_rows, neighbour_similarity
+from algm_deploy.ops.mpm import mpm_pairs, mpm_rows, mpm_similarity
 from algm_deploy.ops.gbm import gbm_decisions, gbm_rows, gbm_scores, gbm_similarity, gbm_threshold
 from algm_deploy.ops.tome import SEMANTICS, tome_rows, tome_similarity
-from algm_deploy.parity.decisions import Cells, ClapFacts, ElvitFacts, EvitFacts, G2tmFacts, GbmFacts, Ints, MaskFacts
+from algm_deploy.parity.decisions import Cells, ClapFacts, ElvitFacts, EvitFacts, G2tmFacts, GbmFacts, Ints, MaskFacts, MpmFacts
 from algm_deploy.parity.jitter import jittered
 from algm_deploy.recipe.schema import MergePlan, Network, Precision
 
@@ -243,6 +244,18 @@ def g2tm_facts(replays: Sequence[Replayed], stage: int, plan: MergePlan, network
     return facts
 
 
+def mpm_facts(replays: Sequence[Replayed], stage: int, plan: MergePlan, network: Network) -> list[MpmFacts]:
+    """Similarities of all tokens, and their noise."""
+    facts = []
+    for replay in replays:
+        exact, rounded = (
+            mpm_similarity(t[stage].values, t[stage].length, network.prefix)[0]
+            for t in (replay.truth, replay.baseline)
+        )
+        facts.append(MpmFacts(exact.numpy(), _noise(exact, rounded)))
+    return facts
+
+
 def mask_facts(replayed: Replayed) -> list[MaskFacts]:
     """What the queries of each layer that chooses cells decided on, and its noise."""
     facts = []
@@ -296,6 +309,9 @@ def torch_maps(entering: Sequence[Tokens], stage: int, plan: MergePlan, network:
     if merge == "g2tm":
         linked = neighbour_similarity(tokens.values, grid, prefix) > torch.tensor(plan.clap_threshold)
         return list(g2tm_rows(linked, grid, prefix)[0][:, prefix:].numpy())
+    if merge == "mpm":
+        pairs = mpm_pairs(mpm_similarity(tokens.values, tokens.length, prefix), tokens.length, prefix)
+        return list(mpm_rows(pairs, tokens.length, prefix)[0].gather(1, tokens.map).numpy())
     if merge == "clap":
         similarity = window_similarity(tokens.values, grid, window, prefix)
         threshold, budget = torch.tensor(plan.clap_threshold), merges_in(plan, layer, network)

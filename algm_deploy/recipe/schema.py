@@ -19,8 +19,8 @@ Batching = Literal["per_image", "batch_min"]
 TokenOrder = Literal["published", "raster"]
 ClapRule = Literal["threshold", "budget"]
 GbmRule = Literal["adaptive", "fixed", "budget"]
-Method = Literal["algm", "tome", "tome_blockwise", "elvit", "evit", "g2tm"]
-Merge = Literal["clap", "gbm", "tome", "elvit", "evit", "g2tm"]
+Method = Literal["algm", "tome", "tome_blockwise", "elvit", "evit", "g2tm", "mpm"]
+Merge = Literal["clap", "gbm", "tome", "elvit", "evit", "g2tm", "mpm"]
 Part = Literal["", "attention", "mlp", "end"]
 BetweenGroups = Literal["unmerge", "remerge"]
 Resize = Literal["double", "single"]
@@ -184,7 +184,7 @@ _COUNTED: dict[Method, str] = {
     "evit": "evit_layers",
 }
 # Where in a block a method merges, if not between attention and MLP: for each of these parts, or after the block.
-_PARTS: dict[Method, tuple[Part, ...]] = {"tome_blockwise": ("attention", "mlp"), "elvit": ("end",)}
+_PARTS: dict[Method, tuple[Part, ...]] = {"tome_blockwise": ("attention", "mlp"), "elvit": ("end",), "mpm": ("end",)}
 
 
 def merged_parts(method: Method) -> tuple[Part, ...]:
@@ -197,7 +197,7 @@ def _reader(setting: str) -> str:
     """The method that alone reads a setting of the merge plan, or none."""
     counted = {name: method for method, name in _COUNTED.items()}
     named = setting.partition("_")[0]
-    return counted.get(setting) or (named if named in ("elvit", "evit", "g2tm") else "")
+    return counted.get(setting) or (named if named in ("elvit", "evit", "g2tm", "mpm") else "")
 
 
 def method_settings() -> tuple[str, ...]:
@@ -236,6 +236,9 @@ class MergePlan:
     `clap_threshold`, and those they merge with likewise: every group that is connected so becomes one token
     (`ops/g2tm.py`). The rule is that threshold, so the number of tokens changes with the picture.
 
+    With method `mpm` two tokens that are each other's most similar one become one after each block of `mpm_layers`
+    (`ops/mpm.py`). How many find each other changes with the picture, and no setting decides it.
+
     `between_groups` matters where something else takes part between groups of blocks and needs every patch, as in
     ViT-Adapter: by `unmerge` the next group starts with every patch and whatever it merges itself; by `remerge` what
     had merged merges again, as before, and the next group may merge more of it.
@@ -265,6 +268,7 @@ class MergePlan:
     evit_layers: tuple[int, ...] = ()
     evit_keep: float = 0.7
     g2tm_layer: int = 0
+    mpm_layers: tuple[int, ...] = ()
     between_groups: BetweenGroups = "unmerge"
 
     def __post_init__(self) -> None:
@@ -318,6 +322,8 @@ class MergePlan:
                 raise PlanError(f"merging.{item.name} is read by method {reader}, got {value} for {self.method}")
         if self.method == "elvit":
             self._check_elvit()
+        self._check_layers("evit_layers", self.evit_layers)
+        self._check_layers("mpm_layers", self.mpm_layers)
         self._check_evit_and_g2tm()
         if any(r < 0 for r in self.tome_r):
             raise PlanError(f"merging.tome_r counts the tokens that vanish in each block, got {self.tome_r}")
@@ -343,16 +349,19 @@ class MergePlan:
                 f"{self.elvit_temperature}"
             )
 
+    @staticmethod
+    def _check_layers(name: str, layers: tuple[int, ...]) -> None:
+        if sorted(set(layers)) != list(layers) or min(layers, default=1) < 1:
+            raise PlanError(f"expected ascending blocks from 1 as merging.{name}, got {layers}")
+
     def _check_evit_and_g2tm(self) -> None:
-        if sorted(set(self.evit_layers)) != list(self.evit_layers) or min(self.evit_layers, default=1) < 1:
-            raise PlanError(f"expected ascending blocks from 1 as merging.evit_layers, got {self.evit_layers}")
         if not 0 < self.evit_keep < 1:
             raise PlanError(f"expected merging.evit_keep as a share between 0 and 1, got {self.evit_keep}")
         if self.g2tm_layer < 0:
             raise PlanError(f"expected merging.g2tm_layer from 1, or 0 to merge nowhere, got {self.g2tm_layer}")
-        if self.method == "g2tm" and self.batch != "per_image":
+        if self.method in ("g2tm", "mpm") and self.batch != "per_image":
             raise PlanError(
-                f"method g2tm merges every image alone, got merging.batch {self.batch}: set it to per_image"
+                f"method {self.method} merges every image alone, got merging.batch {self.batch}: set it to per_image"
             )
 
     @property
@@ -365,8 +374,8 @@ class MergePlan:
         """Of every merge in the order they run its 1-based layer, and the part of the block it ends with, if one."""
         if self.method in ("elvit", "g2tm"):
             layers: tuple[int, ...] = tuple(filter(None, (self.elvit_layer, self.g2tm_layer)))
-        elif self.method == "evit":
-            layers = self.evit_layers
+        elif self.method in ("evit", "mpm"):
+            layers = (*self.evit_layers, *self.mpm_layers)
         else:
             counted = getattr(self, self.counts_in) if self.counts_in else ()
             layers = (*self.clap_layers, *self.gbm_layers, *(layer for layer, count in enumerate(counted, 1) if count))
@@ -397,6 +406,8 @@ class MergePlan:
     @property
     def static(self) -> bool:
         """Whether every picture keeps the same number of tokens, known without it: by budgets, or by counts."""
+        if self.mpm_layers:
+            return False
         return not self.reads_clap_threshold and (not self.gbm_layers or self.gbm == "budget")
 
     @property
@@ -414,7 +425,7 @@ class MergePlan:
 
     def merge_in(self, layer: int) -> Merge:
         """What merges in one of `layers`."""
-        if self.method in ("elvit", "evit", "g2tm"):
+        if self.method in ("elvit", "evit", "g2tm", "mpm"):
             return self.method
         if self.counts_in:
             return "tome"

@@ -90,6 +90,8 @@ def plan_in_force(plan: MergePlan, thresholds: Mapping[str, float | str]) -> Mer
         float(np.float32(thresholds.get(name, default)))
         for name, default in ((CLAP_THRESHOLD, plan.clap_threshold), (GBM_THRESHOLD, plan.gbm_threshold))
     )
+    if plan.method == "mpm":
+        return plan if plan.layers else DENSE
     if plan.method == "g2tm":
         return replace(plan, clap_threshold=clap) if plan.layers and clap < inf else DENSE
     clap_layers = plan.clap_layers if clap < inf or plan.clap == "budget" else ()
@@ -112,6 +114,11 @@ def method_words(plan: MergePlan) -> str:
         places = ", ".join(map(str, plan.evit_layers))
         return f"EViT, {100 * plan.evit_keep:.3g} % in block{'s' * (len(plan.evit_layers) > 1)} {places}"
     return f"ToMe, {_tome_words(plan)}"
+
+
+def mpm_places(plan: MergePlan) -> str:
+    """Where pairs merge: `after blocks 2, 5`."""
+    return f"after block{'s' * (len(plan.mpm_layers) > 1)} {', '.join(map(str, plan.mpm_layers))}"
 
 
 def _tome_words(plan: MergePlan) -> str:
@@ -148,6 +155,8 @@ def plan_name(plan: MergePlan, reference: MergePlan) -> str:
         return "dense"
     if plan.counts_in:
         return method_words(plan)
+    if plan.method == "mpm":
+        return f"MPM, {mpm_places(plan)}"
     if plan.method == "g2tm":
         return f"G2TM in block {plan.g2tm_layer}, tau {plan.clap_threshold:.4g}"
     if plan.budgeted:

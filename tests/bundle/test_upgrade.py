@@ -109,7 +109,7 @@ def test_what_the_bundle_keeps_itself_is_the_same(name: str) -> None:
         **merging,
         **{"gbm": merging.pop("gbm_mode"), "clap": "threshold", "clap_budget": 0, "gbm_budget": 0, "tome_share": []},
         **{"elvit_layer": 0, "elvit_grid": [0, 0], "elvit_neighbours": 20, "elvit_iterations": 5, "elvit_window": 5},
-        **{"elvit_temperature": 0.02, "evit_layers": [], "evit_keep": 0.7, "g2tm_layer": 0},
+        **{"elvit_temperature": 0.02, "evit_layers": [], "evit_keep": 0.7, "g2tm_layer": 0, "mpm_layers": []},
         "between_groups": "unmerge",
     }
     absent_then = ("adapter_heads", "adapter_dim", "decoder_heads", "pixel_layers", "mlp_dim")

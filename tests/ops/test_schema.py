@@ -36,6 +36,7 @@ OTHERS = {
     "cls_attention": {"heads": 2, "scale": 0.5},
     "evit": {"patches": 16, "rows": 16, "keep": 9, "prefix": 1},
     "g2tm": {"grid": [4, 4], "prefix": 1},
+    "mpm": {"prefix": 1},
     "deformable_attention": {"shapes": [4, 4, 2, 2]},
     "remerge": {"prefix": 1},
     "label_map": {"prefix": 1, "grid": [4, 4], "size": [8, 8]},

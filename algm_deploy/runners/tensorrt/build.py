@@ -27,7 +27,7 @@ from algm_deploy.bundle.files import sha256_of, write_atomically
 from algm_deploy.bundle.records import Engine, EngineStretches, ParsedNetwork, ParsedTensor, Plugin, TimingCache
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BuildError, RuntimeUnavailableError
-from algm_deploy.lowering.tensorrt import TENSORRT_ONNX, write_tensorrt_onnx
+from algm_deploy.lowering.tensorrt import FLOAT32_PRODUCTS, TENSORRT_ONNX, write_tensorrt_onnx
 from algm_deploy.lowering.tensorrt_stretches import write_stretches
 from algm_deploy.native_libraries import REBUILD, require_library
 from algm_deploy.ops.schema import DOMAIN
@@ -226,7 +226,7 @@ def engine_from_onnx(
         network, parser = _parse(trt, builder, logger, model, log)
         parsed = describe_network(trt, network)
         _check_plugins(parsed, expected)
-        _check_precision(parsed, precision)
+        _check_precision(parsed, precision, _float32_products(model))
         if precision == "int8":
             _check_quantizers(parsed, model)
         config = _configure(trt, builder, options, runtime)
@@ -385,11 +385,18 @@ def _check_plugins(parsed: ParsedNetwork, expected: Counter[str]) -> None:
         )
 
 
-def _check_precision(parsed: ParsedNetwork, precision: Precision) -> None:
-    """Every layer that does arithmetic has the precision that was asked for."""
+def _float32_products(model: Path) -> int:
+    """How many products a model says are fp32 whatever its precision."""
+    said = {entry.key: entry.value for entry in onnx.load(model, load_external_data=False).metadata_props}
+    return int(said.get(FLOAT32_PRODUCTS, 0))
+
+
+def _check_precision(parsed: ParsedNetwork, precision: Precision, products: int = 0) -> None:
+    """Every layer that does arithmetic has the precision that was asked for, but for so many products in fp32."""
+    allowed = _FLOAT32_AT_MOST | {"MATRIX_MULTIPLY": products}
     for kind in _ARITHMETIC:
         for dtype, count in parsed.layers.get(kind, {}).items():
-            most = _FLOAT32_AT_MOST.get(kind, 0) if dtype == "FLOAT" else 0
+            most = allowed.get(kind, 0) if dtype == "FLOAT" else 0
             if dtype != _DTYPES[precision] and count > most:
                 raise BuildError(
                     f"expected {precision} arithmetic, {count} {kind.lower()} layers are {dtype}: export with "
