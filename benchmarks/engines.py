@@ -1,4 +1,5 @@
-"""TensorRT-RTX engines of both forms: one for the whole network, and one for each part between merges. Needs no GPU.
+"""TensorRT-RTX engines of both forms: one for the whole network, and one for each part between merges where the picture
+decides how many tokens there are. Needs no GPU.
 
     python benchmarks/engines.py BUNDLE... --precision fp16 -o benchmarks/records/engines_rtx.json
 
@@ -23,7 +24,7 @@ from algm_deploy.bundle.records import Engine
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.environment import environment
 from algm_deploy.report.tables import markdown_table, tuned_rows
-from algm_deploy.runners.tensorrt.build import RTX_TARGETS, EngineOptions, build_with_stretches
+from algm_deploy.runners.tensorrt.build import RTX_TARGETS, EngineOptions, build_engine, build_with_stretches
 
 HEADER = (
     "network",
@@ -64,14 +65,17 @@ def main() -> None:
 
 
 def built(path: Path, precision: Any, gpus: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """Rows of both forms of a bundle's network."""
+    """Rows of both forms of a bundle's network; of the single one where every picture has as many tokens."""
     with TemporaryDirectory() as folder:
         bundle = Bundle.open(shutil.copytree(path, Path(folder) / path.name))
         largest = bundle.recipe.max_batch
         chosen = EngineOptions((1, largest, largest), compute_capabilities=gpus)
-        single, parts = build_with_stretches(bundle, "tensorrt-rtx", chosen, precision)
-    engines = {"whole": single} if single else {}
-    engines |= {f"part {place} of {len(parts.engines)}": one for place, one in enumerate(parts.engines, 1)}
+        if bundle.recipe.merging.static:
+            engines = {"whole": build_engine(bundle, "tensorrt-rtx", chosen, precision)}
+        else:
+            single, parts = build_with_stretches(bundle, "tensorrt-rtx", chosen, precision)
+            engines = {"whole": single} if single else {}
+            engines |= {f"part {place} of {len(parts.engines)}": one for place, one in enumerate(parts.engines, 1)}
     for name, engine in engines.items():
         yield (path.name, precision, ", ".join(gpus), name, *_figures(engine))
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from toys import CONSTANT_COUNTS
 
 from algm_deploy.bundle.signature import signature_of
 from algm_deploy.bundle.store import Bundle
@@ -28,9 +29,7 @@ from algm_deploy.report.records import plan_in_force, plan_name
 from algm_deploy.runners.contract import Array, runner
 from algm_deploy.wording import merge_titles
 
-PLAN = MergePlan(
-    (), (), method="elvit", elvit_layer=2, elvit_grid=(4, 4), elvit_neighbours=3, elvit_window=3, elvit_temperature=0.3
-)
+PLAN = CONSTANT_COUNTS["elvit"]
 NETWORK = Network("segmenter", 64, 4, 1, 5, (96, 96))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from toys import toy
+from toys import CONSTANT_COUNTS, toy
 
 from algm_deploy.bundle.signature import signature_of
 from algm_deploy.bundle.store import Bundle
@@ -23,12 +23,12 @@ from algm_deploy.parity.decisions import evit_problems
 from algm_deploy.parity.graph import graph_facts, graph_problems
 from algm_deploy.parity.replay import Replays, evit_facts
 from algm_deploy.recipe.reading import flatten
-from algm_deploy.recipe.schema import DENSE, MergePlan, Network, Protocol, Recipe
+from algm_deploy.recipe.schema import DENSE, Network, Protocol, Recipe
 from algm_deploy.report.records import plan_in_force, plan_name
 from algm_deploy.runners.contract import Array, runner
 from algm_deploy.wording import merge_titles
 
-PLAN = MergePlan((), (), method="evit", evit_layers=(2, 3), evit_keep=0.6)
+PLAN = CONSTANT_COUNTS["evit"]
 NETWORK = Network("segmenter", 64, 4, 1, 5, (96, 96))
 NAME = "token_map_evit_2"
 

@@ -10,11 +10,12 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from toys import CONSTANT_COUNTS
 
 from algm_deploy.bundle.signature import signature_of
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.deployment import parity_windows
-from algm_deploy.errors import BundleError, ExportError, PlanError
+from algm_deploy.errors import BundleError, PlanError
 from algm_deploy.evaluation.evaluate import merge_names
 from algm_deploy.evaluation.flops import multiply_adds
 from algm_deploy.lowering.onnxruntime import write_onnxruntime_onnx
@@ -37,8 +38,7 @@ from algm_deploy.runners.torch.packed import why_not
 from algm_deploy.timing.variants import variant_network
 from algm_deploy.wording import merge_titles
 
-PLAN = MergePlan((), (), method="tome", tome_r=(8, 0, 4))
-AROUND = MergePlan((), (), method="tome_blockwise", tome_share=(0.3, 0, 0.5))
+PLAN, AROUND = CONSTANT_COUNTS["tome"], CONSTANT_COUNTS["tome_blockwise"]
 NETWORK = Network("segmenter", 64, 4, 1, 5, (96, 96))
 
 
@@ -166,12 +166,13 @@ def test_dense_by_thresholds_is_refused(bundle: Bundle) -> None:
         Predictor(bundle, "onnxruntime-cpu", tau=0.9)
 
 
-def test_tensorrt_is_refused_with_the_reason(bundle: Bundle) -> None:
-    with pytest.raises(
-        ExportError, match=r"is algm.proportional_attention, TensorRT has plugins for .* only: run this"
-    ):
-        write_tensorrt_onnx(bundle, "fp16")
-    assert "model.tensorrt.onnx" not in bundle.files
+def test_tensorrt_is_given_standard_operators(bundle: Bundle, copied: Callable[..., Bundle]) -> None:
+    """The mean of keys is a product of all projected rows there."""
+    model = onnx.load(write_tensorrt_onnx(copied(bundle), "fp16")[0], load_external_data=False)
+    assert {node.op_type for node in model.graph.node if node.domain} == {"unmerge"}
+    table = next(onnx.numpy_helper.to_array(t) for t in model.graph.initializer if t.name.startswith("mean_key_"))
+    rows, (heads, side) = np.arange(192.0), (1, 64)
+    np.testing.assert_allclose(rows @ table, rows[64:128].reshape(heads, side).mean(0), rtol=1e-3)
 
 
 def test_the_graph_for_cuda_has_tome_in_standard_operators(bundle: Bundle, copied: Callable[..., Bundle]) -> None:

@@ -37,6 +37,21 @@ RECIPES = {
 }
 FAMILIES = tuple(RECIPES)
 PATCHES = 4, 6  # rows and columns of a toy's grid
+# Methods that leave as many tokens in every picture, for the tiny checkpoint: 4 blocks, 8 x 8 patches.
+CONSTANT_COUNTS = {
+    "tome": MergePlan((), (), method="tome", tome_r=(8, 0, 4)),
+    "tome_blockwise": MergePlan((), (), method="tome_blockwise", tome_share=(0.3, 0, 0.5)),
+    "elvit": MergePlan(
+        *((), ()),
+        method="elvit",
+        elvit_layer=2,
+        elvit_grid=(4, 4),
+        elvit_neighbours=3,
+        elvit_window=3,
+        elvit_temperature=0.3,
+    ),
+    "evit": MergePlan((), (), method="evit", evit_layers=(2, 3), evit_keep=0.6),
+}
 TAU = 0.8  # merges some windows of a toy's pictures
 
 

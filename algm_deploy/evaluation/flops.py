@@ -23,7 +23,8 @@ from algm_deploy.recipe.schema import MergePlan, Network, fresh_merges
 class MultiplyAdds:
     """Multiply-adds of one window by part.
 
-    `merging` is the product of similarities of GBM, ToMe or MPM, or what ELViT or EViT multiplies to choose and to restore.
+    `merging` is the product of similarities of GBM, ToMe or MPM, or what ELViT or EViT multiplies to choose and to
+    restore.
     """
 
     patch_embedding: int

@@ -50,8 +50,9 @@ TRANSLATED = (*PLUGINS, "attention")
 TOPK_LIMIT = 3840
 # Same name at opset 18 and 23, another meaning.
 _CHANGED_SINCE_18 = frozenset({"DFT", "GroupNormalization"})
-FLOAT32_PRODUCTS = "float32_products"
-"""Entry of a model's metadata: how many products are fp32 in every precision, as similarities and means of merges are."""
+# Entries of a model's metadata, for whoever builds it: how many products are fp32 in every precision, as similarities
+# and means of merges are, and how many attentions are written in standard operators.
+FLOAT32_PRODUCTS, PLAIN_ATTENTIONS = "float32_products", "plain_attentions"
 
 
 def write_tensorrt_onnx(
@@ -117,6 +118,7 @@ def tensorrt_from_base(
     merges = [n.name for n in model.graph.node if n.domain == DOMAIN and operator_of(n.op_type) in get_args(Merge)]
     if usual_rows and len(usual_rows) != len(merges):
         raise ExportError(f"expected usual rows for {len(merges)} merges, got {len(usual_rows)}: export again")
+    _keys_by_product(model.graph)
     labels = _label_types(model.graph)
     centred = centre_levels(model.graph)
     new, counts = retype(model, precision)
@@ -133,7 +135,9 @@ def tensorrt_from_base(
     new.graph.initializer.extend(rewriter.constants.values())
     new.opset_import.extend([helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, VERSION)])
     new.ir_version = max(new.ir_version, 10)
-    helper.set_model_props(new, {FLOAT32_PRODUCTS: str(_float32_products(new))})
+    called = Counter(operator_of(node.op_type) for node in new.graph.node)
+    told = {FLOAT32_PRODUCTS: _float32_products(new), PLAIN_ATTENTIONS: called["proportional_attention"]}
+    helper.set_model_props(new, {name: str(count) for name, count in told.items()})
     return _inlined(new), counts
 
 
@@ -207,6 +211,35 @@ def _check_topk(node: NodeProto, graph: onnx.GraphProto) -> None:
             f"node {node.name}: TensorRT sorts out at most {TOPK_LIMIT} values with TopK, this one asks for "
             f"{k or 'a number known only at run time'}: merge with the operators of domain {DOMAIN}, which are plugins"
         )
+
+
+def _keys_by_product(graph: onnx.GraphProto) -> None:
+    """Writes the mean over heads of the keys that ToMe compares as a product of all projected rows, in place.
+
+    TensorRT-RTX 1.7 compiles no engine in which a merge compares a slice of them.
+    """
+    makers = {name: node for node in graph.node for name in node.output}
+    shapes = {value.name: [d.dim_value for d in value.type.tensor_type.shape.dim] for value in graph.value_info}
+    tables: dict[str, TensorProto] = {}
+    for node in graph.node:
+        mean = makers.get(node.input[3]) if node.domain == DOMAIN and operator_of(node.op_type) == "tome" else None
+        if mean is None or mean.op_type != "ReduceMean":
+            continue
+        by_head = makers[mean.input[0]]
+        parts = makers[by_head.input[0]]
+        *_, heads, side = shapes[by_head.output[0]]
+        of_keys = np.tile(np.eye(side, dtype=np.float32) / heads, (heads, 1))
+        table = np.zeros((3, *of_keys.shape), np.float32)
+        table[list(parts.output).index(by_head.input[0])] = of_keys
+        name = f"mean_key_{heads}x{side}"
+        tables[name] = numpy_helper.from_array(table.reshape(-1, side), name)
+        mean.CopyFrom(helper.make_node("MatMul", [parts.input[0], name], [mean.output[0]], name=mean.name))
+    for unread in ("Reshape", "Split") if tables else ():
+        read = {name for node in graph.node for name in node.input}
+        kept = [node for node in graph.node if node.op_type != unread or not read.isdisjoint(node.output)]
+        del graph.node[:]
+        graph.node.extend(kept)
+    graph.initializer.extend(tables.values())
 
 
 def _label_types(graph: onnx.GraphProto) -> dict[str, int]:

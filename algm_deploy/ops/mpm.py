@@ -4,9 +4,9 @@ Every patch token looks for the other one with the highest cosine similarity; tw
 
     mpm(tokens (B,S,D), size (B,S), map (B,N), length (B)) -> tokens (B,S',D), size (B,S'), map (B,N), length (B)
 
-Attribute: `prefix` P. Dtypes, padding and `length` as for GBM. Every image merges alone. Output rows are [prefix | tokens
-in their order, a pair at the place of its first]; a pair becomes the plain mean of its two tokens, however many patches
-they stand for; `map` is composed. Ties go to the lower row, and a similarity that is NaN never wins.
+Attribute: `prefix` P. Dtypes, padding and `length` as for GBM. Every image merges alone. Output rows are [prefix |
+tokens in their order, a pair at the place of its first]; a pair becomes the plain mean of its two tokens, however many
+patches they stand for; `map` is composed. Ties go to the lower row, and a similarity that is NaN never wins.
 
 The paper leaves the tie rule and pictures of different lengths open; both are as for GBM here.
 """
@@ -65,7 +65,9 @@ def mpm_rows(partner: Tensor, length: Tensor, prefix: int) -> tuple[Tensor, Tens
 
 
 @operator("tokens:T size:f32 map:i64 length:i64", "tokens:T size:f32 map:i64 length:i64")
-def mpm(tokens: Tensor, size: Tensor, map: Tensor, length: Tensor, prefix: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def mpm(
+    tokens: Tensor, size: Tensor, map: Tensor, length: Tensor, prefix: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Mutual pair merging: two tokens that are most similar to each other become one."""
     partner = mpm_pairs(mpm_similarity(tokens, length, prefix), length, prefix)
     row, length_out = mpm_rows(partner, length, prefix)

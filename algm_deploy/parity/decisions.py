@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from algm_deploy.ops.clap import window_members
 from algm_deploy.ops.g2tm import neighbours, reference_rows
-from algm_deploy.ops.mpm import reference_rows as mpm_rows
 from algm_deploy.ops.gbm import first_source
+from algm_deploy.ops.mpm import reference_rows as mpm_rows
 from algm_deploy.recipe.schema import MergePlan, Network, Size
 
 Floats = NDArray[np.float32]
@@ -146,7 +146,8 @@ def differing(before: Ints, ours: Ints, other: Ints, stage: int, plan: MergePlan
     `before` is the map in front of the merge. CLAP decides for each window whether it merges, GBM and ToMe for each
     token that may which other it joins, if any, ELViT for each patch which centroid is the last that counts, EViT for
     each row whether it stays or which other it is restored from, G2TM for patches that touch whether they share a
-    token, MPM for each token which other it joins, if any. Merged windows, and tokens that stay, in another order count once for each that would have to be moved.
+    token, MPM for each token which other it joins, if any. Merged windows, and tokens that stay, in another order count
+    once for each that would have to be moved.
     """
     layer, prefix = plan.layers[stage], network.prefix
     if plan.merge_in(layer) == "elvit":

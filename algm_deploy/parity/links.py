@@ -24,8 +24,8 @@ from algm_deploy.ops import reference
 from algm_deploy.ops.clap import window_similarity
 from algm_deploy.ops.evit import evit_distances
 from algm_deploy.ops.g2tm import neighbour_similarity
-from algm_deploy.ops.mpm import mpm_similarity
 from algm_deploy.ops.gbm import WORST, first_source, gbm_similarity, undefined
+from algm_deploy.ops.mpm import mpm_similarity
 from algm_deploy.ops.tome import SEMANTICS, tome_similarity
 from algm_deploy.parity.graph import graph_facts, graph_problems, signature_problems
 from algm_deploy.parity.levels import level_problems

@@ -30,10 +30,20 @@ from algm_deploy.ops.clap import clap_decisions, clap_rows, window_similarity
 from algm_deploy.ops.elvit import nearest, squared_distances
 from algm_deploy.ops.evit import evit_record, evit_sources
 from algm_deploy.ops.g2tm import g2tm_rows, neighbour_similarity
-from algm_deploy.ops.mpm import mpm_pairs, mpm_rows, mpm_similarity
 from algm_deploy.ops.gbm import gbm_decisions, gbm_rows, gbm_scores, gbm_similarity, gbm_threshold
+from algm_deploy.ops.mpm import mpm_pairs, mpm_rows, mpm_similarity
 from algm_deploy.ops.tome import SEMANTICS, tome_rows, tome_similarity
-from algm_deploy.parity.decisions import Cells, ClapFacts, ElvitFacts, EvitFacts, G2tmFacts, GbmFacts, Ints, MaskFacts, MpmFacts
+from algm_deploy.parity.decisions import (
+    Cells,
+    ClapFacts,
+    ElvitFacts,
+    EvitFacts,
+    G2tmFacts,
+    GbmFacts,
+    Ints,
+    MaskFacts,
+    MpmFacts,
+)
 from algm_deploy.parity.jitter import jittered
 from algm_deploy.recipe.schema import MergePlan, Network, Precision
 
@@ -249,8 +259,7 @@ def mpm_facts(replays: Sequence[Replayed], stage: int, plan: MergePlan, network:
     facts = []
     for replay in replays:
         exact, rounded = (
-            mpm_similarity(t[stage].values, t[stage].length, network.prefix)[0]
-            for t in (replay.truth, replay.baseline)
+            mpm_similarity(t[stage].values, t[stage].length, network.prefix)[0] for t in (replay.truth, replay.baseline)
         )
         facts.append(MpmFacts(exact.numpy(), _noise(exact, rounded)))
     return facts

@@ -62,5 +62,6 @@ def test_a_single_token_has_no_other(run: Any) -> None:
 
 
 def test_opcheck() -> None:
-    tokens, size, map, length = (torch.from_numpy(x) for x in cases.sequence(np.random.rand(2, 9, 6).astype("f4"), 1))
-    torch.library.opcheck(torch.ops.algm.mpm.default, (tokens, size, map, length, 1))
+    tokens = np.random.default_rng(0).standard_normal((2, 9, 6)).astype(np.float32)
+    inputs = [torch.from_numpy(x) for x in cases.sequence(tokens, 1)]
+    torch.library.opcheck(torch.ops.algm.mpm.default, (*inputs, 1))

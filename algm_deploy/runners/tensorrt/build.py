@@ -27,7 +27,7 @@ from algm_deploy.bundle.files import sha256_of, write_atomically
 from algm_deploy.bundle.records import Engine, EngineStretches, ParsedNetwork, ParsedTensor, Plugin, TimingCache
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BuildError, RuntimeUnavailableError
-from algm_deploy.lowering.tensorrt import FLOAT32_PRODUCTS, TENSORRT_ONNX, write_tensorrt_onnx
+from algm_deploy.lowering.tensorrt import FLOAT32_PRODUCTS, PLAIN_ATTENTIONS, TENSORRT_ONNX, write_tensorrt_onnx
 from algm_deploy.lowering.tensorrt_stretches import write_stretches
 from algm_deploy.native_libraries import REBUILD, require_library
 from algm_deploy.ops.schema import DOMAIN
@@ -226,7 +226,8 @@ def engine_from_onnx(
         network, parser = _parse(trt, builder, logger, model, log)
         parsed = describe_network(trt, network)
         _check_plugins(parsed, expected)
-        _check_precision(parsed, precision, _float32_products(model))
+        told = _told(model)
+        _check_precision(parsed, precision, told[FLOAT32_PRODUCTS])
         if precision == "int8":
             _check_quantizers(parsed, model)
         config = _configure(trt, builder, options, runtime)
@@ -255,7 +256,7 @@ def engine_from_onnx(
         engine_layers=layers,
         engine_layers_reason=reason,
         builder_layers=tuple(log.engine_layers),
-        attention_in_parts=_attention_in_parts(parsed, log.engine_layers),
+        attention_in_parts=_attention_in_parts(parsed, log.engine_layers, told[PLAIN_ATTENTIONS]),
         log=lines,
         build_seconds=seconds,
         timing_cache=timing_cache,
@@ -385,10 +386,10 @@ def _check_plugins(parsed: ParsedNetwork, expected: Counter[str]) -> None:
         )
 
 
-def _float32_products(model: Path) -> int:
-    """How many products a model says are fp32 whatever its precision."""
-    said = {entry.key: entry.value for entry in onnx.load(model, load_external_data=False).metadata_props}
-    return int(said.get(FLOAT32_PRODUCTS, 0))
+def _told(model: Path) -> Counter[str]:
+    """The counts in a model's metadata; zero for those it lacks."""
+    entries = onnx.load(model, load_external_data=False).metadata_props
+    return Counter({e.key: int(e.value) for e in entries if e.key in (FLOAT32_PRODUCTS, PLAIN_ATTENTIONS)})
 
 
 def _check_precision(parsed: ParsedNetwork, precision: Precision, products: int = 0) -> None:
@@ -533,11 +534,15 @@ def _progress(trt: Any, config: Any, show: bool) -> Iterator[threading.Event]:
             signal.signal(signal.SIGINT, previous)
 
 
-def _attention_in_parts(parsed: ParsedNetwork, layers: Sequence[tuple[str, str]]) -> int | None:
-    """Attention layers that did not become one kernel, which the builder names mha; None where it told no layers."""
+def _attention_in_parts(parsed: ParsedNetwork, layers: Sequence[tuple[str, str]], plain: int = 0) -> int | None:
+    """Attention layers that did not become one kernel, which the builder names mha; None where it told no layers.
+
+    `plain` of them are written in standard operators.
+    """
     if not layers:
         return None
-    return sum(parsed.layers.get("ATTENTION_INPUT", {}).values()) - sum("mha" in name for name, _ in layers)
+    asked = plain + sum(parsed.layers.get("ATTENTION_INPUT", {}).values())
+    return asked - sum("mha" in name for name, _ in layers)
 
 
 def _save_timing_cache(config: Any, options: EngineOptions) -> TimingCache | None:

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ import pytest
 import torch
 from msgspec import structs
 from onnx import TensorProto, helper, numpy_helper
-from toys import deployed_toy, toy, with_budgets
+from toys import CONSTANT_COUNTS, deployed_toy, toy, with_budgets
 from tqdm import tqdm
 
 from algm_deploy import native_libraries as native
@@ -36,9 +36,10 @@ from algm_deploy.bundle.signature import merge_names
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BuildError, NotExecutedError, RuntimeUnavailableError
 from algm_deploy.lowering.portable import add_function_bodies
-from algm_deploy.lowering.tensorrt import TENSORRT_ONNX, merge_node, tensorrt_from_base
+from algm_deploy.lowering.tensorrt import TENSORRT_ONNX, merge_node, tensorrt_from_base, write_tensorrt_onnx
 from algm_deploy.parity.links import graph_link
-from algm_deploy.recipe.schema import DENSE, Output, Precision
+from algm_deploy.recipe.reading import flatten
+from algm_deploy.recipe.schema import Output, Precision
 from algm_deploy.runners.registry import RUNTIMES, row_of
 from algm_deploy.runners.tensorrt import build as tensorrt_build
 from algm_deploy.runners.tensorrt import library as tensorrt_library
@@ -120,21 +121,46 @@ def test_the_portable_graph_of_budgets_needs_no_plugin(bindings: None, translate
     assert any("Topk" in name for name in names)  # what sorts the windows is a layer of the engine
 
 
-def test_evit_is_built_from_standard_operators(
-    bindings: None, translated: Translate, tmp_path: Path, record_property: Support
+@pytest.mark.parametrize("method", CONSTANT_COUNTS)
+def test_methods_of_constant_counts_are_built(
+    rtx: None,
+    tiny_export: Callable[..., Bundle],
+    copied: Callable[..., Bundle],
+    record_property: Support,
+    method: str,
 ) -> None:
-    """It keeps as many tokens in every picture, so nothing of it needs a plugin."""
-    plan = replace(DENSE, method="evit", evit_layers=(1, 2), evit_keep=0.6)
-    portable = translated(deployed_toy(NETWORK, plan), plan)
-    add_function_bodies(portable)
-    onnx.save(onnx.inliner.inline_local_functions(ir.to_proto(portable)), tmp_path / "model.onnx")
-    engine, built = build(tmp_path / "model.onnx")
-    parsed = built.parsed_network
-    assert engine
-    assert parsed.plugins == ()
-    assert set(parsed.layers["TOPK"]) == {"FLOAT"}
-    assert not {"NON_ZERO", "CONDITION", "LOOP"} & set(parsed.layers)
-    record_property("support", f"evit segmenter/{NETWORK.decoder} tensorrt-rtx builds")
+    """They leave as many tokens in every picture, so no plugin decides a shape; what they compare stays fp32."""
+    bundle = tiny_export(flatten(CONSTANT_COUNTS[method], "merging."))
+    found = {}
+    precisions: tuple[Precision, ...] = ("fp32", "fp16")
+    for precision in precisions:
+        model, _ = write_tensorrt_onnx(copied(bundle, precision), precision)
+        engine, built = build(model, precision)
+        parsed = built.parsed_network
+        assert engine
+        assert {plugin.plugin for plugin in parsed.plugins} == {"unmerge"}
+        assert set(parsed.layers["TOPK"]) == {"FLOAT"}
+        assert not {"NON_ZERO", "CONDITION", "LOOP"} & set(parsed.layers)
+        found[precision] = parsed.layers["MATRIX_MULTIPLY"]
+    assert 0 < found["fp16"]["FLOAT"] < found["fp16"]["HALF"]
+    assert found["fp16"]["FLOAT"] + found["fp16"]["HALF"] == found["fp32"]["FLOAT"]
+    record_property("support", f"{method} segmenter/mask_transformer tensorrt-rtx builds")
+
+
+def test_budgets_are_built_in_16_bits(rtx: None, translated: Translate, tmp_path: Path) -> None:
+    plan = with_budgets(PLAN)
+    base = translated(deployed_toy(NETWORK, plan, "labels"), plan)
+    onnx.save(tensorrt_from_base(base, "fp16")[0], tmp_path / "model.onnx")
+    parsed = build(tmp_path / "model.onnx", "fp16")[1].parsed_network
+    assert {plugin.plugin for plugin in parsed.plugins} == {"label_map"}
+    assert 0 < parsed.layers["MATRIX_MULTIPLY"]["FLOAT"] < parsed.layers["MATRIX_MULTIPLY"]["HALF"]
+
+
+def test_more_products_in_fp32_than_the_graph_has_are_refused() -> None:
+    parsed = ParsedNetwork(plugins=(), layers={"MATRIX_MULTIPLY": {"HALF": 9, "FLOAT": 3}})
+    tensorrt_build._check_precision(parsed, "fp16", 3)
+    with pytest.raises(BuildError, match="expected fp16 arithmetic, 3 matrix_multiply layers are FLOAT"):
+        tensorrt_build._check_precision(parsed, "fp16", 2)
 
 
 @pytest.mark.parametrize(("family", "decoder"), [("eomt", "queries"), ("segvit", "atm")])
