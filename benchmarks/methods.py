@@ -372,7 +372,7 @@ def scatter(record: Mapping[str, Any], name: str, key: str) -> Scatter:
     placed = {"dense": (1e3 / dense_ms(times), dense, "")}
     placed |= {p: (1e3 / row["ms"], points[p]["miou_percent"], "") for p, row in times.items() if p in points}
     placed = {p: one for p, one in placed.items() if one[1] > dense - SHOWN}
-    kinds = dict.fromkeys(map(kind_of, placed))
+    kinds = dict.fromkeys(map(kind_of, points))  # the same marks in every picture
     series = [Series(kind, [one for p, one in placed.items() if kind_of(p) == kind]) for kind in kinds]
     title = f"{name}, {key.partition(', ')[2]}"
     best = Series("frontier", frontier(list(placed.values())))

@@ -304,12 +304,12 @@ def mpm_problems(facts: MpmFacts, before: Ints, after: Ints, prefix: int) -> lis
     `before` and `after` are the composed token maps (N,) around the merge.
     """
     partner = _partners(before, after, prefix)
+    index, best = np.arange(len(partner)), facts.similarity.max(1, initial=-np.inf)
     rows = mpm_rows(partner[None], np.array([prefix + len(partner)]), prefix)[0]
-    if not np.array_equal(after, rows[before]):
+    if not np.array_equal(partner[partner], index) or not np.array_equal(after, rows[before]):
         return ["MPM: the token map is not one that joining pairs gives"]
     if not np.isfinite(facts.noise):
         return ["MPM: similarities are not finite"]
-    index, best = np.arange(len(partner)), facts.similarity.max(1, initial=-np.inf)
     paired, nearest = partner != index, facts.similarity.argmax(1)
     problems = []
     gap = (best - facts.similarity[index, partner])[paired].max(initial=0)
