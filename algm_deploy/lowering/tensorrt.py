@@ -114,7 +114,7 @@ def tensorrt_from_base(
         ExportError: the graph holds an operator that cannot be translated, or another number of merges.
     """
     model = ir.to_proto(_with_bodies(base))
-    _check_operators(model, precision)
+    _check_operators(model)
     merges = [n.name for n in model.graph.node if n.domain == DOMAIN and operator_of(n.op_type) in get_args(Merge)]
     if usual_rows and len(usual_rows) != len(merges):
         raise ExportError(f"expected usual rows for {len(merges)} merges, got {len(usual_rows)}: export again")
@@ -178,18 +178,13 @@ def _inlined(model: onnx.ModelProto) -> onnx.ModelProto:
     return onnx.inliner.inline_local_functions(model)
 
 
-def _check_operators(model: onnx.ModelProto, precision: Precision) -> None:
+def _check_operators(model: onnx.ModelProto) -> None:
     bodies = {function.name for function in model.functions}
     for node in model.graph.node:
         if node.domain == DOMAIN and node.op_type not in bodies and operator_of(node.op_type) not in TRANSLATED:
             raise ExportError(
                 f"node {node.name} is {DOMAIN}.{node.op_type}, TensorRT has plugins for {', '.join(PLUGINS)} only: run "
                 "this bundle with onnxruntime-cpu or torch"
-            )
-        if node.domain == DOMAIN and operator_of(node.op_type) == "remerge" and precision in ("fp16", "bf16"):
-            raise ExportError(
-                f"node {node.name}: what had merged merges again by a product in fp32, which an engine in {precision} "
-                'does not have: build it in fp32, or set merging.between_groups to "unmerge"'
             )
         if node.domain not in ("", DOMAIN):
             raise ExportError(

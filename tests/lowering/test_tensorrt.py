@@ -19,7 +19,7 @@ from tensorrt_in_numpy import chained, evaluate
 from toys import TAU, deployed_toy, pictures, toy, with_budgets
 
 from algm_deploy.errors import ExportError
-from algm_deploy.lowering.tensorrt import tensorrt_from_base
+from algm_deploy.lowering.tensorrt import FLOAT32_PRODUCTS, PLAIN_ATTENTIONS, tensorrt_from_base
 from algm_deploy.merging import merge_inputs
 from algm_deploy.models.deployed import Deployed
 from algm_deploy.ops.attention import reference as attention_reference
@@ -246,13 +246,13 @@ def test_places_of_deformable_attention_stay_fp32() -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_merging_again_in_16_bits_is_refused(precision: Precision) -> None:
+def test_merging_again_in_16_bits_says_that_it_multiplies_in_fp32(precision: Precision) -> None:
     again = node("remerge", "patches map sizes", "again", prefix=PREFIX)
     more = {"patches": VALUES["tokens"], "again": VALUES["merged"]}
-    with pytest.raises(ExportError, match=f"product in fp32, which an engine in {precision} does not have"):
-        tensorrt_from_base(merging(again, outputs="again map", **more), precision)
-    model, _ = tensorrt_from_base(merging(again, outputs="again map", **more), "fp32")
-    assert "remerge" not in [n.op_type for n in model.graph.node]
+    model, _ = tensorrt_from_base(merging(again, outputs="again map", **more), precision)
+    assert [n.op_type for n in model.graph.node].count("MatMul") == 1
+    told = {entry.key: entry.value for entry in model.metadata_props}
+    assert told == {FLOAT32_PRODUCTS: "1", PLAIN_ATTENTIONS: "0"}
 
 
 def test_fp32_is_left_alone() -> None:

@@ -156,6 +156,21 @@ def test_budgets_are_built_in_16_bits(rtx: None, translated: Translate, tmp_path
     assert 0 < parsed.layers["MATRIX_MULTIPLY"]["FLOAT"] < parsed.layers["MATRIX_MULTIPLY"]["HALF"]
 
 
+def test_merging_again_is_built_in_16_bits(rtx: None, tmp_path: Path) -> None:
+    shapes = {"patches": ["batch", 25, 8], "map": ["batch", 24], "size": ["batch", 17], "again": ["batch", 17, 8]}
+    kinds = {"map": TensorProto.INT64}
+    values = {
+        n: helper.make_tensor_value_info(n, kinds.get(n, TensorProto.FLOAT), shape) for n, shape in shapes.items()
+    }
+    *inputs, output = values
+    node = helper.make_node("remerge", inputs, [output], domain="algm", prefix=1)
+    graph = helper.make_graph([node], "again", [values[n] for n in inputs], [values[output]])
+    opsets = [helper.make_opsetid("", 18), helper.make_opsetid("algm", 1)]
+    base = ir.from_proto(helper.make_model(graph, opset_imports=opsets, ir_version=10))
+    onnx.save(tensorrt_from_base(base, "fp16")[0], tmp_path / "model.onnx")
+    assert build(tmp_path / "model.onnx", "fp16")[1].parsed_network.layers["MATRIX_MULTIPLY"] == {"FLOAT": 1}
+
+
 def test_more_products_in_fp32_than_the_graph_has_are_refused() -> None:
     parsed = ParsedNetwork(plugins=(), layers={"MATRIX_MULTIPLY": {"HALF": 9, "FLOAT": 3}})
     tensorrt_build._check_precision(parsed, "fp16", 3)
