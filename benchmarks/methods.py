@@ -57,8 +57,8 @@ ELVIT = {  # parts of the depth and of the patch grid's sides, temperature, sema
         *((0.002, "code"), (0.02, "code"), (0.2, "code")),
         *((0.02, "paper"), (0.2, "paper"), (1.0, "paper"), (5.0, "paper")),
     ),
-    (1 / 2, 0.7): ((0.2, "paper"),),
-    (2 / 3, 0.5): ((0.2, "paper"),),
+    (1 / 2, 0.7): ((0.2, "paper"), (1.0, "paper")),
+    (2 / 3, 0.5): ((0.2, "paper"), (1.0, "paper")),
 }
 EVIT = (0.9, 0.8, 0.7, 0.5)  # kept at each of a third, a half plus and most of the depth, as published
 G2TM = (0.88, 0.95, 0.98, 0.99)  # thresholds, in block 2; 0.88 is the published one
