@@ -64,6 +64,7 @@ from algm_deploy.timing.variants import executables
 
 REBUILD_PICTURES = 4
 CALIBRATION_PICTURES = 32
+CALIBRATED = ("int8", "fp8")
 Images = AnyPath | Sequence[AnyPath]
 """Pictures and folders of pictures; an empty list stands for the drawn scenes that ship."""
 
@@ -102,8 +103,8 @@ def export(
         gbm: GBM's multiplier or threshold, as the setting `merging.gbm_threshold`.
         budget: merges, instead of what reaches a threshold, so many windows and tokens of every picture: counts, or
             shares of the windows and of the tokens that reach GBM. Not the paper's rule; shapes are static.
-        calibrate: for int8, photos like those that the bundle will see, on which ranges are measured; up to
-            `CALIBRATION_PICTURES` of them, spread evenly.
+        calibrate: for int8, and for fp8 with TensorRT, photos like those that the bundle will see, on which ranges are
+            measured; up to `CALIBRATION_PICTURES` of them, spread evenly.
         source: what lines about conflicts call the origin of `settings`.
 
     Raises:
@@ -135,26 +136,30 @@ def _calibration_windows(recipe: Recipe, images: Images) -> NDArray[Any] | None:
     """Windows to measure ranges on where the precision needs them.
 
     Raises:
-        RecipeError: int8 without pictures, or pictures without int8.
+        RecipeError: int8 without pictures, or pictures for a precision that is not calibrated.
     """
     paths = _pictures(images)
-    if (recipe.precision == "int8") == bool(paths):
-        return parity_windows(recipe, paths, CALIBRATION_PICTURES) if paths else None
-    raise RecipeError(
-        f"expected photos to calibrate on with int8 alone, got some for {recipe.precision}: leave them out"
-        if paths
-        else "expected photos to calibrate int8 on, got none: name some like those it will see (--calibrate PHOTOS)"
-    )
+    if paths and recipe.precision not in CALIBRATED:
+        wanted = " or ".join(CALIBRATED)
+        raise RecipeError(
+            f"expected photos to calibrate on with {wanted} alone, got some for {recipe.precision}: leave them out"
+        )
+    if recipe.precision == "int8" and not paths:
+        raise RecipeError(
+            "expected photos to calibrate int8 on, got none: name some like those it will see (--calibrate PHOTOS)"
+        )
+    return parity_windows(recipe, paths, CALIBRATION_PICTURES) if paths else None
 
 
 def _high_note(bundle: Bundle) -> tuple[str, ...]:
-    """What an export to int8 decided."""
+    """What a calibration decided."""
     found = bundle.manifest.quantization
     if found is None:
         return ()
-    kept = f", {len(found.high)} stay in fp32 ({', '.join(found.high[:3])}{', ...' if found.high[3:] else ''})"
+    around = "fp32" if bundle.recipe.precision == "int8" else "fp16"
+    kept = f", {len(found.high)} stay in {around} ({', '.join(found.high[:3])}{', ...' if found.high[3:] else ''})"
     return (
-        f"int8: {len(found.products)} matrix products, calibrated on {found.windows} windows"
+        f"{bundle.recipe.precision}: {len(found.products)} matrix products, calibrated on {found.windows} windows"
         f"{kept if found.high else ''}; {100 * found.label_agreement:.2f} % of labels there as in fp32",
     )
 

@@ -46,7 +46,7 @@ def main() -> None:
     """Builds, prints the table, and writes it as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundles", nargs="+", type=Path)
-    parser.add_argument("--precision", default="fp16", choices=("fp32", "fp16", "bf16", "int8"))
+    parser.add_argument("--precision", default="fp16", choices=("fp32", "fp16", "bf16", "int8", "fp8"))
     parser.add_argument("--gpus", nargs="+", default=RTX_TARGETS, choices=RTX_TARGETS, help="compute capabilities")
     parser.add_argument("--together", action="store_true", help="one engine for all GPUs instead of one each")
     parser.add_argument("-o", "--output", type=Path, required=True)

@@ -234,23 +234,56 @@ def labels_bundle(tiny_export: Callable[..., Bundle]) -> Bundle:
 
 
 @pytest.fixture(scope="session")
-def int8_bundle(tiny_checkpoint: Path, tiny_bundle: Bundle, made_once: Callable[..., Path]) -> Bundle:
-    """The tiny network in int8, calibrated on drawn scenes, every product quantised; shared."""
+def scenes_to_calibrate(tiny_bundle: Bundle, made_once: Callable[..., Path]) -> Path:
+    """Folder of eight drawn scenes."""
     import cv2
 
-    from algm_deploy.bundle.store import Bundle
-    from algm_deploy.deployment import export, parity_windows
+    from algm_deploy.deployment import parity_windows
 
-    settings = {"precision": "int8", "gates.int8_label_agreement": 0.0}
-
-    def make(target: Path) -> None:
-        photos = target.with_name("tiny-int8-photos")
+    def make(photos: Path) -> None:
         photos.mkdir()
         for index, window in enumerate(parity_windows(tiny_bundle.recipe, [], 8)):
             cv2.imwrite(str(photos / f"{index}.png"), window.transpose(1, 2, 0)[..., ::-1])
-        export(tiny_checkpoint, target, None, settings, calibrate=[photos])
 
-    return Bundle.open(made_once("tiny-int8", make))
+    return made_once("tiny-photos", make)
+
+
+@pytest.fixture(scope="session")
+def int8_bundle(tiny_checkpoint: Path, scenes_to_calibrate: Path, made_once: Callable[..., Path]) -> Bundle:
+    """The tiny network in int8, calibrated on drawn scenes, every product quantised; shared."""
+    from algm_deploy.bundle.store import Bundle
+    from algm_deploy.deployment import export
+
+    settings = {"precision": "int8", "gates.int8_label_agreement": 0.0}
+    calibrate = [scenes_to_calibrate]
+    return Bundle.open(
+        made_once("tiny-int8", lambda to: export(tiny_checkpoint, to, None, settings, calibrate=calibrate))
+    )
+
+
+@pytest.fixture(scope="session")
+def measured_fp8_bundle(
+    tiny_checkpoint: Path,
+    scenes_to_calibrate: Path,
+    made_once: Callable[..., Path],
+    translated: Callable[..., ir.Model],
+) -> Bundle:
+    """The tiny network in fp8 with ranges from drawn scenes, every product quantised, and its graph for TensorRT;
+    shared. One translation serves both graphs."""
+    from algm_deploy.bundle.store import Bundle
+    from algm_deploy.deployment import export
+    from algm_deploy.lowering import tensorrt, writing
+
+    settings = {"precision": "fp8", "gates.fp8_label_agreement": 0.0, "max_batch": 2}
+
+    def make(target: Path) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            for module in (tensorrt, writing):
+                patch.setattr(module, "base_onnx", translated)
+            export(tiny_checkpoint, target, None, settings, calibrate=[scenes_to_calibrate])
+            tensorrt.write_tensorrt_onnx(Bundle.open(target), "fp8")
+
+    return Bundle.open(made_once("tiny-measured-fp8", make))
 
 
 @pytest.fixture(scope="session")

@@ -74,14 +74,15 @@ class NotRun(Record, frozen=True, kw_only=True):
 
 
 class QuantizedProduct(Record, frozen=True, kw_only=True):
-    """A matrix product in int8, by the name of its module: its input x is scale * (level - zero_point), fp32 `scale`.
+    """A matrix product, by the name of its module, whose input x is scale * (level - zero_point), fp32 `scale`.
 
-    The weight has a step for each output channel, which follows from the weights of the bundle.
+    In fp8 levels are numbers of e4m3, scales powers of two, and there are no zero points. The weight has a step for
+    each output channel, which follows from the weights of the bundle.
     """
 
     name: str
     scale: float
-    zero_point: int
+    zero_point: int = 0
 
     def __post_init__(self) -> None:
         if not 0 < self.scale < float("inf") or not -128 <= self.zero_point <= 127:
@@ -89,12 +90,14 @@ class QuantizedProduct(Record, frozen=True, kw_only=True):
 
 
 class Quantization(Record, frozen=True, kw_only=True):
-    """How a bundle in int8 was calibrated: the products in int8, and those of blocks that stay in fp32 (`high`).
+    """How a bundle in int8 or fp8 was calibrated: its products in that precision, and those of blocks that are not in
+    it (`high`).
 
-    Everything that is no product of a block is in fp32 as well: similarities, statistics, sizes, attention's own
-    products and softmax, norms, the patch embedding, the rest of the decoder, and the label map. `windows_sha256` is of
-    the pixels of the windows that ranges were measured on. `label_agreement`, a share, is with the network in fp32, on
-    some of these windows. Weights have levels from -`weight_levels` to `weight_levels`.
+    Those are in fp32, for fp8 in fp16, and so is everything that is no product of a block: attention's own products and
+    softmax, norms, the patch embedding, the rest of the decoder. Similarities, statistics, sizes and the label map are
+    in fp32. `windows_sha256` is of the pixels of the windows that ranges were measured on. `label_agreement`, a share,
+    is with the same weights in fp32, on some of these windows. In int8 channels were balanced, and weights have levels
+    from -`weight_levels` to `weight_levels`.
     """
 
     products: tuple[QuantizedProduct, ...]
@@ -102,8 +105,8 @@ class Quantization(Record, frozen=True, kw_only=True):
     windows: int
     windows_sha256: str
     ranges: str
-    balance_alpha: float
-    weight_levels: int
+    balance_alpha: float | None = None
+    weight_levels: int | None = None
     label_agreement: float
     label_agreement_wanted: float
 

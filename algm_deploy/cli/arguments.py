@@ -297,7 +297,8 @@ def settings(command: Parser) -> None:
         action="append",
         default=[],
         metavar="PHOTO",
-        help="for int8: photo or folder of photos like those it will see, to measure ranges on; may come again",
+        help="for int8, and for fp8 with TensorRT: photo or folder of photos like those it will see, to measure ranges "
+        "on; may come again",
     )
     command.add_argument("--max-batch", type=positive, help="largest batch the bundle takes; default: the recipe's")
     command.add_argument(

@@ -9,7 +9,7 @@ more attribute, the count to tune for |
 | unmerge | plugin node |
 | label_map | plugin node with int32 labels, then a Cast to uint8: TensorRT takes no 8-bit plugin output |
 | attention | `Attention` of opset 23, its mask made from the lengths |
-| precision | explicit types (`tensorrt_precision`) |
+| precision | explicit types (`tensorrt_precision`), in fp8 quantised products (`tensorrt_fp8`) |
 
 The graph is written for strongly typed networks. TensorRT finds a plugin by the node's op type and its attribute
 `plugin_namespace`, not by the ONNX domain.
@@ -18,8 +18,9 @@ The graph is written for strongly typed networks. TensorRT finds a plugin by the
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import get_args
 
 import numpy as np
@@ -33,9 +34,12 @@ from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import ExportError
 from algm_deploy.lowering.export import base_onnx
 from algm_deploy.lowering.portable import add_function_bodies, has_budget, needs_no_plugin, operator_of
+from algm_deploy.lowering.tensorrt_fp8 import quantise_products
 from algm_deploy.lowering.tensorrt_precision import ONNX_TYPE, retype
 from algm_deploy.lowering.tensorrt_zero_points import centre_levels
 from algm_deploy.merging import deployed_network
+from algm_deploy.models.loading import load_network
+from algm_deploy.models.quantized import QuantizedLinear, in_graphs, quantized_layers
 from algm_deploy.ops.schema import DOMAIN, VERSION, WORDS
 from algm_deploy.recipe.schema import Merge, Precision
 
@@ -69,8 +73,10 @@ def write_tensorrt_onnx(
     Raises:
         ExportError: see `tensorrt_from_base`.
     """
-    base = base_onnx(deployed_network(bundle), bundle.recipe.merging, bundle.signature.image.dtype)
-    model, counts = tensorrt_from_base(base, precision, usual_rows)
+    network = deployed_network(bundle, quantize=in_graphs(bundle.recipe.precision))
+    base = base_onnx(network, bundle.recipe.merging, bundle.signature.image.dtype)
+    layers = dict(quantized_layers(load_network(bundle))) if precision == "fp8" else {}
+    model, counts = tensorrt_from_base(base, precision, usual_rows, layers)
     uses = _share_weights(model, bundle)
     with bundle.add(TENSORRT_ONNX, made_from={WEIGHTS: bundle.files[WEIGHTS].sha256}, uses=uses) as path:
         onnx.save(model, path)
@@ -96,7 +102,10 @@ def _share_weights(model: onnx.ModelProto, bundle: Bundle) -> tuple[str, ...]:
 
 
 def tensorrt_from_base(
-    base: ir.Model, precision: Precision, usual_rows: Sequence[int] = ()
+    base: ir.Model,
+    precision: Precision,
+    usual_rows: Sequence[int] = (),
+    layers: Mapping[str, QuantizedLinear] = MappingProxyType({}),
 ) -> tuple[onnx.ModelProto, Counter[str]]:
     """Rewrites the base graph for TensorRT.
 
@@ -105,13 +114,15 @@ def tensorrt_from_base(
         precision: type of tokens and weights. Graph inputs and outputs keep their types.
         usual_rows: rows that each merge usually leaves, in the order they run, prefix and padding counted; the builder
             tunes for as many. Without them it tunes for half of all rows.
+        layers: in fp8, the products to compute in it, by name; those of int8 the base graph holds itself.
 
     Returns:
         The new model, and how often each rewrite fired: `clap`, `gbm`, `unmerge`, `label_map`, `attention`, the
-        precision's `cast` and `weight`, and in int8 `zero_point`.
+        precision's `cast` and `weight`, in int8 `zero_point`, and in fp8 `product`.
 
     Raises:
-        ExportError: the graph holds an operator that cannot be translated, or another number of merges.
+        ExportError: the graph holds an operator that cannot be translated, or another number of merges, or it lacks a
+            product of `layers`.
     """
     model = ir.to_proto(_with_bodies(base))
     _check_operators(model)
@@ -124,6 +135,8 @@ def tensorrt_from_base(
     new, counts = retype(model, precision)
     if centred:
         counts["zero_point"] = centred
+    if precision == "fp8":
+        counts["product"] = quantise_products(new.graph, layers)
     usual = dict(zip(merges, usual_rows or [0] * len(merges), strict=True))
     rewriter = _Rewriter(labels, ONNX_TYPE[precision], usual, counts)
     bodies = {function.name for function in new.functions}

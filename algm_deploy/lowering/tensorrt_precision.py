@@ -23,6 +23,7 @@ ONNX_TYPE: dict[Precision, int] = {
     "int8": TensorProto.FLOAT,  # of everything around the products that the graph quantises itself
     "fp16": TensorProto.FLOAT16,
     "bf16": TensorProto.BFLOAT16,
+    "fp8": TensorProto.FLOAT16,  # around the products that `tensorrt_fp8` quantises
 }
 # Sums of squares leave the range of fp16 at a few hundred channels, and a softmax loses its tail in bf16. Expand and
 # ConstantOfShape build the initial token sizes, which are never 16-bit.

@@ -22,7 +22,7 @@ from algm_deploy.models.checkpoints.reading import Checkpoint
 from algm_deploy.models.checkpoints.weights import state_dict_for
 from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.loading import DTYPES, network_module, save_weights
-from algm_deploy.models.quantized import quantized
+from algm_deploy.models.quantized import in_graphs, quantized
 from algm_deploy.models.vit import VitNetwork
 from algm_deploy.quantization.calibration import calibrate
 from algm_deploy.recipe.schema import Recipe
@@ -42,7 +42,7 @@ def write_bundle(
     """Exports a checkpoint to a new bundle at `target`, complete or not at all.
 
     The peak is about the weights in fp32, once more in the graph's layout. `calibration`: windows (n, 3, H, W) in the
-    graph's pixel dtype, for a recipe in int8.
+    graph's pixel dtype, for a recipe in int8 or fp8.
 
     Raises:
         CheckpointError: the weights do not fit the recipe's network.
@@ -55,8 +55,11 @@ def write_bundle(
         model = network_module(recipe.network, weights.state_dict, DTYPES[recipe.precision])
         network = as_written(model)
         if calibration is not None:
-            model, quantization = calibrate(model, recipe, calibration)
-            network = quantized(model, quantization.products)
+            single = model if in_graphs(recipe.precision) else copy.deepcopy(model).float()
+            balanced, quantization = calibrate(single, recipe, calibration)
+            if in_graphs(recipe.precision):
+                model = balanced
+                network = quantized(model, quantization.products, recipe.precision)
             writer.describe(quantization=quantization)
         write_network(writer, model, deployed(network, recipe), source)
         writer.describe(

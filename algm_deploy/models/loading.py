@@ -69,7 +69,8 @@ def save_weights(model: VitNetwork, path: Path) -> None:
 def load_network(bundle: Bundle, dtype: torch.dtype | None = None, quantize: bool = True) -> VitNetwork:
     """The network of a bundle, merge slots empty, in the bundle's precision or in `dtype`.
 
-    Of a bundle in int8 its products are quantised, in whatever dtype the rest is, unless `quantize` is False.
+    Of a calibrated bundle, in int8 or fp8, its products are quantised, in whatever dtype the rest is, unless `quantize`
+    is False.
 
     Raises:
         BundleError: the weights cannot be read or are those of another network.
@@ -90,7 +91,9 @@ def load_network(bundle: Bundle, dtype: torch.dtype | None = None, quantize: boo
         )
     model = network_module(bundle.recipe.network, weights, dtype or DTYPES[bundle.recipe.precision])
     calibrated = bundle.manifest.quantization
-    return quantized(model, calibrated.products) if calibrated is not None and quantize else model
+    if calibrated is None or not quantize:
+        return model
+    return quantized(model, calibrated.products, bundle.recipe.precision)
 
 
 def _without_memory(network: Network) -> VitNetwork:

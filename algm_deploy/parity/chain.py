@@ -29,6 +29,7 @@ from algm_deploy.bundle.signature import CLAP_THRESHOLD, GBM_THRESHOLD, mask_nam
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BundleError, ExecutionError
 from algm_deploy.merging import deployed_network
+from algm_deploy.models.quantized import computes_levels
 from algm_deploy.parity.comparison import Decided, Decisions, Labels, Numbers, output_problem
 from algm_deploy.parity.jitter import jittered_network
 from algm_deploy.parity.links import graph_link, network_link, operators_link
@@ -99,8 +100,8 @@ def verify(bundle: Bundle, runtime: str, images: Array, progress: bool = True) -
 
 
 class _PyTorch(NamedTuple):
-    """PyTorch deciding freely: in the runtime's precision, and what is held to be right; that of int8 is quantised as
-    well, so the network in fp32 is `unquantized`, for information."""
+    """PyTorch deciding freely: in the runtime's precision, and what is held to be right; that of a network with levels
+    is quantised as well, so the network in fp32 is `unquantized`, for information."""
 
     own: Runner
     exact: Runner
@@ -110,14 +111,14 @@ class _PyTorch(NamedTuple):
 def _pytorch(bundle: Bundle, precision: Precision, stack: ExitStack) -> _PyTorch:
     """Opened runners, which `stack` closes."""
 
-    def opened(of: Precision, network: Made = deployed_network) -> Runner:
+    as_stored: Made = partial(deployed_network, quantize=False)
+
+    def opened(of: Precision, network: Made = as_stored) -> Runner:
         return stack.enter_context(TorchRunner(bundle, of, network=network))
 
-    if precision == "int8":
-        exact = opened("int8", lambda of, _: deployed_network(of, torch.float64))
-        return _PyTorch(
-            opened("int8", jittered_network), exact, opened("fp32", partial(deployed_network, quantize=False))
-        )
+    if computes_levels(bundle, precision):
+        exact = opened(precision, lambda of, _: deployed_network(of, torch.float64))
+        return _PyTorch(opened(precision, jittered_network), exact, opened("fp32"))
     own = opened(precision)
     return _PyTorch(own, own if precision == "fp32" else opened("fp32"))
 
@@ -181,7 +182,7 @@ class _Chain:
         )
         return [
             operators_link(plan, network, self._first),
-            graph_link(self._bundle, self._run.executable),
+            graph_link(self._bundle, self._run.executable, self._run.precision),
             self._numbers.link(runs),
             *decisions,
             self._labels.link(len(self._images)),

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.merging import deployed_network
 from algm_deploy.models.deployed import Deployed
-from algm_deploy.models.quantized import QuantizedLinear
+from algm_deploy.models.quantized import Int8Linear
 from algm_deploy.models.vit import Model
 
 # In levels, to either side. What enters a product is off by 2^-14.7 of a level RMS in fp32, against fp64 under the same
@@ -27,14 +27,17 @@ JITTER = 2.0**-11
 
 
 def jittered(model: Model) -> Model:
-    """The network, in place, with a jitter before every quantised product; one without such products stays as it is."""
-    for seed, module in enumerate(m for m in model.modules() if isinstance(m, QuantizedLinear)):
+    """The network, in place, with a jitter before every product in int8; one without such products stays as it is.
+
+    In fp8 it does: what surrounds its products is in fp16, whose rounding tips as many values in PyTorch as elsewhere.
+    """
+    for seed, module in enumerate(m for m in model.modules() if isinstance(m, Int8Linear)):
         module.register_forward_pre_hook(_jitter(seed))
     return model
 
 
 def jittered_network(bundle: Bundle, dtype: torch.dtype) -> Deployed:
-    """The network that a bundle in int8 deploys, with jitter."""
+    """The network that a bundle with levels deploys, with the jitter of int8."""
     network = deployed_network(bundle, dtype)
     jittered(network.model)
     return network
@@ -42,7 +45,7 @@ def jittered_network(bundle: Bundle, dtype: torch.dtype) -> Deployed:
 
 def _jitter(seed: int) -> Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor]]:
     def shake(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
-        assert isinstance(module, QuantizedLinear)
+        assert isinstance(module, Int8Linear)
         (x,) = inputs
         generator = torch.Generator().manual_seed(seed)  # the same for each run, so that results are
         noise = torch.rand(x.shape, generator=generator, dtype=x.dtype) * 2 - 1

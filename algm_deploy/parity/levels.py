@@ -1,4 +1,4 @@
-"""Link 3 of a bundle in int8: every number of its quantised products is, in the graphs that run, what it has to be.
+"""Link 3 of a calibrated bundle: every number of its quantised products is, in the graphs that run, what it has to be.
 
 Rounding tips values from one level to the next, so link 4 has to let much pass. Hence scales, zero points, levels and
 steps, and the norms and biases that balancing changed, are compared here with those that the manifest and the bundle's
@@ -17,10 +17,12 @@ from onnx import NodeProto, numpy_helper
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BundleError
 from algm_deploy.lowering.tensorrt import TENSORRT_ONNX
+from algm_deploy.lowering.tensorrt_fp8 import numbers_of
 from algm_deploy.lowering.tensorrt_zero_points import SHIFT
 from algm_deploy.models.loading import load_network
-from algm_deploy.models.quantized import QuantizedLinear
+from algm_deploy.models.quantized import E4m3Linear, QuantizedLinear, computes_levels, in_graphs
 from algm_deploy.models.vit import Block, VitNetwork
+from algm_deploy.recipe.schema import Precision
 
 Numbers = dict[str, np.ndarray]
 """By module and kind, such as `encoder.blocks.0.attn.qkv.steps`: scale, zero_point, levels (K, N), steps and bias (N)
@@ -32,22 +34,28 @@ _NORM = {"LayerNormalization": 1, "SkipLayerNormalization": 2}  # where they tak
 _WORDS = {"zero_point": "zero point", "levels": "levels of the weight", "steps": "steps of the weight"}
 
 
-def level_problems(bundle: Bundle, files: Iterable[str]) -> list[str]:
+def level_problems(bundle: Bundle, files: Iterable[str], precision: Precision) -> list[str]:
     """Where graphs of a bundle quantise other products than the manifest says, or otherwise; empty where none does.
+
+    `precision`: in what the runtime that `files` are for executes the bundle.
 
     Raises:
         BundleError: a graph or its weights cannot be read.
     """
-    wanted = expected_numbers(load_network(bundle)) if bundle.manifest.quantization else {}
+    wanted = expected_numbers(load_network(bundle)) if computes_levels(bundle, precision) else {}
+    exported = wanted if in_graphs(bundle.recipe.precision) else {}
     of = {TENSORRT_ONNX: centred(wanted)}
-    return [f"{file}: {one}" for file in files for one in _problems(bundle.file(file), of.get(file, wanted))]
+    return [f"{file}: {one}" for file in files for one in _problems(bundle.file(file), of.get(file, exported))]
 
 
 def expected_numbers(model: VitNetwork) -> Numbers:
     """What a graph of a quantised network has to hold."""
     found: Numbers = {}
     for name, module in model.named_modules():
-        if isinstance(module, QuantizedLinear):
+        if isinstance(module, E4m3Linear):
+            numbers = numbers_of(module) | {"bias": module.bias.numpy()}
+            found |= {f"{name}.{kind}": array for kind, array in numbers.items()}
+        elif isinstance(module, QuantizedLinear):
             kinds = ("scale", "zero_point", "levels", "steps", "bias")
             found |= {f"{name}.{kind}": getattr(module, kind).numpy() for kind in kinds}
         elif isinstance(module, Block):

@@ -30,7 +30,7 @@ from algm_deploy.ops.tome import SEMANTICS, tome_similarity
 from algm_deploy.parity.graph import graph_facts, graph_problems, signature_problems
 from algm_deploy.parity.levels import level_problems
 from algm_deploy.parity.replay import Replayed, rms
-from algm_deploy.recipe.schema import DENSE, MergePlan, Network
+from algm_deploy.recipe.schema import DENSE, MergePlan, Network, Precision
 
 PART = STRETCH_ONNX.partition("*")[0]
 FOLD_ERROR = 1e-9  # fp64 leaves 1e-14; a deviation off by its seventh digit would not pass
@@ -237,12 +237,14 @@ def _largest_difference(given: list[NDArray[Any]], exact: list[NDArray[Any]]) ->
 # --- link 3 -----------------------------------------------------------------------------------------------------------
 
 
-def graph_link(bundle: Bundle, executed: str) -> Link:
+def graph_link(bundle: Bundle, executed: str, precision: Precision | None = None) -> Link:
     """The exported graph and the manifest's signature are what the recipe asks for; what is quantised there, and in
-    the graph that is `executed` or that an engine was made from, is what the manifest and the weights give."""
+    the graph that is `executed` in `precision`, by default the recipe's, or that an engine was made from, is what the
+    manifest and the weights give."""
     facts = graph_facts(bundle.file(ONNX))
     problems = signature_problems(bundle.signature, bundle.recipe) + graph_problems(facts, bundle.recipe)
-    problems += level_problems(bundle, dict.fromkeys([ONNX, _graph_of(bundle, executed)]))
+    graphs = dict.fromkeys([ONNX, _graph_of(bundle, executed)])
+    problems += level_problems(bundle, graphs, precision or bundle.recipe.precision)
     return Link(
         number=3,
         name="graph",

@@ -1,8 +1,9 @@
 """PyTorch runs of a bundle's network with a runtime's own merge decisions forced: the truth it is compared with.
 
 Every run is one image at a time, whatever batch the runtime had, so a runtime that mixes up images is found out. The
-truth is fp64; the baseline is PyTorch in the runtime's precision. A runtime may err twice as much as the baseline. For
-int8 both are quantised, and the baseline jitters (`jitter.py`).
+truth is fp64; the baseline is PyTorch in the runtime's precision. A runtime may err twice as much as the baseline.
+Where a runtime computes with the levels of a calibrated bundle both are quantised, and in int8 the baseline jitters
+(`jitter.py`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.fp8 import use_fp8
 from algm_deploy.models.loading import DTYPES, load_network
 from algm_deploy.models.merges import REPLAYS, ReplayChoice, elvit_distances
+from algm_deploy.models.quantized import computes_levels
 from algm_deploy.models.scores import GridScores, Scores, upsample_scores
 from algm_deploy.models.vit import Tokens, VitNetwork
 from algm_deploy.ops._rows import wide
@@ -92,8 +94,10 @@ class Replays:
 
     def __init__(self, bundle: Bundle, images: NDArray[Any], precision: Precision) -> None:
         self._images = images
-        self._truth = _ReplayNetwork(bundle, torch.float64)
-        self._baseline = _ReplayNetwork(bundle, DTYPES[precision], use_fp8 if precision == "fp8" else jittered)
+        levels = computes_levels(bundle, precision)
+        change = use_fp8 if precision == "fp8" and not levels else jittered
+        self._truth = _ReplayNetwork(bundle, torch.float64, levels)
+        self._baseline = _ReplayNetwork(bundle, DTYPES[precision], levels, change)
         self._known: dict[tuple[int, bytes], Replayed] = {}
 
     def __call__(self, index: int, maps: Sequence[Ints], masks: Sequence[Cells] = ()) -> Replayed:
@@ -125,13 +129,18 @@ class Replays:
 
 
 class _ReplayNetwork:
-    """The network of a bundle in one dtype, merging as it is told. `change` gets it once, to alter it in place."""
+    """The network of a bundle in one dtype, merging as it is told; `levels` tells whether its products are quantised.
+    `change` gets it once, to alter it in place."""
 
     def __init__(
-        self, bundle: Bundle, dtype: torch.dtype, change: Callable[[VitNetwork], object] = lambda model: model
+        self,
+        bundle: Bundle,
+        dtype: torch.dtype,
+        levels: bool,
+        change: Callable[[VitNetwork], object] = lambda model: model,
     ) -> None:
         self.network = bundle.recipe.network
-        replaying = replay_merging(load_network(bundle, dtype), bundle.recipe.merging)
+        replaying = replay_merging(load_network(bundle, dtype, levels), bundle.recipe.merging)
         self._model = Deployed(replaying, self.network, "scores").eval().model
         change(self._model)
         self._entering: list[Tokens] = []

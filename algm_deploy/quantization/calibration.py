@@ -1,11 +1,12 @@
-"""Calibrates a network for int8: balances it, measures ranges on photos, and keeps in fp32 what costs too many labels.
+"""Calibrates a network for int8 or fp8: measures ranges on photos, and keeps out of it what costs too many labels.
 
-Ranges are those of the deployed network: with merging on, so that merged tokens are among what was seen.
+For int8 channels are balanced; the steps of e4m3 grow with the values, so it gains nothing by that. Ranges are those of
+the deployed network: with merging on, so that merged tokens are among what was seen.
 
-Which products stay in fp32 is decided as in partial quantisation (Wu et al., 2020, arXiv:2004.09602, section 6): every
-product is quantised alone, and ranked by the labels it changes; the most sensitive ones are kept in fp32, one after the
-other, until the whole network keeps the label agreement that the recipe wants. Both networks decide freely, so a
-product counts with what it changes in the merges.
+Which products are not quantised is decided as in partial quantisation (Wu et al., 2020, arXiv:2004.09602, section 6):
+every product is quantised alone, and ranked by the labels it changes; the most sensitive ones are kept as they are, one
+after the other, until the whole network keeps the label agreement that the recipe wants. Both networks decide freely,
+so a product counts with what it changes in the merges.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from msgspec import structs
 from numpy.typing import NDArray
 from tqdm import tqdm
 
@@ -25,9 +27,11 @@ from algm_deploy.models.quantized import WEIGHT_LEVELS, products_of, quantized
 from algm_deploy.models.vit import VitNetwork, share_parameters
 from algm_deploy.quantization.balancing import ALPHA, balance
 from algm_deploy.quantization.observing import observe, scaled, thresholds_of
-from algm_deploy.quantization.ranges import product_of
+from algm_deploy.quantization.ranges import e4m3_product_of, product_of
 from algm_deploy.recipe.schema import Recipe
 
+_INT8_RANGES = "lowest to highest, zero in the middle unless one side is over four times the other"
+_E4M3_RANGES = "powers of two that bring the largest magnitude into the range of e4m3"
 SEARCHED_WINDOWS = 4  # of those that ranges are measured on; each product runs on each of them
 Labels = NDArray[np.generic]
 
@@ -35,11 +39,11 @@ Labels = NDArray[np.generic]
 def calibrate(
     model: VitNetwork, recipe: Recipe, windows: NDArray[np.generic], progress: bool = True
 ) -> tuple[VitNetwork, Quantization]:
-    """A network that equals `model` bit for bit and has balanced channels, and how to quantise it.
+    """A network that equals `model` bit for bit, in int8 with balanced channels, and how to quantise it.
 
     Args:
         model: fp32, merge slots empty. Not changed.
-        recipe: with the merge plan, and the label agreement to keep.
+        recipe: in int8 or fp8, with the merge plan, and the label agreement to keep.
         windows: (n, 3, H, W) pixels of photos like those that the bundle will see, n >= 1.
         progress: show a bar.
 
@@ -52,22 +56,37 @@ def calibrate(
     broken = [name for name, one in observed.items() if not one.largest.isfinite().all()]
     if broken:
         raise ExportError(f"expected finite values to calibrate on, {broken[0]} is given others: look at the weights")
+    if recipe.precision == "fp8":
+        products = [e4m3_product_of(name, one) for name, one in observed.items()]
+        return model, _searched(model, recipe, windows, products, _E4M3_RANGES, progress)
     balanced = _own_copy(model)
     inputs = scaled(observed, balance(balanced, observed))
     _check_equal(model, balanced, recipe, windows[:1])
     products = [product_of(name, inputs[name]) for name in observed]
+    found = _searched(balanced, recipe, windows, products, _INT8_RANGES, progress)
+    return balanced, structs.replace(found, balance_alpha=ALPHA, weight_levels=WEIGHT_LEVELS)
+
+
+def _searched(
+    model: VitNetwork,
+    recipe: Recipe,
+    windows: NDArray[np.generic],
+    products: Sequence[QuantizedProduct],
+    ranges: str,
+    progress: bool,
+) -> Quantization:
+    """How to quantise the network: those of `products` that keep the label agreement that the recipe wants."""
     chosen = windows[np.unique(np.linspace(0, len(windows) - 1, SEARCHED_WINDOWS).round().astype(int))]
-    kept, agreement = _Search(balanced, recipe, chosen, products).run(progress)
-    return balanced, Quantization(
+    search = _Search(model, recipe, chosen, products)
+    kept, agreement = search.run(progress)
+    return Quantization(
         products=tuple(product for product in products if product.name not in kept),
         high=tuple(product.name for product in products if product.name in kept),
         windows=len(windows),
         windows_sha256=hashlib.sha256(windows.tobytes()).hexdigest(),
-        ranges="lowest to highest, zero in the middle unless one side is over four times the other",
-        balance_alpha=ALPHA,
-        weight_levels=WEIGHT_LEVELS,
+        ranges=ranges,
         label_agreement=agreement,
-        label_agreement_wanted=recipe.gates.int8_label_agreement,
+        label_agreement_wanted=search.wanted,
     )
 
 
@@ -96,32 +115,34 @@ def _outputs(model: VitNetwork, recipe: Recipe, window: NDArray[np.generic]) -> 
 
 
 class _Search:
-    """Which products stay in fp32."""
+    """Which products are not quantised, so that as many labels as are `wanted` stay as they are, a share."""
 
     def __init__(
         self, model: VitNetwork, recipe: Recipe, windows: NDArray[np.generic], products: Sequence[QuantizedProduct]
     ) -> None:
         self._model, self._recipe, self._windows, self._products = model, recipe, windows, list(products)
-        self._wanted = recipe.gates.int8_label_agreement
+        gates = recipe.gates
+        self.wanted = gates.fp8_label_agreement if recipe.precision == "fp8" else gates.int8_label_agreement
         self._exact = self._labels(model)
 
     def run(self, progress: bool) -> tuple[set[str], float]:
         """Names of the products to keep, and the label agreement that the others leave."""
         agreement = self._agreement(self._products)
-        if agreement >= self._wanted:
+        if agreement >= self.wanted:
             return set(), agreement
         bar = tqdm(self._products, desc="sensitivity", unit="product", disable=None if progress else True)
         alone = {product.name: self._agreement([product]) for product in bar}
         ranked = sorted(self._products, key=lambda product: alone[product.name])
         kept = 0
-        while agreement < self._wanted:  # 1 at the latest where all are kept
+        while agreement < self.wanted:  # 1 at the latest where all are kept
             kept += 1
             agreement = self._agreement(ranked[kept:])
         return {product.name for product in ranked[:kept]}, agreement
 
     def _agreement(self, products: Sequence[QuantizedProduct]) -> float:
-        """Share of the pixels whose label these products in int8 leave as it is."""
-        return float((self._labels(quantized(self._model, products)) == self._exact).mean())
+        """Share of the pixels whose label these products in low precision leave as it is."""
+        low = quantized(self._model, products, self._recipe.precision)
+        return float((self._labels(low) == self._exact).mean())
 
     @torch.inference_mode()
     def _labels(self, model: VitNetwork) -> Labels:

@@ -1,10 +1,11 @@
-"""From what enters a product to its scale and zero point."""
+"""From what enters a product to its scale, and in int8 its zero point."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from algm_deploy.bundle.records import QuantizedProduct
+from algm_deploy.models.quantized import e4m3_scale
 from algm_deploy.ops.quantize import HIGHEST, LOWEST
 from algm_deploy.quantization.observing import Observed
 
@@ -12,8 +13,13 @@ from algm_deploy.quantization.observing import Observed
 ONE_SIDED = 4
 
 
+def e4m3_product_of(name: str, observed: Observed) -> QuantizedProduct:
+    """A power of two that brings all that was observed into the range of e4m3, and as much again at the most."""
+    return QuantizedProduct(name=name, scale=float(e4m3_scale(observed.largest.float().max())))
+
+
 def product_of(name: str, observed: Observed) -> QuantizedProduct:
-    """Levels for all that was observed: around zero, or from the lowest to the highest where one side is far larger."""
+    """Levels of int8 for all that was observed: around zero, or from lowest to highest where one side is far larger."""
     low, high = min(float(observed.low.min()), 0.0), max(float(observed.high.max()), 0.0)
     if max(-low, high) > ONE_SIDED * min(-low, high):
         scale = (high - low) / (HIGHEST - LOWEST)

@@ -489,17 +489,19 @@ def dataset_ratio(dataset: str) -> float:
 class Gates:
     """Values that `verify` holds a bundle to. Shares lie in [0, 1].
 
-    `int8_label_agreement`: an export to int8 keeps as many products in fp32 as this agreement with fp32 needs.
+    `int8_label_agreement`: an export to int8 keeps as many products in fp32 as this agreement with fp32 needs;
+    `fp8_label_agreement`: likewise in fp16, where an export to fp8 measures ranges.
     """
 
     label_agreement: float = 0.999
     excused_decisions: float = 0.01
     miou_drop_points: float = 0.1
     int8_label_agreement: float = 0.99
+    fp8_label_agreement: float = 0.98
 
     def __post_init__(self) -> None:
         _check_ranges("gates", self, label_agreement=(0, 1), excused_decisions=(0, 1), miou_drop_points=(0, 100))
-        _check_ranges("gates", self, int8_label_agreement=(0, 1))
+        _check_ranges("gates", self, int8_label_agreement=(0, 1), fp8_label_agreement=(0, 1))
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@
     row.builds_on_gpu              whether building asks for the GPU that will execute
     row.capabilities               compute capabilities of the GPUs it takes, empty where any will do
     row.precision_of("fp8")        in what it executes a bundle of that precision
-    row.check_precision("int8")    raises RuntimeUnavailableError where it executes no bundle of that precision
+    row.check_precision("int8", calibrated)
+                                   raises RuntimeUnavailableError where it executes no bundle of that precision
     row.libraries                  native libraries that it cannot do without
     row.triton                     Triton's backend that executes its file without Python, None where there is none
     row.device_here()              name of the device it executes on when it is opened now, for records
@@ -42,6 +43,8 @@ from algm_deploy.native_libraries import find_library
 from algm_deploy.recipe.schema import Precision
 
 DeviceKind = Literal["cuda", "cpu"]
+FP8_SINCE = (8, 9)
+"""The oldest compute capability with fp8 units."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,8 @@ class Runtime:
     """A runtime; the module's docstring says what the columns mean.
 
     `runner` is "module:class", imported on use. `rank` orders runtimes that use the same device, the fastest first.
-    `extra`: it has one in pyproject.toml, under its own name. `module_is_shared`: another package brings a module of
+    `extra`: it has one in pyproject.toml, under its own name. `fp8_needs_ranges`: it finds no scales while it runs.
+    `module_is_shared`: another package brings a module of
     the same name that lacks what this runtime needs.
     """
 
@@ -69,6 +73,7 @@ class Runtime:
     build_options: tuple[str, ...] = ()
     capabilities: tuple[str, ...] = ()
     fp8: bool = False
+    fp8_needs_ranges: bool = False
     bf16: bool = True
     int8: bool = True
     libraries: tuple[str, ...] = ()
@@ -101,13 +106,30 @@ class Runtime:
             return "fp32"
         return "fp16" if precision == "fp8" and not self.fp8 else precision
 
-    def check_precision(self, precision: Precision) -> None:
+    def executes(self, precision: Precision, calibrated: bool) -> bool:
+        """Whether it executes a bundle of that precision in that precision; `calibrated` on photos."""
+        if precision == "int8":
+            return self.int8
+        if precision == "fp8" and self.fp8_needs_ranges and not calibrated:
+            return False
+        return self.precision_of(precision) == precision
+
+    def check_precision(self, precision: Precision, calibrated: bool) -> None:
         """Refuses a bundle of a precision that this runtime does not execute.
+
+        Args:
+            precision: the bundle's, or another one that is asked for.
+            calibrated: whether the bundle has ranges of that precision, measured on photos.
 
         Raises:
             RuntimeUnavailableError: it is int8, and the runtime would compute its products in floating point, slower
-                than those of fp32.
+                than those of fp32; or it is fp8, and the runtime needs ranges that the bundle does not have.
         """
+        if precision == "fp8" and self.fp8_needs_ranges and not calibrated:
+            raise RuntimeUnavailableError(
+                f"expected a bundle in fp8 with measured ranges for {self.name}, which finds no scales while it runs, "
+                "got one without: export it again with --precision fp8 --calibrate PHOTOS, or with --precision fp16"
+            )
         if precision == "int8" and not self.int8:
             others = ", ".join(row.name for row in RUNTIMES.values() if row.int8)
             raise RuntimeUnavailableError(
@@ -229,6 +251,8 @@ _ROWS = (
             "hardware_compatible",
             "stretches",
         ),
+        fp8=True,
+        fp8_needs_ranges=True,
         libraries=("trt_plugin",),
         triton="tensorrt",
     ),
@@ -244,6 +268,8 @@ _ROWS = (
         rank=2,
         build_options=("precision", "batches", "level", "workspace_mib", "compute_capabilities", "stretches"),
         capabilities=("7.5", "8.6", "8.9", "12.0", "12.1"),  # it refuses others, data-centre generations among them
+        fp8=True,
+        fp8_needs_ranges=True,
         libraries=("trt_plugin", "rtx_alias"),
     ),
 )

@@ -22,6 +22,7 @@ from algm_deploy.lowering.writing import as_written, write_network
 from algm_deploy.merging import deployed
 from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.loading import load_network
+from algm_deploy.models.quantized import in_graphs
 from algm_deploy.models.vit import VitNetwork
 from algm_deploy.recipe.schema import DENSE, MergePlan, Recipe
 from algm_deploy.runners.contract import Runner, runner, runner_type
@@ -75,7 +76,7 @@ def variant_bundle(bundle: Bundle, variant: VariantName, tokens: Sequence[int]) 
         found = Bundle.open(target)
         if found.manifest.variant == origin and found.recipe == named:
             return found
-    model = load_network(bundle)
+    model = load_network(bundle, quantize=in_graphs(bundle.recipe.precision))
     network, _ = variant_network(as_written(model), bundle.recipe, variant, tokens)
     with BundleWriter(target, named) as writer:
         write_network(writer, model, network, {WEIGHTS: made_from[WEIGHTS]})

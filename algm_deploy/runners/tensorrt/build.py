@@ -32,7 +32,7 @@ from algm_deploy.lowering.tensorrt_stretches import write_stretches
 from algm_deploy.native_libraries import REBUILD, require_library
 from algm_deploy.ops.schema import DOMAIN
 from algm_deploy.recipe.schema import Precision
-from algm_deploy.runners.registry import row_of
+from algm_deploy.runners.registry import FP8_SINCE, row_of
 from algm_deploy.runners.tensorrt.apart import Rows, engine_apart
 from algm_deploy.runners.tensorrt.digest import Digest, keep_digest, make_digest, usual_rows
 from algm_deploy.runners.tensorrt.library import (
@@ -45,7 +45,8 @@ from algm_deploy.runners.tensorrt.library import (
 )
 
 RTX_TARGETS = ("8.6", "8.9", "12.0")
-_DTYPES: dict[Precision, str] = {"fp32": "FLOAT", "int8": "FLOAT", "fp16": "HALF", "bf16": "BF16"}
+_DTYPES: dict[Precision, str] = {"fp32": "FLOAT", "int8": "FLOAT", "fp16": "HALF", "bf16": "BF16", "fp8": "HALF"}
+_LEVELS: dict[Precision, str] = {"int8": "INT8", "fp8": "FP8"}  # what quantisers write
 # Layers that do the arithmetic; in a strongly typed network their type is the precision.
 _ARITHMETIC = ("CONVOLUTION", "MATRIX_MULTIPLY", "EINSUM", "ATTENTION_INPUT")
 # As many of a kind may be fp32 all the same: a network exported in 16 bits sums its class scores over queries in fp32.
@@ -60,7 +61,7 @@ class EngineOptions:
     builder's optimisation level 0 to 5, `workspace_mib` the scratch memory it may plan with; None leaves TensorRT's
     default. The rows of the registry say which runtime has which; TensorRT-RTX times no kernels while it builds, its
     engines run with the release that built them, and name their GPUs: `compute_capabilities` such as "8.9", where none
-    means `RTX_TARGETS`.
+    means those of `RTX_TARGETS` that have units for the precision.
     """
 
     batches: tuple[int, int, int] = (1, 8, 8)
@@ -150,8 +151,11 @@ class _Job:
 def _prepared(bundle: Bundle, runtime: str, options: EngineOptions | None, precision: Precision | None) -> _Job:
     largest = bundle.recipe.max_batch
     options = options or EngineOptions(batches=(1, largest, largest))
-    precision = precision or row_of(runtime).precision_of(bundle.recipe.precision)
+    row, stored = row_of(runtime), bundle.recipe.precision
+    precision = precision or row.precision_of(stored)
+    row.check_precision(precision, bundle.manifest.quantization is not None and stored == precision)
     check_options(options, runtime)
+    check_targets(options, runtime, precision)
     require_tools(runtime)  # what is missing should show before the export, which takes longer
     digest = make_digest(bundle, options.batches)
     usual, source = usual_rows(bundle, digest, options.batches[1])
@@ -215,6 +219,7 @@ def engine_from_onnx(
     """
     options = options or EngineOptions()
     check_options(options, runtime)
+    check_targets(options, runtime, precision)
     trt = load_bindings(runtime)
     require_builder(runtime)
     expected = _plugin_nodes(model)
@@ -228,9 +233,10 @@ def engine_from_onnx(
         _check_plugins(parsed, expected)
         told = _told(model)
         _check_precision(parsed, precision, told[FLOAT32_PRODUCTS])
-        if precision == "int8":
-            _check_quantizers(parsed, model)
-        config = _configure(trt, builder, options, runtime)
+        if precision in _LEVELS:
+            _check_quantizers(parsed, model, precision)
+        targets = _targets(options, runtime, precision)
+        config = _configure(trt, builder, options, runtime, targets)
         _add_profile(builder, config, network, options, rows or {}, log)
         step("built the engine")
         started = time.perf_counter()
@@ -246,7 +252,7 @@ def engine_from_onnx(
         version=trt.__version__,
         precision=precision,
         batches=options.batches,
-        compute_capabilities=_targets(options, runtime),
+        compute_capabilities=targets,
         version_compatible=options.version_compatible,
         hardware_compatible=options.hardware_compatible,
         onnx_hash=sha256_of(model),
@@ -293,6 +299,18 @@ def check_options(options: EngineOptions, runtime: str) -> None:
         raise BuildError(f"expected a workspace of at least 1 MiB, got {options.workspace_mib}")
     given = (f.name for f in fields(options) if f.name != "batches" and getattr(options, f.name) != f.default)
     row_of(runtime).check_options(given)
+
+
+def check_targets(options: EngineOptions, runtime: str, precision: Precision) -> None:
+    """BuildError where a GPU that the engine is for, or the one that builds it, has no units for the precision."""
+    if row_of(runtime).builds_on_gpu and not torch.cuda.is_available():
+        return  # which `require_builder` tells
+    for target in _targets(options, runtime, precision):
+        if not _computes(target, precision):
+            raise BuildError(
+                f"expected GPUs of compute capability {'.'.join(map(str, FP8_SINCE))} or newer for an engine in fp8, "
+                f"got {target}, which has no fp8 units: leave it out, or build with --engine-precision fp16"
+            )
 
 
 # --- parsing ---------------------------------------------------------------------------------------------------------
@@ -405,30 +423,35 @@ def _check_precision(parsed: ParsedNetwork, precision: Precision, products: int 
                 )
 
 
-def _check_quantizers(parsed: ParsedNetwork, model: Path) -> None:
-    """TensorRT read every quantiser of the graph in int8: the products behind them have no type of their own there."""
+def _check_quantizers(parsed: ParsedNetwork, model: Path, precision: Precision) -> None:
+    """TensorRT read every quantiser of the graph as such: the products after them have no type of their own there."""
     nodes = onnx.load(model, load_external_data=False).graph.node
     asked = sum(node.op_type == "QuantizeLinear" for node in nodes)
-    read = parsed.layers.get("QUANTIZE", {}).get("INT8", 0)
+    read = parsed.layers.get("QUANTIZE", {}).get(_LEVELS[precision], 0)
     if read != asked:
         raise BuildError(
-            f"expected TensorRT to quantise what enters the products of the graph to int8, {asked} times, it does "
-            f"{read} times: export with precision int8, or take another release"
+            f"expected TensorRT to quantise what enters the products of the graph to {precision}, {asked} times, it "
+            f"does {read} times: export with --precision {precision}, or take another release"
         )
 
 
 # --- configuring and building ----------------------------------------------------------------------------------------
 
 
-def _targets(options: EngineOptions, runtime: str) -> tuple[str, ...]:
+def _targets(options: EngineOptions, runtime: str, precision: Precision) -> tuple[str, ...]:
     """Compute capabilities to build for: of GPUs elsewhere, or of the one that the builder asks for."""
     if not row_of(runtime).builds_on_gpu:
-        return options.compute_capabilities or RTX_TARGETS
+        return options.compute_capabilities or tuple(one for one in RTX_TARGETS if _computes(one, precision))
     major, minor = torch.cuda.get_device_capability()
     return (f"{major}.{minor}",)
 
 
-def _configure(trt: Any, builder: Any, options: EngineOptions, runtime: str) -> Any:
+def _computes(capability: str, precision: Precision) -> bool:
+    """Whether a GPU has units for the precision."""
+    return precision != "fp8" or tuple(map(int, capability.split("."))) >= FP8_SINCE
+
+
+def _configure(trt: Any, builder: Any, options: EngineOptions, runtime: str, targets: Sequence[str]) -> Any:
     config = builder.create_builder_config()
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
     if options.level is not None:
@@ -444,7 +467,7 @@ def _configure(trt: Any, builder: Any, options: EngineOptions, runtime: str) -> 
         if not config.set_timing_cache(config.create_timing_cache(known), ignore_mismatch=False):
             raise BuildError(f"the timing cache {options.timing_cache} is of another TensorRT or GPU: delete it")
     if not row_of(runtime).builds_on_gpu:
-        _set_targets(trt, config, _targets(options, runtime))
+        _set_targets(trt, config, targets)
     return config
 
 

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from algm_deploy.models.deployed import PIXEL_CENTRE, PIXEL_SCALE, Deployed, PixelEmbedding
 from algm_deploy.models.fp8 import Fp8Linear, Quantised
 from algm_deploy.models.merges import Clap, Gbm, KeepFirst, Tome, Unmerge
-from algm_deploy.models.quantized import is_quantized
+from algm_deploy.models.quantized import quantized_layers
 from algm_deploy.models.readout import Crossed, Joining, ReadNetwork, Steps, heads_of
 from algm_deploy.models.scores import GridScores, MaskScores, Scores, TokenScores
 from algm_deploy.models.vit import (
@@ -178,8 +178,8 @@ def _decides(slot: nn.Module | None) -> bool:
 def why_not(network: Deployed) -> str | None:
     """Why `PackedNetwork` does not run this network, as the end of a sentence; None where it does."""
     model = network.model
-    if is_quantized(model):
-        return "its products are in int8"
+    for _, layer in quantized_layers(model):
+        return layer.why_slow
     if isinstance(model, VitNetwork) and model.network.architecture.adapter:
         return "its encoder exchanges with features beside it, which needs a row for every patch"
     if not isinstance(model, ReadNetwork):

@@ -27,20 +27,20 @@ from algm_deploy.native_libraries import REBUILD, say_once
 from algm_deploy.ops.native_kernels import LIBRARY, use_kernels
 from algm_deploy.recipe.schema import Precision
 from algm_deploy.runners.contract import Runner
+from algm_deploy.runners.registry import FP8_SINCE
 from algm_deploy.runners.torch.packed import Merged, PackedNetwork, why_not
 from algm_deploy.runners.torch.tail import labels
 from algm_deploy.runners.torch.whole import WholeNetwork
 from algm_deploy.runners.turns import DEVICES
 
 Made = Callable[[Bundle, torch.dtype], Deployed]
-FP8_SINCE = (8, 9)
-"""The oldest compute capability with fp8 units."""
 
 
 class TorchRunner(Runner):
     """Runs in the bundle's precision on a CUDA device, or on the CPU where there is none.
 
-    fp8 needs a GPU with fp8 units; on the CPU PyTorch computes in fp32 what they would. Given a `precision` it is the
+    fp8 needs a GPU with fp8 units; on the CPU PyTorch computes in fp32 what they would, and it does so everywhere where
+    scales were measured on photos. Given a `precision` it is the
     reference that runs are held to: the modules as they are, in that precision, on the CPU, where no kernel of this
     project is on both sides of a comparison. `network` makes what runs of the bundle, given the dtype of its weights.
     """
@@ -86,10 +86,11 @@ class TorchRunner(Runner):
 
     def _open(self) -> None:
         with self._turn():
-            if self.precision == "fp8" and self.device.type == "cuda":
+            measured = self.bundle.manifest.quantization is not None
+            if self.precision == "fp8" and not measured and self.device.type == "cuda":
                 self._require_fp8_units()
             self._model = self._network(self.bundle, DTYPES[self.precision]).to(self.device)
-            if self.precision == "fp8":
+            if self.precision == "fp8" and not measured:
                 use_fp8(self._model)
             if self.device.type == "cuda":
                 use_kernels()
