@@ -534,8 +534,9 @@ def compare_precisions(
     """
     opened = [chosen(one, None)[0] for one in bundles]
     first, runtime = chosen(opened[0], runtime)
-    for other in opened[1:]:
+    for other in opened:
         check_comparable(first.signature, other.signature)
+        row_of(runtime).check_precision(other.recipe.precision, other.calibrated)
     feeds = _feeds(parity_windows(first.recipe, _pictures(images), count))
     found = []
     for dense in (True, False):

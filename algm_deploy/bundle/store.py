@@ -81,6 +81,11 @@ class Bundle:
         return self.manifest.recipe
 
     @property
+    def calibrated(self) -> bool:
+        """Whether ranges of its products were measured on photos, for its precision."""
+        return self.manifest.quantization is not None
+
+    @property
     def files(self) -> _Files:
         """Listed files by name; asking for another one is an error for people."""
         return _Files(self.path, self.manifest.files)

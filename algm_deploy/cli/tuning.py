@@ -240,7 +240,7 @@ def tune_precision(options: argparse.Namespace) -> int:
     precisions.check_one_network(bundles)
     options.runtime = arguments.runtime_of(options, first)
     for bundle in bundles:
-        row_of(options.runtime).check_precision(bundle.recipe.precision, bundle.manifest.quantization is not None)
+        row_of(options.runtime).check_precision(bundle.recipe.precision, bundle.calibrated)
         check_verified(bundle, options.runtime)
     trial = _trial(first, options, in_process=False)
     reference = f"dense {first.recipe.precision}", partial(trial.evaluate, DENSE)

@@ -111,7 +111,7 @@ def in_graphs(precision: Precision) -> bool:
 def computes_levels(bundle: Bundle, precision: Precision) -> bool:
     """Whether what executes a bundle in `precision`, its own or another one, computes with the bundle's levels."""
     stored = bundle.recipe.precision
-    return bundle.manifest.quantization is not None and (in_graphs(stored) or precision == stored)
+    return bundle.calibrated and (in_graphs(stored) or precision == stored)
 
 
 def products_of(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:

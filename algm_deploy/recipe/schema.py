@@ -497,7 +497,7 @@ class Gates:
     excused_decisions: float = 0.01
     miou_drop_points: float = 0.1
     int8_label_agreement: float = 0.99
-    fp8_label_agreement: float = 0.98
+    fp8_label_agreement: float = 0.99
 
     def __post_init__(self) -> None:
         _check_ranges("gates", self, label_agreement=(0, 1), excused_decisions=(0, 1), miou_drop_points=(0, 100))

@@ -92,10 +92,12 @@ def precision_table(rows: Sequence[PrecisionRow]) -> Table:
 
 
 def precision_words(one: Standing) -> str:
-    """A bundle's precision, and what the runtime computes it in where that is another."""
-    precision = one.bundle.recipe.precision
-    computed = row_of(one.runtime).precision_of(precision)
-    return precision if computed == precision else f"{precision}, in {computed}"
+    """A bundle's precision, and what the runtime computes it in where that is another or is simulated."""
+    precision, row = one.bundle.recipe.precision, row_of(one.runtime)
+    computed = row.precision_of(precision)
+    if computed != precision:
+        return f"{precision}, in {computed}"
+    return f"{precision}, simulated" if row.simulates and one.bundle.calibrated else precision
 
 
 def _accuracy(one: Standing) -> Evaluation | None:

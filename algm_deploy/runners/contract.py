@@ -72,7 +72,7 @@ class Runner(ABC):
     """Why something else runs than what would run first, once the runner is open; None where nothing was refused."""
 
     def __init__(self, bundle: Bundle, device: str | None = None) -> None:
-        self.row().check_precision(bundle.recipe.precision, bundle.manifest.quantization is not None)
+        self.row().check_precision(bundle.recipe.precision, bundle.calibrated)
         self.bundle = bundle
         self.signature = bundle.signature
         self._asked = _device_asked(self.row(), device)
@@ -117,8 +117,8 @@ class Runner(ABC):
         self._opened = True
         wanted = self.bundle.recipe.precision
         if (executed := self.row().precision_of(wanted)) != wanted:
-            calibrated = self.bundle.manifest.quantization is not None
-            others = " or ".join(row.name for row in RUNTIMES.values() if row.executes(wanted, calibrated))
+            rows = [row.name for row in RUNTIMES.values() if row.executes(wanted, self.bundle.calibrated)]
+            others = " or ".join(rows)
             say_once(
                 f"{self.runtime}: runs the weights of this {wanted} bundle in {executed}; for {wanted} take "
                 f"--runtime {others} on a device that has it"

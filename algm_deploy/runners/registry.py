@@ -20,6 +20,7 @@
     row.precision_of("fp8")        in what it executes a bundle of that precision
     row.check_precision("int8", calibrated)
                                    raises RuntimeUnavailableError where it executes no bundle of that precision
+    row.simulates                  whether it computes what was calibrated in floating point, from the same levels
     row.libraries                  native libraries that it cannot do without
     row.triton                     Triton's backend that executes its file without Python, None where there is none
     row.device_here()              name of the device it executes on when it is opened now, for records
@@ -74,6 +75,7 @@ class Runtime:
     capabilities: tuple[str, ...] = ()
     fp8: bool = False
     fp8_needs_ranges: bool = False
+    simulates: bool = False
     bf16: bool = True
     int8: bool = True
     libraries: tuple[str, ...] = ()
@@ -192,6 +194,7 @@ _ROWS = (
         extra=False,
         builds=False,
         fp8=True,
+        simulates=True,
     ),
     Runtime(
         name="onnxruntime-cpu",

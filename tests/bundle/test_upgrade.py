@@ -116,7 +116,7 @@ def test_what_the_bundle_keeps_itself_is_the_same(name: str) -> None:
     before["recipe"]["network"] |= dict.fromkeys(absent_then, 0)
     before["recipe"]["protocol"]["multiple"] = 1
     del before["recipe"]["merging"]["gbm_mode"]
-    before["recipe"]["gates"]["int8_label_agreement"] = 0.99
+    before["recipe"]["gates"] |= {"int8_label_agreement": 0.99, "fp8_label_agreement": 0.99}
     assert json.loads(json.dumps(to_table(manifest.recipe))) == before["recipe"]
     assert json.loads(msgspec.json.encode(manifest.environment)) == before["environment"]
     assert json.loads(msgspec.json.encode(manifest.signature)) == before["signature"]

@@ -1,4 +1,4 @@
-"""Link 3 of int8: no number of a quantised product may be another, in the portable graph or in a runtime's own."""
+"""Link 3 of int8 and fp8: no number of a quantised product may be another, in any graph that is executed or built."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_the_bias_of_a_product(built: Bundle, copied: Callable[..., Bundle], op_
     place = [name.endswith(".bias") for name in node.input].index(True)
     node.input[place] = changed(model, bundle.path, node.input[place], first(lambda x: x + 1))
     rewrite(bundle, OWN, model.SerializeToString())
-    assert any("expected bias (0,)" in problem for problem in level_problems(Bundle.open(bundle.path), [OWN]))
+    assert any("expected bias (0,)" in problem for problem in level_problems(Bundle.open(bundle.path), [OWN], "int8"))
 
 
 @pytest.mark.parametrize(
@@ -173,13 +173,13 @@ def test_a_product_that_is_not_quantised(built: Bundle, copied: Callable[..., Bu
     x = node_of(model, Q).input[0]
     node_of(model, f"{PRODUCT}/MatMul").input[0] = x
     rewrite(bundle, ONNX, model.SerializeToString())
-    assert f"{ONNX}: {PRODUCT}: expected scale" in "\n".join(level_problems(Bundle.open(bundle.path), [ONNX]))
+    assert f"{ONNX}: {PRODUCT}: expected scale" in "\n".join(level_problems(Bundle.open(bundle.path), [ONNX], "int8"))
 
 
 def test_a_graph_in_int8_that_is_not_asked_for(built: Bundle, copied: Callable[..., Bundle]) -> None:
     bundle = copied(built)
     edit_manifest(bundle, lambda manifest: manifest.pop("quantization"))
-    found = "\n".join(level_problems(Bundle.open(bundle.path), [ONNX]))
+    found = "\n".join(level_problems(Bundle.open(bundle.path), [ONNX], "int8"))
     assert f"{PRODUCT}: expected steps of the weight none, found float32 of shape (64,)" in found
     assert "expected 0 nodes QuantizeLinear, found 24" in found
 
@@ -190,4 +190,44 @@ def test_weights_that_are_not_there(built: Bundle, copied: Callable[..., Bundle]
     node_of(model, WEIGHT).input[0] = "nothing"
     rewrite(bundle, ONNX, model.SerializeToString())
     with pytest.raises(BundleError, match="nothing is no constant"):
-        level_problems(Bundle.open(bundle.path), [ONNX])
+        level_problems(Bundle.open(bundle.path), [ONNX], "int8")
+
+
+# --- fp8 --------------------------------------------------------------------------------------------------------------
+
+WRONG_FP8 = {
+    "scale": (Q, 1, lambda x: x * 2, "expected scale 0."),
+    "a scale to read by": (f"{PRODUCT}/DequantizeLinear", 1, lambda x: x * 2, "expected scale to read none, found 0."),
+    "level": (f"{PRODUCT}/weight", 0, first(lambda x: x * 2 + 1), "expected levels of the weight (0, 0) "),
+    "step": (f"{PRODUCT}/weight", 1, first(lambda x: x * 2), "expected steps of the weight (0,) "),
+    "bias": (f"{PRODUCT}/Add", 0, first(lambda x: x + 1), "expected bias (0,) "),
+}
+
+
+def test_the_graph_of_fp8_holds_what_it_has_to(measured_fp8_bundle: Bundle) -> None:
+    assert level_problems(measured_fp8_bundle, [ONNX, TENSORRT_ONNX], "fp8") == []
+    as_stored = level_problems(measured_fp8_bundle, [ONNX], "fp16")
+    assert as_stored == []
+    levels_in_fp16 = "\n".join(level_problems(measured_fp8_bundle, [TENSORRT_ONNX], "fp16"))
+    assert f"{PRODUCT}: expected levels of the weight none" in levels_in_fp16
+
+
+@pytest.mark.parametrize("case", WRONG_FP8)
+def test_a_wrong_number_of_fp8(measured_fp8_bundle: Bundle, copied: Callable[..., Bundle], case: str) -> None:
+    name, place, change, message = WRONG_FP8[case]
+    bundle = copied(measured_fp8_bundle)
+    model = onnx.load(bundle.path / TENSORRT_ONNX, load_external_data=False)
+    node = node_of(model, name)
+    constants = {tensor.name for tensor in model.graph.initializer}
+    place = place if node.input[place] in constants else 1 - place
+    node.input[place] = changed(model, bundle.path, node.input[place], change)
+    rewrite(bundle, TENSORRT_ONNX, model.SerializeToString())
+    problems = graph_link(Bundle.open(bundle.path), TENSORRT_ONNX).facts["problems"]
+    assert any(problem.startswith(f"{TENSORRT_ONNX}: {PRODUCT}: {message}") for problem in problems), problems
+
+
+def test_a_product_that_stays_in_fp16(measured_fp8_bundle: Bundle, copied: Callable[..., Bundle]) -> None:
+    bundle = copied(measured_fp8_bundle)
+    edit_manifest(bundle, lambda manifest: manifest["quantization"]["products"].pop())
+    found = "\n".join(level_problems(Bundle.open(bundle.path), [TENSORRT_ONNX], "fp8"))
+    assert "expected 23 nodes QuantizeLinear, found 24" in found

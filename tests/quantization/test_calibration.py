@@ -8,22 +8,32 @@ from typing import Any
 
 import cv2
 import numpy as np
+import onnx
 import pytest
 import torch
 
+from algm_deploy.bundle.files import ONNX
 from algm_deploy.bundle.records import Quantization, QuantizedProduct
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.deployment import export, parity_windows
 from algm_deploy.errors import BundleError, ExportError, RecipeError
 from algm_deploy.merging import deployed
 from algm_deploy.models.loading import load_network
-from algm_deploy.models.quantized import WEIGHT_LEVELS, QuantizedLinear, is_quantized, products_of, quantized
+from algm_deploy.models.quantized import (
+    WEIGHT_LEVELS,
+    E4m3Linear,
+    Int8Linear,
+    e4m3_scale,
+    products_of,
+    quantized,
+    quantized_layers,
+)
 from algm_deploy.models.vit import VitNetwork
 from algm_deploy.ops.quantize import reference
 from algm_deploy.quantization import calibration
 from algm_deploy.quantization.calibration import calibrate
 from algm_deploy.quantization.observing import Observed, thresholds_of
-from algm_deploy.quantization.ranges import product_of
+from algm_deploy.quantization.ranges import e4m3_product_of, product_of
 from algm_deploy.recipe.schema import DENSE, Recipe
 
 
@@ -38,7 +48,8 @@ def windows(tiny_bundle: Bundle) -> Any:
 
 
 def wanting(bundle: Bundle, agreement: float) -> Recipe:
-    return replace(bundle.recipe, gates=replace(bundle.recipe.gates, int8_label_agreement=agreement))
+    gates = replace(bundle.recipe.gates, int8_label_agreement=agreement)
+    return replace(bundle.recipe, precision="int8", gates=gates)
 
 
 # --- a layer ---------------------------------------------------------------------------------------------------------
@@ -48,7 +59,7 @@ def test_a_layer_computes_with_levels() -> None:
     torch.manual_seed(0)
     layer = torch.nn.Linear(16, 8)
     x = torch.randn(2, 5, 16)
-    ours = QuantizedLinear(layer, 0.05, 3)
+    ours = Int8Linear(layer, 0.05, 3)
     levels = np.clip(np.rint(x.numpy() / np.float32(0.05)) + 3, -128, 127).astype(np.int64) - 3
     integers = levels @ ours.levels.numpy().astype(np.int64)
     expected = integers * (np.float32(0.05) * ours.steps.numpy()) + layer.bias.detach().numpy()
@@ -61,9 +72,30 @@ def test_a_layer_computes_with_levels() -> None:
 
 def test_steps_do_not_depend_on_the_dtype() -> None:
     layer = torch.nn.Linear(16, 8)
-    single, double = QuantizedLinear(layer, 0.1, 0), QuantizedLinear(layer.double(), 0.1, 0)
-    assert torch.equal(single.levels, double.levels)
-    assert torch.equal(single.steps, double.steps)
+    for kind in (Int8Linear, E4m3Linear):
+        single, double = kind(layer, 0.125, 0), kind(layer.double(), 0.125, 0)
+        assert torch.equal(single.levels.float(), double.levels.float())
+        assert torch.equal(single.steps, double.steps)
+
+
+def test_a_layer_in_e4m3_rounds_to_four_digits() -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(16, 8).requires_grad_(False)
+    x = torch.randn(64, 16)
+    ours = E4m3Linear(layer, 2.0**-6, 0)
+    read = ours.levels.float().T * ours.steps[:, None]
+    assert (read - layer.weight).abs().max() <= 2.0**-4 * layer.weight.abs().max()
+    error, bound = (ours(x) - layer(x)).norm() / layer(x).norm(), 2.0**-4
+    assert bound / 8 < error < bound
+    beyond = torch.full((1, 16), 1e4)
+    torch.testing.assert_close(ours(beyond), ours(torch.full((1, 16), 7.0)))  # 448 / 64
+
+
+@pytest.mark.parametrize(("largest", "scale"), [(448.0, 1.0), (449.0, 2.0), (7.0, 2.0**-6), (0.0, 2.0**-14)])
+def test_scales_of_e4m3_are_powers_of_two(largest: float, scale: float) -> None:
+    assert float(e4m3_scale(torch.tensor(largest))) == scale
+    seen = Observed(torch.tensor([-largest]), torch.tensor([0.0]), torch.zeros(1, 1))
+    assert (e4m3_product_of("p", seen).scale, e4m3_product_of("p", seen).zero_point) == (scale, 0)
 
 
 def test_two_products_fit_in_16_bits() -> None:
@@ -98,7 +130,8 @@ def test_balancing_changes_no_bit_and_levels_do(tiny_bundle: Bundle, network: Vi
 
     inputs, images = thresholds_of(recipe), torch.from_numpy(windows)
     first, second, low = (
-        deployed(model, recipe)(images, inputs)[0] for model in (network, balanced, quantized(balanced, found.products))
+        deployed(model, recipe)(images, inputs)[0]
+        for model in (network, balanced, quantized(balanced, found.products, "int8"))
     )
     assert torch.equal(first, second)
     error = (low - first).square().mean().sqrt() / first.square().mean().sqrt()
@@ -117,7 +150,7 @@ def test_a_wrong_balance_is_refused(
 
     monkeypatch.setattr(calibration, "balance", wrong)
     with pytest.raises(ExportError, match="equal the original bit for bit"):
-        calibrate(network, tiny_bundle.recipe, windows, progress=False)
+        calibrate(network, wanting(tiny_bundle, 0.0), windows, progress=False)
 
 
 def test_what_costs_labels_stays_high(
@@ -155,8 +188,8 @@ def test_values_that_are_not_finite(tiny_bundle: Bundle, windows: Any) -> None:
 def test_a_bundle_in_int8(int8_bundle: Bundle) -> None:
     found = int8_bundle.manifest.quantization
     assert isinstance(found, Quantization)
-    assert is_quantized(load_network(int8_bundle))
-    assert not is_quantized(load_network(int8_bundle, quantize=False))
+    assert len(dict(quantized_layers(load_network(int8_bundle)))) == len(found.products)
+    assert not dict(quantized_layers(load_network(int8_bundle, quantize=False)))
     levels = load_network(int8_bundle, torch.float64).blocks[0].attn.qkv
     assert (levels.levels.dtype, levels.weight.dtype) == (torch.int8, torch.float64)
 
@@ -164,12 +197,28 @@ def test_a_bundle_in_int8(int8_bundle: Bundle) -> None:
 def test_a_product_that_is_not_there(int8_bundle: Bundle) -> None:
     model = load_network(int8_bundle, quantize=False)
     with pytest.raises(BundleError, match="quantised products of this network"):
-        quantized(model, [QuantizedProduct(name="encoder.blocks.9.attn.qkv", scale=1.0, zero_point=0)])
+        quantized(model, [QuantizedProduct(name="encoder.blocks.9.attn.qkv", scale=1.0)], "int8")
+    with pytest.raises(BundleError, match="in int8 or fp8 alone, this one is in fp16"):
+        quantized(model, [QuantizedProduct(name="encoder.blocks.1.attn.qkv", scale=1.0)], "fp16")
+
+
+def test_a_bundle_in_fp8_with_ranges(measured_fp8_bundle: Bundle) -> None:
+    """Weights are as they were, the graph for every runtime holds no levels, and PyTorch computes with them."""
+    bundle = measured_fp8_bundle
+    found = bundle.manifest.quantization
+    assert found is not None
+    assert (found.weight_levels, found.balance_alpha, found.high) == (None, None, ())
+    assert all(np.log2(product.scale) % 1 == 0 and product.zero_point == 0 for product in found.products)
+    layers = dict(quantized_layers(load_network(bundle)))
+    assert layers.keys() == {product.name for product in found.products}
+    layer = layers["encoder.blocks.0.attn.qkv"]
+    assert (layer.weight.dtype, layer.levels.dtype) == (torch.float16, torch.float8_e4m3fn)
+    assert "QuantizeLinear" not in {node.op_type for node in onnx.load(bundle.file(ONNX)).graph.node}
 
 
 @pytest.mark.parametrize(
     ("settings", "photos", "message"),
-    [({"precision": "int8"}, [], "--calibrate"), ({}, ["photo.png"], "int8 alone")],
+    [({"precision": "int8"}, [], "--calibrate"), ({}, ["photo.png"], "int8 or fp8 alone, got some for fp32")],
 )
 def test_photos_and_precision_belong_together(
     tiny_checkpoint: Path, tmp_path: Path, settings: dict[str, Any], photos: list[str], message: str

@@ -292,6 +292,7 @@ WRONG = {
     "gates.excused_decisions": ("-0.1", "gates.excused_decisions between 0 and 1"),
     "gates.miou_drop_points": ('"0.1"', "a finite number"),
     "gates.int8_label_agreement": ("2", "gates.int8_label_agreement between 0 and 1"),
+    "gates.fp8_label_agreement": ("2", "gates.fp8_label_agreement between 0 and 1"),
 }
 
 

@@ -13,8 +13,9 @@ from algm_deploy.bundle.store import Bundle
 from algm_deploy.deployment import compare_precisions, evaluate
 from algm_deploy.errors import BundleError, RuntimeUnavailableError
 from algm_deploy.evaluation.datasets import Dataset, open_dataset
+from algm_deploy.parity.pairwise import Standing
 from algm_deploy.pictures.shipped import scene
-from algm_deploy.report.precisions import precision_rows, precision_table
+from algm_deploy.report.precisions import precision_rows, precision_table, precision_words
 
 TORCH = "torch"
 
@@ -73,6 +74,18 @@ def test_what_no_record_tells_is_left_open(bundles: list[Bundle]) -> None:
 def test_what_a_runtime_computes_instead_is_said(bundles: list[Bundle]) -> None:
     rows = precision_rows(compare_precisions(bundles, "onnxruntime-cpu", count=1))
     assert [row.precision for row in rows] == ["fp32", "bf16, in fp32"] * 2
+
+
+def test_levels_computed_in_floating_point_are_called_simulated(
+    tiny_bundle: Bundle, int8_bundle: Bundle, measured_fp8_bundle: Bundle
+) -> None:
+    def words(bundle: Bundle, runtime: str) -> str:
+        return precision_words(Standing(bundle, runtime, True, ()))
+
+    assert [words(one, TORCH) for one in (int8_bundle, measured_fp8_bundle)] == ["int8, simulated", "fp8, simulated"]
+    assert words(tiny_bundle, TORCH) == "fp32"
+    assert words(int8_bundle, "onnxruntime-cpu") == "int8"
+    assert [words(measured_fp8_bundle, name) for name in ("tensorrt", "openvino")] == ["fp8", "fp8, in fp16"]
 
 
 def test_bundles_that_cannot_stand_side_by_side(tiny_bundle: Bundle, wide_bundle: Bundle, int8_bundle: Bundle) -> None:

@@ -89,12 +89,21 @@ def test_parts_are_executed_in_place_of_the_own_file() -> None:
 def test_int8_is_refused_where_its_products_would_be_floating_point() -> None:
     for name, row in RUNTIMES.items():
         if name != "onnxruntime-cuda":
-            row.check_precision("int8")
-    row_of("onnxruntime-cuda").check_precision("fp16")
+            row.check_precision("int8", True)
+    row_of("onnxruntime-cuda").check_precision("fp16", False)
     with pytest.raises(
         RuntimeUnavailableError, match=r"^expected a bundle in floating point for onnxruntime-cuda, .* with torch, onnx"
     ):
-        row_of("onnxruntime-cuda").check_precision("int8")
+        row_of("onnxruntime-cuda").check_precision("int8", True)
+
+
+def test_fp8_without_ranges_is_refused_where_scales_are_not_found_at_run_time() -> None:
+    for name, row in RUNTIMES.items():
+        row.check_precision("fp8", True)
+        if name not in ("tensorrt", "tensorrt-rtx"):
+            row.check_precision("fp8", False)
+    with pytest.raises(RuntimeUnavailableError, match=r"measured ranges for tensorrt, .* --precision fp8 --calibrate"):
+        row_of("tensorrt").check_precision("fp8", False)
 
 
 def test_what_bf16_is_computed_in() -> None:

@@ -61,7 +61,7 @@ class OnnxRuntimeRunner(Runner):
     def build(cls, bundle: Bundle, **options: Any) -> list[str]:
         """Adds the provider's graph, with custom operators where their library has been built."""
         row, gpu = cls.row(), cls.target == "cuda"
-        row.check_precision(bundle.recipe.precision, bundle.manifest.quantization is not None)
+        row.check_precision(bundle.recipe.precision, bundle.calibrated)
         custom = (usable_library(LIBRARY) if gpu else find_library(LIBRARY)) is not None
         row.check_options(options)
         counts, segments = write_onnxruntime_onnx(bundle, cls.target, custom, row.own, row.segments)

@@ -46,7 +46,8 @@ from algm_deploy.runners.tensorrt.library import (
 
 RTX_TARGETS = ("8.6", "8.9", "12.0")
 _DTYPES: dict[Precision, str] = {"fp32": "FLOAT", "int8": "FLOAT", "fp16": "HALF", "bf16": "BF16", "fp8": "HALF"}
-_LEVELS: dict[Precision, str] = {"int8": "INT8", "fp8": "FP8"}  # what quantisers write
+LEVELS: dict[Precision, str] = {"int8": "INT8", "fp8": "FP8"}
+"""What quantisers write, by precision of an engine whose products they are for."""
 # Layers that do the arithmetic; in a strongly typed network their type is the precision.
 _ARITHMETIC = ("CONVOLUTION", "MATRIX_MULTIPLY", "EINSUM", "ATTENTION_INPUT")
 # As many of a kind may be fp32 all the same: a network exported in 16 bits sums its class scores over queries in fp32.
@@ -153,7 +154,7 @@ def _prepared(bundle: Bundle, runtime: str, options: EngineOptions | None, preci
     options = options or EngineOptions(batches=(1, largest, largest))
     row, stored = row_of(runtime), bundle.recipe.precision
     precision = precision or row.precision_of(stored)
-    row.check_precision(precision, bundle.manifest.quantization is not None and stored == precision)
+    row.check_precision(precision, bundle.calibrated and stored == precision)
     check_options(options, runtime)
     check_targets(options, runtime, precision)
     require_tools(runtime)  # what is missing should show before the export, which takes longer
@@ -233,7 +234,7 @@ def engine_from_onnx(
         _check_plugins(parsed, expected)
         told = _told(model)
         _check_precision(parsed, precision, told[FLOAT32_PRODUCTS])
-        if precision in _LEVELS:
+        if precision in LEVELS:
             _check_quantizers(parsed, model, precision)
         targets = _targets(options, runtime, precision)
         config = _configure(trt, builder, options, runtime, targets)
@@ -427,7 +428,7 @@ def _check_quantizers(parsed: ParsedNetwork, model: Path, precision: Precision) 
     """TensorRT read every quantiser of the graph as such: the products after them have no type of their own there."""
     nodes = onnx.load(model, load_external_data=False).graph.node
     asked = sum(node.op_type == "QuantizeLinear" for node in nodes)
-    read = parsed.layers.get("QUANTIZE", {}).get(_LEVELS[precision], 0)
+    read = parsed.layers.get("QUANTIZE", {}).get(LEVELS[precision], 0)
     if read != asked:
         raise BuildError(
             f"expected TensorRT to quantise what enters the products of the graph to {precision}, {asked} times, it "

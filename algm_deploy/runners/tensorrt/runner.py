@@ -22,7 +22,7 @@ from algm_deploy.native_libraries import require_library, say_once
 from algm_deploy.ops.native_kernels import LIBRARY, Kernels
 from algm_deploy.runners.contract import CPU, Runner
 from algm_deploy.runners.registry import row_of
-from algm_deploy.runners.tensorrt.build import EngineOptions, build_engine, build_with_stretches, require_tools
+from algm_deploy.runners.tensorrt.build import LEVELS, EngineOptions, build_engine, build_with_stretches, require_tools
 from algm_deploy.runners.tensorrt.digest import first_difference, kept_digest, marker, output_names
 from algm_deploy.runners.tensorrt.library import Log, listening, load_bindings, load_plugins, plugin_sources
 from algm_deploy.runners.turns import DEVICES
@@ -451,6 +451,9 @@ def _told(bundle: Bundle, engines: Mapping[str, Engine]) -> list[str]:
         f"{sum(one.build_seconds for one in every):.1f} s",
         f"plugins in the network: {plugins}",
     ]
+    if built.precision in LEVELS:
+        quantised = sum(sum(one.parsed_network.layers.get("QUANTIZE", {}).values()) for one in every)
+        lines.append(f"{quantised} products in {built.precision}, which their inputs are quantised to")
     if in_parts := sum(one.attention_in_parts or 0 for one in every):
         lines.append(
             f"{in_parts} attention layers were not fused, so they are slower and hold a value for every pair of "

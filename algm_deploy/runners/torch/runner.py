@@ -86,7 +86,7 @@ class TorchRunner(Runner):
 
     def _open(self) -> None:
         with self._turn():
-            measured = self.bundle.manifest.quantization is not None
+            measured = self.bundle.calibrated
             if self.precision == "fp8" and not measured and self.device.type == "cuda":
                 self._require_fp8_units()
             self._model = self._network(self.bundle, DTYPES[self.precision]).to(self.device)

@@ -461,7 +461,26 @@ def test_an_engine_in_int8_has_its_quantisers(rtx: None, int8_bundle: Bundle, co
     assert graph_link(bundle, row_of("tensorrt-rtx").own).facts["problems"] == []
     in_fp8 = structs.replace(parsed, layers=parsed.layers | {"QUANTIZE": {"FP8": len(quantization.products)}})
     with pytest.raises(BuildError, match=r"expected TensorRT to quantise .* 0 times"):
-        tensorrt_build._check_quantizers(in_fp8, bundle.file(TENSORRT_ONNX))
+        tensorrt_build._check_quantizers(in_fp8, bundle.file(TENSORRT_ONNX), "int8")
+
+
+def test_an_engine_in_fp8_has_its_quantisers(rtx: None, measured_fp8_bundle: Bundle, copied: Any) -> None:
+    bundle = copied(measured_fp8_bundle)
+    options = EngineOptions(batches=(1, 2, 2), compute_capabilities=("8.9",))
+    _, built = engine_from_onnx(bundle.file(TENSORRT_ONNX), "tensorrt-rtx", "fp8", options, progress=False)
+    assert bundle.manifest.quantization is not None
+    assert built.parsed_network.layers["QUANTIZE"] == {"FP8": len(bundle.manifest.quantization.products)}
+    assert set(built.parsed_network.layers["MATRIX_MULTIPLY"]) == {"HALF"}
+    assert built.attention_in_parts is not None and built.attention_in_parts < ATTENTIONS + 1
+
+
+def test_fp8_is_built_for_gpus_that_have_it(bindings: None, measured_fp8_bundle: Bundle, tiny_bundle: Bundle) -> None:
+    default = tensorrt_build._targets(EngineOptions(), "tensorrt-rtx", "fp8")
+    assert default == tuple(target for target in RTX_TARGETS if target != "8.6")
+    with pytest.raises(BuildError, match=r"of compute capability 8\.9 or newer .* got 8\.6, which has no fp8 units"):
+        build_engine(measured_fp8_bundle, "tensorrt-rtx", EngineOptions(compute_capabilities=("8.6", "8.9")))
+    with pytest.raises(RuntimeUnavailableError, match="got one without: export it again"):
+        build_engine(tiny_bundle, "tensorrt-rtx", precision="fp8")
 
 
 def test_a_target_that_tensorrt_rtx_does_not_know(rtx: None, models: Any) -> None:

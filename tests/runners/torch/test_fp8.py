@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from algm_deploy.bundle.records import Parity
 from algm_deploy.bundle.store import Bundle
-from algm_deploy.errors import NotExecutedError
+from algm_deploy.errors import NotExecutedError, RuntimeUnavailableError
 from algm_deploy.merging import insert_merging, merge_inputs
 from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.fp8 import Fp8Linear, quantised, saturated, use_fp8
 from algm_deploy.models.loading import network_class
+from algm_deploy.models.quantized import E4m3Linear
 from algm_deploy.native_libraries import say_once
 from algm_deploy.parity import chain
 from algm_deploy.parity.chain import verify
@@ -84,8 +85,12 @@ def test_packed_rows_like_the_modules(blob_images: Images) -> None:
 
 
 def test_one_runtime_executes_fp8_and_others_the_weights_as_stored(fp8_bundle: Bundle) -> None:
-    assert [name for name, row in RUNTIMES.items() if row.precision_of("fp8") == "fp8"] == ["torch"]
-    assert {row.precision_of("fp8") for name, row in RUNTIMES.items() if name != "torch"} == {"fp16"}
+    def executing(calibrated: bool) -> list[str]:
+        return [name for name, row in RUNTIMES.items() if row.executes("fp8", calibrated)]
+
+    assert executing(False) == ["torch"]
+    assert executing(True) == ["torch", "tensorrt", "tensorrt-rtx"]
+    assert {row.precision_of("fp8") for name, row in RUNTIMES.items() if name not in executing(True)} == {"fp16"}
     assert row_of("onnxruntime-cpu").precision_of("fp32") == "fp32"
 
 
@@ -148,6 +153,36 @@ def test_links_hold_fp8_to_fp8(fp8_bundle: Bundle, blob_images: Images) -> None:
     assert "PyTorch in fp8 is" in numbers.measured and "from fp64" in numbers.measured
     assert 0.005 < numbers.facts["pytorch_error_mean"] < 0.3
     assert "PyTorch in fp8" in labels.gate
+
+
+def test_links_hold_measured_fp8_to_the_same_levels(measured_fp8_bundle: Bundle, blob_images: Images) -> None:
+    """PyTorch computes with the levels, ONNX Runtime with the weights as stored, and each is held to that."""
+    report = verify(measured_fp8_bundle, "torch", blob_images(1), progress=False)
+    assert report.passed, [link for link in report.links if not link.passed]
+    assert report.links[5].measured.endswith("% as in fp32")
+    with runner(measured_fp8_bundle, "torch") as run:
+        assert run.execution["fp8"] == "computed in fp32"
+
+
+def test_a_wrong_measured_scale_breaks_the_numbers(
+    measured_fp8_bundle: Bundle, blob_images: Images, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Wrong(TorchRunner):
+        def _open(self) -> None:
+            super()._open()
+            assert self._model is not None
+            layer = self._model.model.encoder.blocks[1].mlp.fc2
+            assert isinstance(layer, E4m3Linear)
+            layer.scale *= 1.05
+
+    monkeypatch.setattr(chain, "runner", lambda bundle, name: Wrong(bundle))
+    report = verify(measured_fp8_bundle, "torch", blob_images(1), progress=False)
+    assert "numbers" in {link.name for link in report.links if not link.passed}
+
+
+def test_tensorrt_asks_for_ranges(fp8_bundle: Bundle) -> None:
+    with pytest.raises(RuntimeUnavailableError, match=r"with measured ranges for tensorrt-rtx.*--calibrate PHOTOS"):
+        runner(fp8_bundle, "tensorrt-rtx")
 
 
 @pytest.mark.usefixtures("wrong_scale")
