@@ -82,7 +82,7 @@ class QuantizedProduct(Record, frozen=True, kw_only=True):
 
     name: str
     scale: float
-    zero_point: int = 0
+    zero_point: int
 
     def __post_init__(self) -> None:
         if not 0 < self.scale < float("inf") or not -128 <= self.zero_point <= 127:

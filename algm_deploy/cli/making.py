@@ -199,10 +199,13 @@ def deploy(options: argparse.Namespace) -> int:
     """Checkpoint to a verified bundle: export, build, verify, evaluate, time."""
     from algm_deploy.deployment import require_runtime
     from algm_deploy.pictures.sources import find_images
+    from algm_deploy.runners.registry import row_of
 
     # What is wrong is told before the work, not after it.
     arguments.check_data(options)
     runtime = arguments.runtime_of(options)
+    if options.precision:
+        row_of(runtime).check_precision(options.precision, bool(options.calibrate))
     require_runtime(runtime)
     _given_engine_options(runtime, options)
     if options.images:

@@ -15,7 +15,7 @@ ONE_SIDED = 4
 
 def e4m3_product_of(name: str, observed: Observed) -> QuantizedProduct:
     """A power of two that brings all that was observed into the range of e4m3, and as much again at the most."""
-    return QuantizedProduct(name=name, scale=float(e4m3_scale(observed.largest.float().max())))
+    return QuantizedProduct(name=name, scale=float(e4m3_scale(observed.largest.float().max())), zero_point=0)
 
 
 def product_of(name: str, observed: Observed) -> QuantizedProduct:

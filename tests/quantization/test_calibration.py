@@ -197,9 +197,9 @@ def test_a_bundle_in_int8(int8_bundle: Bundle) -> None:
 def test_a_product_that_is_not_there(int8_bundle: Bundle) -> None:
     model = load_network(int8_bundle, quantize=False)
     with pytest.raises(BundleError, match="quantised products of this network"):
-        quantized(model, [QuantizedProduct(name="encoder.blocks.9.attn.qkv", scale=1.0)], "int8")
+        quantized(model, [QuantizedProduct(name="encoder.blocks.9.attn.qkv", scale=1.0, zero_point=0)], "int8")
     with pytest.raises(BundleError, match="in int8 or fp8 alone, this one is in fp16"):
-        quantized(model, [QuantizedProduct(name="encoder.blocks.1.attn.qkv", scale=1.0)], "fp16")
+        quantized(model, [QuantizedProduct(name="encoder.blocks.1.attn.qkv", scale=1.0, zero_point=0)], "fp16")
 
 
 def test_a_bundle_in_fp8_with_ranges(measured_fp8_bundle: Bundle) -> None:
@@ -255,3 +255,13 @@ def test_the_command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     ]
     assert main(flags) == 2
     assert given["calibrate"] == [Path("day"), Path("night")]
+
+
+@pytest.mark.parametrize(("runtime", "precision"), [("tensorrt-rtx", "fp8"), ("onnxruntime-cuda", "int8")])
+def test_a_precision_that_a_runtime_refuses_is_told_before_the_export(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, runtime: str, precision: str
+) -> None:
+    from algm_deploy.cli import main
+
+    assert main(["deploy", "x.pth", "-o", str(tmp_path / "b"), "--precision", precision, "--runtime", runtime]) == 2
+    assert f"for {runtime}" in capsys.readouterr().err

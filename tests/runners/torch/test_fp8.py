@@ -164,8 +164,9 @@ def test_links_hold_measured_fp8_to_the_same_levels(measured_fp8_bundle: Bundle,
         assert run.execution["fp8"] == "computed in fp32"
 
 
-def test_a_wrong_measured_scale_breaks_the_numbers(
-    measured_fp8_bundle: Bundle, blob_images: Images, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("number", "factor"), [("steps", 2), ("scale", 1 / 64)], ids=["a step", "clipped outliers"])
+def test_a_wrong_measured_number_breaks_the_numbers(
+    measured_fp8_bundle: Bundle, blob_images: Images, monkeypatch: pytest.MonkeyPatch, number: str, factor: float
 ) -> None:
     class Wrong(TorchRunner):
         def _open(self) -> None:
@@ -173,7 +174,7 @@ def test_a_wrong_measured_scale_breaks_the_numbers(
             assert self._model is not None
             layer = self._model.model.encoder.blocks[1].mlp.fc2
             assert isinstance(layer, E4m3Linear)
-            layer.scale *= 1.05
+            getattr(layer, number).mul_(factor)
 
     monkeypatch.setattr(chain, "runner", lambda bundle, name: Wrong(bundle))
     report = verify(measured_fp8_bundle, "torch", blob_images(1), progress=False)
