@@ -79,6 +79,16 @@ def changed(model: onnx.ModelProto, folder: Path, name: str, change: Callable[[n
     return f"{name}.changed"
 
 
+def change_graph_of_engine(bundle: Bundle, name: str, place: int, change: Callable[[np.ndarray], Any]) -> None:
+    """Changes a constant that a node of TensorRT's graph reads at `place`, or at the other side of a sum."""
+    model = onnx.load(bundle.path / TENSORRT_ONNX, load_external_data=False)
+    node = node_of(model, name)
+    constants = {tensor.name for tensor in model.graph.initializer}
+    place = place if node.input[place] in constants else 1 - place
+    node.input[place] = changed(model, bundle.path, node.input[place], change)
+    rewrite(bundle, TENSORRT_ONNX, model.SerializeToString())
+
+
 def first(change: Callable[[Any], Any]) -> Callable[[np.ndarray], np.ndarray]:
     """Changes one number of many."""
 
@@ -157,12 +167,7 @@ def test_an_engine_is_of_a_graph_with_a_wrong_number(
     message: str,
 ) -> None:
     bundle = copied(centred)
-    model = onnx.load(bundle.path / TENSORRT_ONNX, load_external_data=False)
-    found = node_of(model, node)
-    constants = {tensor.name for tensor in model.graph.initializer}
-    place = place if found.input[place] in constants else 1 - place
-    found.input[place] = changed(model, bundle.path, found.input[place], change)
-    rewrite(bundle, TENSORRT_ONNX, model.SerializeToString())
+    change_graph_of_engine(bundle, node, place, change)
     problems = graph_link(Bundle.open(bundle.path), "engines/tensorrt.engine").facts["problems"]
     assert any(problem.startswith(f"{TENSORRT_ONNX}: {message}") for problem in problems), problems
 
@@ -216,12 +221,7 @@ def test_the_graph_of_fp8_holds_what_it_has_to(measured_fp8_bundle: Bundle) -> N
 def test_a_wrong_number_of_fp8(measured_fp8_bundle: Bundle, copied: Callable[..., Bundle], case: str) -> None:
     name, place, change, message = WRONG_FP8[case]
     bundle = copied(measured_fp8_bundle)
-    model = onnx.load(bundle.path / TENSORRT_ONNX, load_external_data=False)
-    node = node_of(model, name)
-    constants = {tensor.name for tensor in model.graph.initializer}
-    place = place if node.input[place] in constants else 1 - place
-    node.input[place] = changed(model, bundle.path, node.input[place], change)
-    rewrite(bundle, TENSORRT_ONNX, model.SerializeToString())
+    change_graph_of_engine(bundle, name, place, change)
     problems = graph_link(Bundle.open(bundle.path), TENSORRT_ONNX).facts["problems"]
     assert any(problem.startswith(f"{TENSORRT_ONNX}: {PRODUCT}: {message}") for problem in problems), problems
 

@@ -20,6 +20,7 @@ from algm_deploy.environment import environment
 from algm_deploy.errors import AlgmDeployError, BundleError, NotExecutedError, RuntimeUnavailableError
 from algm_deploy.native_libraries import require_library, say_once
 from algm_deploy.ops.native_kernels import LIBRARY, Kernels
+from algm_deploy.recipe.schema import Precision
 from algm_deploy.runners.contract import CPU, Runner
 from algm_deploy.runners.registry import row_of
 from algm_deploy.runners.tensorrt.build import LEVELS, EngineOptions, build_engine, build_with_stretches, require_tools
@@ -218,6 +219,12 @@ class TensorRTRunner(Runner):
     def executable(self) -> str:
         """Name of the bundle's file that runs, the first of several engines."""
         return self._session.form.file if self._session else self._forms()[0].file
+
+    @property
+    def precision(self) -> Precision:
+        """The engine's, which may be another than its bundle's."""
+        form = self._session.form if self._session else self._forms()[0]
+        return next(iter(form.engines.values())).precision
 
     @property
     def execution(self) -> dict[str, str]:

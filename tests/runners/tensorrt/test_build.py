@@ -339,6 +339,7 @@ def test_an_fp32_bundle_in_fp16(rtx: None, tiny_bundle: Bundle, tmp_path: Path) 
     options = EngineOptions(batches=(1, 1, 1), compute_capabilities=("8.9",))
     built = build_engine(bundle, "tensorrt-rtx", options, precision="fp16", progress=False)
     assert built.parsed_network.layers["ATTENTION_INPUT"].keys() == {"HALF"}
+    assert TensorRTRtxRunner(bundle).precision == "fp16", "what its numbers are held to"
     assert bundle.found(Engine, "tensorrt-rtx") == built
     assert (built.precision, built.rewrites["weight"] > 10) == ("fp16", True)
 
@@ -616,7 +617,7 @@ def test_full_tensorrt_gets_every_option(tmp_path: Path) -> None:
     options = EngineOptions(BATCHES, 4, 256, tmp_path / "timing", version_compatible=True, hardware_compatible=True)
     config = StandInConfig()
     builder = SimpleNamespace(create_builder_config=lambda: config)
-    assert tensorrt_build._configure(STAND_IN_TRT, builder, options, "tensorrt") is config
+    assert tensorrt_build._configure(STAND_IN_TRT, builder, options, "tensorrt", ()) is config
     assert config.flags == ["version compatible"]
     assert config.pools == {"workspace": 256 << 20}
     assert (config.builder_optimization_level, config.hardware_compatibility_level) == (4, "ampere plus")
@@ -642,7 +643,7 @@ def test_a_foreign_timing_cache_is_refused(tmp_path: Path) -> None:
     builder = SimpleNamespace(create_builder_config=lambda: StandInConfig(takes_cache=False))
     options = EngineOptions(BATCHES, timing_cache=tmp_path / "timing")
     with pytest.raises(BuildError, match="of another TensorRT or GPU: delete it"):
-        tensorrt_build._configure(STAND_IN_TRT, builder, options, "tensorrt")
+        tensorrt_build._configure(STAND_IN_TRT, builder, options, "tensorrt", ())
 
 
 def test_a_plugin_that_became_a_function_body_is_noticed() -> None:
