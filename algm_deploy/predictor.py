@@ -94,6 +94,11 @@ class Predictor:
         return self._runner.device_name
 
     @property
+    def on_gpu(self) -> bool:
+        """Whether a GPU executes."""
+        return self._runner.device.type == "cuda"
+
+    @property
     def executable(self) -> str:
         """Name of the bundle's file that runs."""
         return self._runner.executable
@@ -359,6 +364,20 @@ def usual_batch(bundle: Bundle) -> int:
     Under `batch_min` it is one: coupled windows would change each other's result.
     """
     return 1 if bundle.recipe.merging.batch == "batch_min" else bundle.signature.max_batch
+
+
+def batch_sizes(most: int) -> tuple[int, ...]:
+    """Sizes of the batches that traffic is cut into: powers of two below `most`, and `most`.
+
+    Requests make batches of any size, and on a GPU each size is prepared for itself: memory, CUDA graphs, the choice of
+    kernels. A few sizes are prepared after a moment; all of them would push each other out for ever.
+    """
+    return (*(1 << step for step in range((most - 1).bit_length())), most)
+
+
+def sizes_to_warm(most: int, on_gpu: bool) -> tuple[int, ...]:
+    """Batches to run before the first request: on a CPU no size is prepared for itself, and large ones take seconds."""
+    return batch_sizes(most) if on_gpu else tuple(sorted({1, most}))
 
 
 def thresholds_in_force(bundle: Bundle, given: Mapping[str, Any]) -> dict[str, float]:

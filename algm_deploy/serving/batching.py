@@ -12,11 +12,11 @@ from typing import Self
 
 from algm_deploy.errors import GateError
 from algm_deploy.pictures.sliding import Pending
-from algm_deploy.predictor import FAILURES_OF_A_BROKEN_RUNTIME, Predictor
+from algm_deploy.predictor import FAILURES_OF_A_BROKEN_RUNTIME, Predictor, batch_sizes
 from algm_deploy.serving.metrics import Metrics
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Job:
     picture: Pending
     thresholds: tuple[tuple[str, float], ...]
@@ -33,8 +33,9 @@ class Batcher:
     """Takes pictures from any thread, runs them in batches, in the order in which they came.
 
     A batch holds pictures of the same thresholds. It starts when its windows are as many as the predictor's batch, or
-    its first picture has waited for `wait_s` seconds since it came; under load none waits for company. Where a batch
-    fails, each of its pictures runs again alone, so that only the one that cannot be predicted fails.
+    its first picture has waited for `wait_s` seconds since it came; under load none waits for company. Then it holds as
+    many windows as wait, down to one of `batch_sizes`: the others are first in the next. Where a batch fails, each of
+    its pictures runs again alone, so that only the one that cannot be predicted fails.
 
     Use it in a `with` block, which ends when all pictures that were taken are done.
     """
@@ -77,35 +78,42 @@ class Batcher:
 
     def _next(self) -> list[_Job]:
         """The jobs of the next batch; none when all is done and nothing more will come."""
-        batch: list[_Job] = []
         with self._changed:
+            batch: list[_Job] = []
             while not batch:
                 self._changed.wait_for(lambda: self._jobs or self._closed)
-                if not self._jobs:
-                    return []
-                batch += self._taken(self._jobs[0], self.predictor.batch)
-            first = batch[0]
-            while (room := self.predictor.batch - _windows(batch)) > 0 and not self._closed:
-                left = first.arrived + self._wait_s - time.perf_counter()
-                if left <= 0 or not self._changed.wait(left):
-                    break
-                batch += self._taken(first, room)
+                waiting = self._like_the_first()
+                if not waiting:
+                    if self._closed:
+                        return []
+                    continue
+                left = waiting[0].arrived + self._wait_s - time.perf_counter()
+                if _windows(waiting) >= self.predictor.batch or left <= 0 or self._closed:
+                    batch = self._taken(waiting)
+                else:
+                    self._changed.wait(left)
             self._metrics.waiting.set(len(self._jobs))
         now = time.perf_counter()
         for job in batch:
             self._metrics.queue_seconds.observe(now - job.arrived)
         return batch
 
-    def _taken(self, first: _Job, room: int) -> list[_Job]:
-        """Takes waiting jobs that fit one, until their windows fill the room; cancelled ones vanish."""
+    def _like_the_first(self) -> list[_Job]:
+        """Waiting jobs that can share a batch with the one that came first; cancelled ones vanish."""
+        self._jobs = deque(job for job in self._jobs if not job.future.cancelled())
+        return [job for job in self._jobs if job.fits(self._jobs[0])]
+
+    def _taken(self, waiting: list[_Job]) -> list[_Job]:
+        """Takes the first of jobs, until their windows are as many as a batch has; one cancelled meanwhile vanishes."""
+        windows = min(_windows(waiting), self.predictor.batch)
+        room = max(size for size in batch_sizes(self.predictor.batch) if size <= windows)
         taken: list[_Job] = []
-        kept: deque[_Job] = deque()
-        for job in self._jobs:
-            if _windows(taken) >= room or not first.fits(job):
-                kept.append(job)
-            elif job.future.set_running_or_notify_cancel():
+        for job in waiting:
+            if _windows(taken) >= room:
+                break
+            self._jobs.remove(job)
+            if job.future.set_running_or_notify_cancel():
                 taken.append(job)
-        self._jobs = kept
         return taken
 
     def _run(self, batch: list[_Job]) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import uvicorn
 
 from algm_deploy.errors import ListenError
-from algm_deploy.predictor import Predictor
+from algm_deploy.predictor import Predictor, sizes_to_warm
 from algm_deploy.serving.app import Limits, Service
 from algm_deploy.serving.batching import Batcher
 from algm_deploy.serving.metrics import Metrics
@@ -126,7 +126,7 @@ def server(predictor: Predictor, settings: Settings, listening: Callable[[str], 
 
 
 def _warm(predictor: Predictor) -> None:
-    """Runs a window alone and a full batch, so that no client waits for what a runtime does at its first run."""
+    """Runs batches of blank windows, so that no client waits for what a runtime does at its first run."""
     image = predictor.signature.image
-    for batch in sorted({1, predictor.batch}):
+    for batch in sizes_to_warm(predictor.batch, predictor.on_gpu):
         predictor.infer(np.zeros((batch, *image.shape[1:]), image.dtype))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
@@ -20,7 +20,7 @@ from algm_deploy.bundle.store import Bundle
 from algm_deploy.environment import cuda_devices
 from algm_deploy.errors import BundleError, RuntimeUnavailableError
 from algm_deploy.native_libraries import require_library
-from algm_deploy.predictor import given_thresholds
+from algm_deploy.predictor import batch_sizes, given_thresholds, sizes_to_warm
 from algm_deploy.runners.registry import RUNTIMES, TRITON_BACKENDS, Runtime, default_runtime, row_of
 from algm_deploy.serving.protocol import (
     ENCODED,
@@ -150,6 +150,7 @@ def _python(
     ]
     labels = _tensor(LABELS, "uint8" if recipe.network.classes <= 255 else "int32", -1, -1)
     merged = [_tensor(TOKENS_PNG, "bytes", 1), _tensor(TOKEN_COUNTS, "int64", len(signature.merges))]
+    sizes = sizes_to_warm(signature.max_batch, _on_gpu(settings, row))
     parameters = {"runtime": row.name, "max_pixels": settings.most_pixels}
     parameters |= {name: value for name in ("tau", "gbm") if (value := getattr(settings, name)) is not None}
     parameters |= {"dense": "true"} if settings.dense else {}
@@ -163,7 +164,7 @@ def _python(
             _tensor(PATCHES, "int64", 1),
         ],
         **_batching(settings, signature.max_batch),
-        **_warm_up(IMAGE, "uint8", (*recipe.network.image_size, 3), signature.max_batch),
+        **_warm_up(IMAGE, "uint8", (*recipe.network.image_size, 3), sizes),
         "parameters": [{"key": key, "value": {"string_value": str(value)}} for key, value in parameters.items()],
     }
 
@@ -270,13 +271,14 @@ def _of_network(bundle: Bundle, settings: Settings, row: Runtime, images: int) -
     def whole(tensor: Tensor) -> dict[str, Any]:
         return _tensor(tensor.name, tensor.dtype, *axis, *tensor.shape[1:])
 
+    sizes = sizes_to_warm(images, _on_gpu(settings, row)) if images else (0,)
     outputs = [one for one in signature.outputs[:2] if 0 not in one.shape]  # no counts where nothing merges
     return {
         **_head(settings, row, images),
         "input": [whole(signature.image)],
         "output": [whole(one) for one in outputs],
         **(_batching(settings, images) if images else {}),
-        **_warm_up(signature.image.name, signature.image.dtype, (*axis, *signature.image.shape[1:]), images),
+        **_warm_up(signature.image.name, signature.image.dtype, (*axis, *signature.image.shape[1:]), sizes),
     }
 
 
@@ -298,18 +300,17 @@ def _head(settings: Settings, row: Runtime, batch: int) -> dict[str, Any]:
 def _batching(settings: Settings, batch: int) -> dict[str, Any]:
     return {
         "dynamic_batching": {
-            "preferred_batch_size": batch,
+            "preferred_batch_size": [size for size in batch_sizes(batch) if size > 1 or batch == 1],
             "max_queue_delay_microseconds": round(settings.wait_s * 1e6),
             "default_queue_policy": {"max_queue_size": settings.queue},
         }
     }
 
 
-def _warm_up(name: str, dtype: str, shape: tuple[int, ...], batch: int) -> dict[str, Any]:
-    """One picture, and as many as go at once, before the first request: a runtime's first run is slow."""
+def _warm_up(name: str, dtype: str, shape: tuple[int, ...], sizes: Sequence[int]) -> dict[str, Any]:
+    """Blank pictures before the first request, as a runtime's first run is slow; 0: one, of a model without batches."""
     blank = {"data_type": _Word(f"TYPE_{_TYPES[dtype]}"), "dims": list(shape), "zero_data": True}
     inputs = {"key": name, "value": blank}
-    sizes = sorted({1, batch}) if batch else [0]
     return {"model_warmup": [{"name": f"{n or 1} at once", "batch_size": n, "inputs": inputs} for n in sizes]}
 
 

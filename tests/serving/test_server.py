@@ -15,8 +15,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -382,11 +383,12 @@ def test_a_name_must_fit_addresses_and_a_port_be_free(tiny_bundle: Bundle) -> No
                 one.run()
 
 
-def test_sigterm_lets_running_requests_finish(tiny_bundle: Bundle, photos: list[np.ndarray]) -> None:
-    """A process of its own: what it has taken is answered, new connections are refused, and it ends with 0."""
-    command = [sys.executable, "-m", "algm_deploy", "serve", str(tiny_bundle.path), "--port=0", "--wait=2000"]
+@contextmanager
+def own_process(bundle: Path, *flags: str, port: int = 0) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A server in a process of its own, and its port, once it listens."""
+    command = [sys.executable, "-m", "algm_deploy", "serve", str(bundle), f"--port={port}", "--name=net"]
     with subprocess.Popen(
-        [*command, "--runtime=onnxruntime-cpu", "--name=net"],
+        [*command, "--runtime=onnxruntime-cpu", *flags],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -394,24 +396,98 @@ def test_sigterm_lets_running_requests_finish(tiny_bundle: Bundle, photos: list[
     ) as process:
         try:
             assert process.stdout
-            port = int(process.stdout.readline().rpartition(":")[2])
-            content = png_of(photos[0])
-            with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
-                head = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(content)
-                connection.sendall(head + content)
-                watcher = Client(port)
-                while not metric(watcher, "algm_pictures_waiting") and not metric(watcher, "algm_requests_running"):
-                    time.sleep(0.01)
-                # It waits for company until 2 s are over.
-                process.send_signal(signal.SIGTERM)
-                answer = connection.recv(100)
-            assert answer.startswith(b"HTTP/1.1 200"), answer
-            assert process.wait(30) == 0
-            with pytest.raises(ConnectionRefusedError):
-                socket.create_connection(("127.0.0.1", port), timeout=5)
-            assert "Traceback" not in process.stderr.read()  # type: ignore[union-attr]
+            yield process, int(process.stdout.readline().rpartition(":")[2])
         finally:
             process.kill()
+
+
+def sent(port: int, content: bytes) -> socket.socket:
+    """The connection of a photo whose answer was not read yet."""
+    connection = socket.create_connection(("127.0.0.1", port), timeout=60)
+    head = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(content)
+    connection.sendall(head + content)
+    return connection
+
+
+def wait_for_request(port: int) -> None:
+    """Until a picture waits for company or runs."""
+    watcher = Client(port)
+    while not metric(watcher, "algm_pictures_waiting") and not metric(watcher, "algm_requests_running"):
+        time.sleep(0.01)
+
+
+def test_a_killed_server_tells_its_clients_and_leaves_the_next_one_all_it_needs(
+    tiny_bundle: Bundle, copied: Callable[..., Bundle], photos: list[np.ndarray]
+) -> None:
+    """SIGTERM lets the request that was taken finish, SIGKILL cuts it off at once; both leave bundle and port whole."""
+    bundle = copied(tiny_bundle).path
+    files = {path: path.read_bytes() for path in bundle.rglob("*") if path.is_file()}
+    content = png_of(photos[0])
+    with own_process(bundle, "--wait=60000") as (process, port), sent(port, content) as connection:
+        wait_for_request(port)
+        process.kill()
+        started = time.monotonic()
+        with suppress(ConnectionResetError):
+            assert connection.recv(100) == b""
+        assert time.monotonic() - started < 5
+    assert {path: path.read_bytes() for path in bundle.rglob("*") if path.is_file()} == files
+    with own_process(bundle, "--wait=2000", port=port) as (process, again):
+        assert again == port
+        with sent(port, content) as connection:
+            wait_for_request(port)
+            process.send_signal(signal.SIGTERM)  # while the picture waits for company, for 2 s
+            answer = connection.recv(100)
+        assert answer.startswith(b"HTTP/1.1 200"), answer
+        assert process.wait(30) == 0
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), timeout=5)
+        assert "Traceback" not in process.stderr.read()  # type: ignore[union-attr]
+
+
+def test_clients_that_read_no_answer_hold_nobody_up(client: Any, photos: list[np.ndarray]) -> None:
+    """More of them than the server takes pictures, each with an answer beyond what its connection holds."""
+    large = np.resize(photos[2], (600, 600, 3))
+    head = json.dumps({"inputs": [encoded(png_of(large))], "outputs": [{"name": "labels"}]}).encode()
+    lazy = []
+    for _ in range(14):
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", client.port))
+        lazy.append(connection)
+        connection.sendall(
+            b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (INFER.encode(), len(head)) + head
+        )
+        assert connection.recv(12) == b"HTTP/1.1 200"
+    wanted = client.predictor.predict(photos[0])
+    status, found = client.infer(pixels(photos[0]))
+    assert (status, np.array_equal(found["labels"][0], wanted)) == (200, True)
+    for connection in lazy:
+        connection.close()
+    assert client.get("/v2/health/ready")[0] == 200
+
+
+def test_batches_have_few_sizes_and_lose_nobody(
+    client: Any, photos: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    infer = Predictor.infer
+    go, ran = threading.Event(), []
+
+    def held(self: Predictor, windows: np.ndarray, *rest: Any, **named: Any) -> Any:
+        assert go.wait(30)
+        ran.append(len(windows))
+        return infer(self, windows, *rest, **named)
+
+    monkeypatch.setattr(Predictor, "infer", held)
+    with ThreadPoolExecutor(8) as pool:
+        first = pool.submit(client.infer, pixels(photos[0]))
+        while metric(client, "algm_pictures_waiting") or not metric(client, "algm_requests_running"):
+            time.sleep(0.01)
+        rest = [pool.submit(client.infer, pixels(photos[0])) for _ in range(7)]
+        while metric(client, "algm_pictures_waiting") < 7:
+            time.sleep(0.01)
+        go.set()
+        assert [one.result()[0] for one in (first, *rest)] == [200] * 8
+    assert ran == [1, 4, 2, 1]
 
 
 def test_the_code_of_the_page_on_serving_runs(

@@ -13,12 +13,13 @@ from algm_deploy.runners.torch.fused import fits_moving
 from algm_deploy.runners.torch.fused import packed as _packed_kernel
 
 _SINGLE_STEP, _IMAGE_STEP = 32, 128
+_SHARE = 32  # at most one row of padding to so many: finer, and photos that differ seldom meet a bucket twice
 
 
 def bucket(lengths: Sequence[int], rows: int) -> tuple[int, int]:
     """Rows in all, and rows of the longest image, rounded up so that few pairs occur.
 
-    One image: to 32. Several: in all to at most 1/128 more, or to 32, the longest to 128.
+    One image: to 32. Several: in all to at most 1/32 more, or to 32, the longest to 128.
 
     Args:
         lengths: valid rows of each image.
@@ -28,7 +29,7 @@ def bucket(lengths: Sequence[int], rows: int) -> tuple[int, int]:
     if len(lengths) == 1:
         total = min(_up(total, _SINGLE_STEP), rows)
         return total, total
-    step = max(_SINGLE_STEP, 1 << (total // 128).bit_length() >> 1)
+    step = max(_SINGLE_STEP, 1 << (total // _SHARE).bit_length() >> 1)
     return min(_up(total, step), len(lengths) * rows), min(_up(longest, _IMAGE_STEP), rows)
 
 

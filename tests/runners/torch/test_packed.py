@@ -123,10 +123,10 @@ def test_buckets_hold_all_rows_and_are_few() -> None:
     for _ in range(2000):
         lengths = rng.integers(300, 1025, 32).tolist()
         rows, longest = bucket(lengths, 1025)
-        assert sum(lengths) <= rows <= min(32 * 1025, sum(lengths) * (1 + 1 / 128))
+        assert sum(lengths) <= rows <= min(32 * 1025, sum(lengths) * (1 + 1 / 32))
         assert max(lengths) <= longest <= min(1025, max(lengths) + 127)
         several.add((rows, longest))
-    assert len(several) < 80
+    assert len(several) < 30
 
 
 @pytest.mark.parametrize("lengths", [[1], [5, 1, 7], [3, 3, 3, 3]])
@@ -278,10 +278,10 @@ def test_a_merge_by_budget_reads_nothing_back(budget: bool) -> None:
 def test_memory_of_few_batch_sizes_is_kept(blob_images: Images) -> None:
     packed = PackedNetwork(deployed(PLANS[USUAL]), torch.uint8)
     packed.graphs = graphs = Rounded()  # type: ignore[assignment]
-    for count in (1, 2, 3, 4, 1, 5):
+    for count in (1, 2, 3, 4, 5, 6, 7, 8, 1, 9):
         run(packed, torch.from_numpy(blob_images(count)), 0.9, 0.0)
-    assert list(packed._memories) == [3, 4, 1, 5]
-    assert {key[0] for key in graphs.keys} == {3, 4, 1, 5}
+    assert list(packed._memories) == [3, 4, 5, 6, 7, 8, 1, 9]
+    assert {key[0] for key in graphs.keys} == {3, 4, 5, 6, 7, 8, 1, 9}
 
 
 def test_thresholds_are_those_of_the_call(blob_images: Images) -> None:
