@@ -12,6 +12,9 @@ it. Networks take turns, with the same arrivals; all servers stay up, and one ne
 What limits the rate stands beside each try: the share of the time in which a server's network ran, and the cores that
 servers and client took. Where one process of a server is the limit and not the network, `--processes` serves each
 network by several on the same device; the client sends to them in turn, from `--clients` processes of its own.
+
+Before anything counts, every network has had load at `--warm-rates` rates between those that are looked between: on a
+GPU a batch of a size or a count of tokens that was not met costs several times what it costs from then on.
 """
 
 from __future__ import annotations
@@ -63,6 +66,7 @@ def main() -> None:
         photos=len(paths),
         processes=options.processes,
         clients=options.clients,
+        batch=options.batch,
         wait_ms=options.wait_ms,
         limits_ms=options.limits_ms,
     )
@@ -75,15 +79,15 @@ def main() -> None:
         starting = [[started(folder, options, stack) for _ in range(options.processes)] for folder in folders]
         client = stack.enter_context(Client(photos, options.clients))
         servers = {name: Servers(processes) for name, processes in zip(networks, starting, strict=True)}
-        record["batch"] = Bundle.open(folders[0]).signature.max_batch
         record["runs"] = {name: {"tries": []} for name in servers}
         with turn(options.turn, options.runs):
-            for one in servers.values():  # every photo has been seen, by every process
-                client.load(one, math.inf, len(photos) * options.processes, 0)
+            for name, one in servers.items():
+                for rate in np.geomspace(*options.rates, options.warm_rates):
+                    print("warm", name, client.load(one, float(rate), options.requests, 0), flush=True)
             for repeat in range(options.repeats):
                 for limit in options.limits_ms:
                     bisect(client, servers, limit, repeat, options, record)
-                write(record, options.output)
+                    write(record, options.output)
         for name, one in servers.items():
             record["runs"][name]["token_share"] = one.token_share()
     write(record, options.output)
@@ -104,9 +108,11 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--requests", type=int, default=500, help="of one try of a rate")
     parser.add_argument("--rates", type=float, nargs=2, default=(50, 2000), help="requests a second to look between")
     parser.add_argument("--within", type=float, default=0.05, help="how close the rates found are to the next tried")
+    parser.add_argument("--warm-rates", type=int, default=5, help="rates of the load before anything counts")
     parser.add_argument("--repeats", type=int, default=1, help="bisections, with other arrivals")
     parser.add_argument("--processes", type=int, default=1, help="of `serve`, for each network")
     parser.add_argument("--clients", type=int, default=1, help="processes of the client")
+    parser.add_argument("--batch", type=int, default=8, help="most windows that a network takes at once")
     parser.add_argument("--wait-ms", type=int, default=2, help="--wait of `serve`")
     parser.add_argument("--work", type=Path, help="folder of bundles; those that are there are served again")
     parser.add_argument("--turn", type=Path, help="new file that several runs share: they prepare side by side")
@@ -146,10 +152,11 @@ def square_jpeg(path: Path, side: int) -> bytes:
 
 def exported(name: str, options: argparse.Namespace, scratch: Path) -> Path:
     """The bundle of a network, labels out, and built where its runtime builds."""
-    folder = scratch / f"{name}-{options.precision}"
+    folder = scratch / f"{name}-{options.precision}-{options.batch}"
     if folder.exists():
         return folder
     words = ["export", str(options.checkpoint), "-o", str(folder), "--labels", "--precision", options.precision, "-q"]
+    words += ["--max-batch", str(options.batch)]
     words += ["--recipe", options.recipe] if options.recipe else []
     words += {"dense": ["--dense"], "thresholds": [], "budgets": ["--budget", options.budget]}[name]
     subprocess.run([*COMMAND, *words], check=True, stdout=subprocess.DEVNULL)  # noqa: S603 - our own command

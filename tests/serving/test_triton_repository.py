@@ -98,6 +98,7 @@ def test_a_model_for_the_python_backend_is_whole(repository: Path, tiny_bundle: 
     }
     assert config.dynamic_batching.default_queue_policy.max_queue_size == 64
     assert config.dynamic_batching.max_queue_delay_microseconds == 2000
+    assert list(config.dynamic_batching.preferred_batch_size) == [2, 4, 8]
     assert [one.batch_size for one in config.model_warmup] == [1, config.max_batch_size]
     copy = Bundle.open(repository / "net/1/bundle")
     assert copy.files == tiny_bundle.files

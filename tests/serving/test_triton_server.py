@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 import venv
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -142,10 +143,22 @@ def instances(server: subprocess.Popen[bytes]) -> list[int]:
     return [child for child in every if b"triton_python_backend_stub" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
-def test_a_server_answers_as_predict(start: Any, photos: list[np.ndarray], tiny_bundle: Bundle) -> None:
+@contextmanager
+def stalled(clients: int) -> Iterator[None]:
+    """Clients that have sent the beginning of a request, and send nothing more."""
+    head = b"POST /v2/models/net/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n{"
+    with ExitStack() as stack:
+        for _ in range(clients):
+            stack.enter_context(socket.create_connection(("127.0.0.1", int(_PORTS[0])), timeout=10)).sendall(head)
+        yield
+
+
+def test_a_server_answers_as_predict_beside_clients_that_stall(
+    start: Any, photos: list[np.ndarray], tiny_bundle: Bundle
+) -> None:
     with Predictor(tiny_bundle, "onnxruntime-cpu") as network:
         wanted = [network.prediction(photo) for photo in photos]
-    with start():
+    with start(), stalled(50):
         for photo, one in zip(photos, wanted, strict=True):
             assert agrees(ask(photo), one)
         assert ask(photos[0], tau=0.6)["token_counts"][0, 0] < wanted[0].token_counts[0, 0]

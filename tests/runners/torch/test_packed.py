@@ -23,11 +23,12 @@ from algm_deploy.models.vit import VitNetwork
 from algm_deploy.ops.clap import clap as clap_operator
 from algm_deploy.ops.gbm import gbm as gbm_operator
 from algm_deploy.ops.native_kernels import use_kernels
+from algm_deploy.predictor import batch_sizes
 from algm_deploy.recipe.families import architectures
 from algm_deploy.recipe.schema import DENSE, MergePlan, Network
 from algm_deploy.runners.torch import packed as torch_packed
 from algm_deploy.runners.torch.layout import Layout, bucket, packed_index, padded_index
-from algm_deploy.runners.torch.packed import PackedNetwork, attend
+from algm_deploy.runners.torch.packed import MOST_BATCH_SIZES, MOST_GRAPHS, PackedNetwork, attend
 from algm_deploy.runners.torch.tail import labels
 
 Images = Callable[[int], np.ndarray]
@@ -127,6 +128,21 @@ def test_buckets_hold_all_rows_and_are_few() -> None:
         assert max(lengths) <= longest <= min(1025, max(lengths) + 127)
         several.add((rows, longest))
     assert len(several) < 30
+
+
+def test_graphs_of_photos_that_differ_find_room() -> None:
+    """Token counts drawn like those of CamVid photos, in batches as a server cuts them."""
+    rng = np.random.default_rng(0)
+    sizes = batch_sizes(32)
+    met: list[tuple[int, ...]] = []
+    for batch in range(3000):
+        size = sizes[batch % len(sizes)]
+        for segment, (mean, deviation) in enumerate(((653, 110), (506, 84))):
+            lengths = rng.normal(mean, deviation, size).clip(2, 1025).astype(int).tolist()
+            met.append((size, segment, *bucket(lengths, 1025)))
+    assert len({*met} | {(size,) for size in sizes}) < MOST_GRAPHS
+    assert len({*met[-600:]} - {*met[:-600]}) < 12  # of 600 that came last hardly any was new
+    assert len(sizes) <= MOST_BATCH_SIZES
 
 
 @pytest.mark.parametrize("lengths", [[1], [5, 1, 7], [3, 3, 3, 3]])
