@@ -16,6 +16,8 @@ from algm_deploy.models.loading import load_network
 from algm_deploy.models.mask2former import MaskedLayer
 from algm_deploy.models.merges import (
     Clap,
+    Cts,
+    CtsReplay,
     Elvit,
     ElvitReplay,
     Evit,
@@ -49,6 +51,7 @@ def insert_merging(model: Model, plan: MergePlan) -> Model:
     encoder = merged.encoder
     _check_plan(plan, len(merged.blocks), encoder.grid)
     encoder.outlet = KeepTokens()
+    encoder.shares = plan.method == "cts" and bool(plan.layers)
     if merged.network.architecture.adapter:
         encoder.outlet = Unmerge(encoder.prefix)
         encoder.regroup = Remerge(encoder.prefix) if plan.between_groups == "remerge" else KeepTokens()
@@ -70,6 +73,8 @@ def insert_merging(model: Model, plan: MergePlan) -> Model:
     elif plan.method == "mpm" and plan.layers:
         _fill(merged, plan, lambda _: Mpm(encoder.prefix))
         encoder.outlet = Unmerge(encoder.prefix)
+    elif plan.method == "cts":
+        _fill(merged, plan, lambda _: Cts(encoder.grid, encoder.prefix, plan.cts_shared))
     elif plan.method == "evit" and plan.layers:
         _fill_evit(merged, plan, lambda _, *counts: Evit(*counts))
         encoder.outlet = Unmerge(encoder.prefix)
@@ -187,6 +192,9 @@ def replay_merging(model: Model, plan: MergePlan) -> Model:
     prefix, grid = replaying.encoder.prefix, replaying.encoder.grid
     if plan.method == "elvit":
         _fill(replaying, plan, lambda index: ElvitReplay(index, plan, grid, prefix))
+        return replaying
+    if plan.method == "cts":
+        _fill(replaying, plan, lambda index: CtsReplay(index, grid, prefix))
         return replaying
     if plan.method == "evit":
         _fill_evit(replaying, plan, EvitReplay)

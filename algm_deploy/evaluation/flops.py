@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from algm_deploy.errors import PlanError
 from algm_deploy.models.loading import network_class
 from algm_deploy.models.multiply_adds import BILINEAR, NORM, attention, mlp
+from algm_deploy.models.policy import policy_multiply_adds
+from algm_deploy.ops.cts import MEMBERS
 from algm_deploy.recipe.schema import MergePlan, Network, fresh_merges
 
 
@@ -23,8 +25,8 @@ from algm_deploy.recipe.schema import MergePlan, Network, fresh_merges
 class MultiplyAdds:
     """Multiply-adds of one window by part.
 
-    `merging` is the product of similarities of GBM, ToMe or MPM, or what ELViT or EViT multiplies to choose and to
-    restore.
+    `merging` is the product of similarities of GBM, ToMe or MPM, what ELViT or EViT multiplies to choose and to
+    restore, or CTS's policy network and the embedding of superpatches.
     """
 
     patch_embedding: int
@@ -59,7 +61,7 @@ def multiply_adds(network: Network, plan: MergePlan, tokens_after_merge: Sequenc
     counts = _counts(plan, network, tokens_after_merge)
     encoder, merging, leaving = _encoder(network, plan, counts, patches)
     levels = [leaving[layer] for layer in network.stages or (network.encoder_depth,)]
-    if plan.counts_in or plan.method == "mpm":  # these methods hand every patch to the decoder
+    if plan.restores:
         merging += _restoring(network, plan, patches, levels)
         levels = [patches] * len(levels)
     height, width = network.image_size
@@ -102,6 +104,9 @@ def _encoder(network: Network, plan: MergePlan, counts: dict[int, int], tokens: 
             both, similarities = _around(network, counts[layer], tokens)
             encoder, merging, leaving[layer] = encoder + both, merging + similarities, tokens
             continue
+        if layer in counts and plan.method == "cts":
+            merging += _sharing(network)
+            tokens = counts[layer]
         encoder += attention(tokens + network.prefix, network.embed_dim)
         if layer in counts and plan.method == "elvit":
             encoder += mlp(tokens + network.prefix, network.embed_dim, network.mlp_width)
@@ -115,7 +120,7 @@ def _encoder(network: Network, plan: MergePlan, counts: dict[int, int], tokens: 
             continue
         if layer in counts and plan.method == "evit":
             merging += _choosing(network, tokens, counts[layer] - 1)
-        elif layer in counts and plan.merge_in(layer) not in ("clap", "g2tm"):
+        elif layer in counts and plan.merge_in(layer) not in ("clap", "g2tm", "cts"):
             # ToMe compares the mean over heads of keys.
             merging += _similarities(network, tokens, network.heads if plan.method == "tome" else 1)
         leaving[layer] = tokens = counts.get(layer, tokens)
@@ -142,6 +147,13 @@ def _choosing(network: Network, rows: int, kept: int) -> int:
     """Multiply-adds of EViT: what cls attends to, the distances to rows that stay, and the sum of the others."""
     left = rows - kept
     return (rows + network.prefix + left * kept + left) * network.embed_dim
+
+
+def _sharing(network: Network) -> int:
+    """Multiply-adds of CTS: the policy network, and every superpatch's embedding at half the size."""
+    superpatches = network.grid[0] * network.grid[1] // MEMBERS
+    embedding = superpatches * network.embed_dim * 3 * network.patch_size**2
+    return policy_multiply_adds(network.image_size) + embedding
 
 
 def _restoring(network: Network, plan: MergePlan, patches: int, levels: Sequence[int]) -> int:

@@ -41,10 +41,11 @@ _FLOAT32_INPUTS = {
     "proportional_attention": (1,),
     "elvit_restore": (1,),
     "evit": (2,),
+    "cts": (1,),
     "deformable_attention": (1, 2),
     "remerge": (2,),
 }
-_FLOAT32_OUTPUTS = {"clap": (1,), "gbm": (1,), "tome": (1,), "elvit": (2,), "cls_attention": (0,)}
+_FLOAT32_OUTPUTS = {"clap": (1,), "gbm": (1,), "tome": (1,), "elvit": (2,), "cls_attention": (0,), "cts": (1,)}
 # What an operator reads in fp32 is no better than the arithmetic before it: a place of deformable attention, off by a
 # rounding of bf16, is another one. Nodes of these kinds before such an input compute in fp32 too.
 _EXACT_INPUTS = {"deformable_attention": (1,)}

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 import algm_deploy.ops  # noqa: F401  registers torch.ops.algm
 from algm_deploy.models.vit import MergeInputs, Tokens
 from algm_deploy.ops._rows import merge_rows, row_of, sum_rows, wide
+from algm_deploy.ops.clap import window_members
+from algm_deploy.ops.cts import cts_rows, cts_values
 from algm_deploy.ops.elvit import elvit_centroids, nearest, restoring_weights, squared_distances
 from algm_deploy.ops.evit import evit_record, evit_rows
 from algm_deploy.recipe.schema import MergePlan, Size
@@ -146,6 +148,43 @@ class Mpm(nn.Module):
     def forward(self, tokens: Tokens, inputs: MergeInputs | None) -> Tokens:
         values, size, map, length = torch.ops.algm.mpm(*tokens[:4], self.prefix)
         return Tokens(values, size, map, length, padded=True)
+
+
+class Cts(nn.Module):
+    """CTS in the slot before a block that is handed superpatches and what the policy network says of them."""
+
+    def __init__(self, grid: Size, prefix: int, shared: int) -> None:
+        super().__init__()
+        self.grid, self.prefix, self.shared = grid, prefix, shared
+
+    def forward(self, tokens: Tokens, inputs: MergeInputs | None) -> Tokens:
+        assert tokens.keys is not None
+        facts = list(self.grid), self.prefix, self.shared
+        return self.left(tokens, *torch.ops.algm.cts(tokens.values, tokens.keys[..., 0], *facts))
+
+    def left(self, tokens: Tokens, values: Tensor, size: Tensor, map: Tensor) -> Tokens:
+        """The sequence of those rows, which comes from `tokens`."""
+        return Tokens(values, size, map, torch.full_like(tokens.length, values.shape[1]), padded=False)
+
+
+class CtsReplay(Cts):
+    """CTS where a recorded map says which superpatches share a token: those whose patches have one row."""
+
+    def __init__(self, index: int, grid: Size, prefix: int) -> None:
+        super().__init__(grid, prefix, 0)
+        self.index = index
+
+    def forward(self, tokens: Tokens, inputs: MergeInputs | None) -> Tokens:
+        assert inputs is not None
+        shared = shared_superpatches(inputs.maps[self.index], self.grid)
+        source, map = cts_rows(shared, self.grid, self.prefix, int(shared.sum(1).max()))
+        return self.left(tokens, *cts_values(tokens.values, source, map.shape[1], self.prefix), map)
+
+
+def shared_superpatches(map: Tensor, grid: Size) -> Tensor:
+    """Which superpatches (B, M) have one row for all their patches in a map (B, N)."""
+    rows = map[:, torch.from_numpy(window_members(grid, (2, 2)))]
+    return (rows == rows[..., :1]).all(2)
 
 
 class Evit(nn.Module):
@@ -301,5 +340,5 @@ class ReplayChoice(nn.Module):
         return inputs.masks[self.index] > 0
 
 
-REPLAYS = (Replay, ElvitReplay, EvitReplay)
+REPLAYS = (Replay, ElvitReplay, EvitReplay, CtsReplay)
 """The modules that merge as recorded."""

@@ -15,12 +15,14 @@ from torch import Tensor, nn
 
 from algm_deploy.models.multiply_adds import NORM, attention, linear_head, mlp, normalised
 from algm_deploy.models.naming import Naming, joined_tokens
+from algm_deploy.models.policy import PolicyNet, convs
 from algm_deploy.models.readout import Joining, Level, ReadNetwork, Readout, Steps
 from algm_deploy.models.scores import TokenScores
 from algm_deploy.models.vit import Block, Tokens
 from algm_deploy.recipe.schema import Network, Size
 
 DISTILLED = "encoder.dist_token"
+POLICY, _POLICY = "policy_net", "encoder.policy"  # their name of CTS's policy network, and ours
 
 
 class LinearDecoder(nn.Module):
@@ -69,6 +71,8 @@ class Segmenter(ReadNetwork):
 
     def __init__(self, network: Network) -> None:
         super().__init__(network)
+        if network.policy:
+            self.encoder.policy = PolicyNet()
         self.decoder: LinearDecoder | MaskTransformer = (
             LinearDecoder(network.embed_dim, network.classes)
             if network.decoder == "linear"
@@ -92,14 +96,18 @@ class Segmenter(ReadNetwork):
 
     @staticmethod
     def namings(network: Network) -> tuple[Naming, ...]:
-        """The official names are ours; a DeiT's distillation token stands alone, and its classifiers play no part."""
+        """The official names are ours; a DeiT's distillation token stands alone, and its classifiers play no part.
+
+        CTS's policy network stands beside the encoder there.
+        """
         tokens = {"encoder.cls_token": 1, DISTILLED: network.extra_tokens}
         return (
             Naming(
                 project="rstrudel/segmenter",
                 mark="encoder.",
                 decoders=("mask_transformer", "linear"),
-                names={"": ""},
+                names={"": "", f"{_POLICY}.head.": f"{POLICY}.head."},
+                convs=convs(_POLICY, f"{POLICY}.backbone") if network.policy else {},
                 made=joined_tokens(network.embed_dim, tokens),
                 unused=("encoder.head.", "encoder.head_dist."),
                 positioned=network.prefix,

@@ -2,7 +2,7 @@
 
 Parameter names are those of the official Segmenter checkpoints (rstrudel/segmenter, segm/model/vit.py). A block
 computes attention, then hands its tokens to a slot, then runs its MLP: that is where ALGM merges. Two more slots stand
-around attention and around the MLP, for merges that end with them, and one after the block.
+around attention and around the MLP, for merges that end with them, and one before and one after the block.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ class Tokens(NamedTuple):
     """The sequence between two blocks.
 
     values (B, S, D); size (B, S) fp32, patches a row stands for; map (B, N) int64, row of every patch; length (B)
-    int64, valid rows. `padded`: images differ in length, so attention has to be told. `keys` (B, S, K): what a merge
-    compares where it is not the values, such as the keys of the block's attention, their mean over heads, or (B, S, 1)
-    what cls attends to. `within`: the merges inside the last block that ended there, of which nothing is seen in the
-    other fields. `weights` (B, N, S less the prefix) fp32: what the rows count in each patch, where no single one
+    int64, valid rows. Before CTS's merge superpatches follow as more rows, which size and length leave out. `padded`:
+    images differ in length, so attention has to be told. `keys` (B, S, K): what a merge compares where it is not the
+    values, such as the keys of the block's attention, their mean over heads, or (B, S, 1) what cls attends to, or
+    (B, M, 1) what the policy network says of superpatches. `within`: the merges inside the last block that ended there,
+    of which nothing is seen in the other fields. `weights` (B, N, S less the prefix) fp32: what the rows count in each patch, where no single one
     stands for it. `decided` (B, N) int64: what the last merge decided, where the map does not tell.
     """
 
@@ -143,8 +144,14 @@ class Mlp(nn.Module):
         return out
 
 
-# The slot of a block for a merge that ends with a part of it, or with none, or that comes at its end.
-SLOTS: dict[Part, str] = {"": "merge", "attention": "attention_merge", "mlp": "mlp_merge", "end": "end_merge"}
+# The slot of a block for a merge that ends with a part of it, or with none, or that comes at its end or its start.
+SLOTS: dict[Part, str] = {
+    "": "merge",
+    "attention": "attention_merge",
+    "mlp": "mlp_merge",
+    "end": "end_merge",
+    "start": "start_merge",
+}
 
 
 class Block(nn.Module):
@@ -152,8 +159,8 @@ class Block(nn.Module):
 
     What `merge` leaves between attention and MLP goes on. `attention_merge` and `mlp_merge` are given the normalised
     rows that enter attention or the MLP, which runs on what they leave; every row gets its result back, and the
-    residual is that of all rows. `end_merge` is given what the block makes. `proportional`: attention counts the
-    patches of a row (ToMe). `weighs`: `merge` is handed what cls attends to (EViT).
+    residual is that of all rows. `start_merge` is given what enters the block, `end_merge` what it makes.
+    `proportional`: attention counts the patches of a row (ToMe). `weighs`: `merge` is handed what cls attends to (EViT).
     """
 
     def __init__(self, dim: int, heads: int, eps: float = 1e-5, hidden: int = 0) -> None:
@@ -164,12 +171,14 @@ class Block(nn.Module):
         self.attention_merge: nn.Module = KeepTokens()
         self.mlp_merge: nn.Module = KeepTokens()
         self.end_merge: nn.Module = KeepTokens()
+        self.start_merge: nn.Module = KeepTokens()
         self.proportional = False
         self.weighs = False
         self.norm2 = nn.LayerNorm(dim, eps)
         self.mlp = Mlp(dim, hidden or 4 * dim)
 
     def forward(self, tokens: Tokens, inputs: MergeInputs | None = None) -> Tokens:
+        tokens = self.start_merge(tokens, inputs)
         x, keys = self.norm1(tokens.values), None
         first: tuple[Merged, ...] = ()
         if self.proportional:
@@ -200,15 +209,16 @@ def _run_merged(
 
 def merges_of(block: nn.Module, tokens: Tokens) -> tuple[Merged, ...]:
     """What every merge inside a block left, in order, given the tokens after it."""
-    lasting = not (isinstance(block.merge, KeepTokens) and isinstance(block.end_merge, KeepTokens))
-    return (*tokens.within, tokens.merged) if lasting else tokens.within
+    lasting = block.start_merge, block.merge, block.end_merge
+    return tokens.within if all(isinstance(slot, KeepTokens) for slot in lasting) else (*tokens.within, tokens.merged)
 
 
 class VisionTransformer(nn.Module):
     """Encoder of patches after `prefix` tokens that are none: cls, a distillation token or registers.
 
     It has the blocks that may merge. `eps` is that of every LayerNorm; `norm`: outputs are normalised here, not by the
-    decoder. `outputs` are the 1-based blocks whose tokens `forward` returns.
+    decoder. `outputs` are the 1-based blocks whose tokens `forward` returns. `shares`: superpatches go along into the
+    first block, for CTS to choose of.
     """
 
     def __init__(self, network: Network, eps: float = 1e-5, norm: bool = True) -> None:
@@ -224,6 +234,8 @@ class VisionTransformer(nn.Module):
         self.outlet: nn.Module = KeepTokens()  # a slot between encoder and decoder
         # One between groups of blocks: every patch, and the tokens the last group left, to those that enter the next.
         self.regroup: nn.Module = KeepTokens()
+        self.shares = False
+        self.policy: nn.Module = nn.Identity()  # where a network has CTS's, that
 
     def embed(self, image: Tensor) -> Tokens:
         """Image (B, 3, H, W) to the sequence [prefix | patches] that enters the first block."""
@@ -240,9 +252,23 @@ class VisionTransformer(nn.Module):
             padded=False,
         )
 
+    def with_superpatches(self, image: Tensor, tokens: Tokens) -> Tokens:
+        """The embedded tokens of an image with its superpatches as further rows, and what the policy network says of
+        those.
+
+        As published (tue-mps/cts-segmenter, segm/model/vit.py): pixels and position embeddings at half the size.
+        """
+        half = F.avg_pool2d(image.to(torch.promote_types(tokens.values.dtype, torch.float32)), 2)
+        positions = self.pos_embed[:, self.prefix :].mT.unflatten(2, self.grid)
+        superpatches = self.patch_embed(half) + F.avg_pool2d(positions, 2).flatten(2).mT
+        values = torch.cat([tokens.values, superpatches], 1)
+        return tokens._replace(values=values, keys=self.policy(image)[..., None])
+
     def run(self, image: Tensor, inputs: MergeInputs | None = None) -> Iterator[Tokens]:
         """Image (B, 3, H, W), normalised, to the tokens after each block, one after the other."""
         tokens = self.embed(image)
+        if self.shares:
+            tokens = self.with_superpatches(image, tokens)
         for block in self.blocks:
             tokens = block(tokens, inputs)
             yield tokens

@@ -7,6 +7,7 @@ registered here once: a second registration of the same name would silently drop
 from algm_deploy.ops.attention import attention
 from algm_deploy.ops.clap import clap
 from algm_deploy.ops.cls_attention import cls_attention
+from algm_deploy.ops.cts import cts
 from algm_deploy.ops.deformable_attention import deformable_attention
 from algm_deploy.ops.elvit import elvit, elvit_restore
 from algm_deploy.ops.evit import evit
@@ -23,6 +24,7 @@ __all__ = [
     "attention",
     "clap",
     "cls_attention",
+    "cts",
     "deformable_attention",
     "elvit",
     "elvit_restore",

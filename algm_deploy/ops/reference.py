@@ -6,6 +6,7 @@ from algm_deploy.ops.clap import reference_decisions as clap_decisions
 from algm_deploy.ops.clap import reference_rows as clap_rows
 from algm_deploy.ops.clap import reference_similarity as window_similarity
 from algm_deploy.ops.cls_attention import reference as cls_attention
+from algm_deploy.ops.cts import reference as cts
 from algm_deploy.ops.deformable_attention import reference as deformable_attention
 from algm_deploy.ops.elvit import reference as elvit
 from algm_deploy.ops.elvit import reference_centroids as elvit_centroids
@@ -41,6 +42,7 @@ __all__ = [
     "clap_decisions",
     "clap_rows",
     "cls_attention",
+    "cts",
     "deformable_attention",
     "elvit",
     "elvit_centroids",

@@ -17,6 +17,7 @@ from algm_deploy.parity.decisions import (
     Cells,
     Ints,
     clap_problems,
+    cts_problems,
     differing,
     elvit_problems,
     evit_problems,
@@ -33,6 +34,7 @@ from algm_deploy.parity.replay import (
     Error,
     Replayed,
     clap_facts,
+    cts_facts,
     elvit_facts,
     error_of,
     evit_facts,
@@ -290,6 +292,9 @@ class Decisions:
         if merge == "evit":
             evit = evit_facts(replays, stage, plan, network)
             return [evit_problems(f, m, network.prefix) for f, m in zip(evit, maps, strict=True)]
+        if merge == "cts":
+            cts = cts_facts(replays, stage, plan)
+            return [cts_problems(f, m, network.grid, network.prefix) for f, m in zip(cts, maps, strict=True)]
         if merge == "g2tm":
             g2tm = g2tm_facts(replays, stage, plan, network)
             return [g2tm_problems(f, m, network.grid, network.prefix) for f, m in zip(g2tm, maps, strict=True)]

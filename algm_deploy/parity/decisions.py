@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from algm_deploy.ops.clap import window_members
+from algm_deploy.ops.cts import reference_sources
 from algm_deploy.ops.g2tm import neighbours, reference_rows
 from algm_deploy.ops.gbm import first_source
 from algm_deploy.ops.mpm import reference_rows as mpm_rows
@@ -114,6 +115,15 @@ class MpmFacts:
 
 
 @dataclass(frozen=True, eq=False)
+class CtsFacts:
+    """What CTS decides on for one image: scores (M,) of superpatches, their noise, and how many share a token."""
+
+    score: Floats
+    noise: float
+    least: int
+
+
+@dataclass(frozen=True, eq=False)
 class MaskFacts:
     """What the queries of one layer decided on, one image: true masks (Q, S) before their activation, positive for the
     cells to attend to; what PyTorch's own masks (Q, S) chose in the precision at hand; and the noise of masks."""
@@ -146,8 +156,8 @@ def differing(before: Ints, ours: Ints, other: Ints, stage: int, plan: MergePlan
     `before` is the map in front of the merge. CLAP decides for each window whether it merges, GBM and ToMe for each
     token that may which other it joins, if any, ELViT for each patch which centroid is the last that counts, EViT for
     each row whether it stays or which other it is restored from, G2TM for patches that touch whether they share a
-    token, MPM for each token which other it joins, if any. Merged windows, and tokens that stay, in another order count
-    once for each that would have to be moved.
+    token, MPM for each token which other it joins, if any, CTS for each superpatch whether its patches share one. Merged
+    windows, and tokens that stay, in another order count once for each that would have to be moved.
     """
     layer, prefix = plan.layers[stage], network.prefix
     if plan.merge_in(layer) == "elvit":
@@ -160,6 +170,9 @@ def differing(before: Ints, ours: Ints, other: Ints, stage: int, plan: MergePlan
     if plan.merge_in(layer) == "mpm":
         partners = [_partners(before, token_map, prefix) for token_map in (ours, other)]
         return max(int((partners[0] != partners[1]).sum()), int(not np.array_equal(ours, other))), len(partners[0])
+    if plan.merge_in(layer) == "cts":
+        together = [_superpatches(token_map, network.grid) for token_map in (ours, other)]
+        return max(int((together[0] != together[1]).sum()), int(not np.array_equal(ours, other))), len(together[0])
     if plan.merge_in(layer) == "clap":
         a, b = (_merged_windows(token_map, plan, network.grid) for token_map in (ours, other))
         count, total = len(np.setxor1d(a, b)), len(window_members(network.grid, plan.window))
@@ -336,6 +349,23 @@ def _partners(before: Ints, after: Ints, prefix: int) -> Ints:
     return partner
 
 
+def cts_problems(facts: CtsFacts, token_map: Ints, grid: Size, prefix: int) -> list[str]:
+    """What in CTS's choice for one image the noise cannot explain; empty when it is excused."""
+    shared = _superpatches(token_map, grid)
+    if not np.array_equal(token_map, reference_sources(shared[None], grid, prefix)[1][0]):
+        return ["CTS: the token map is not one that sharing whole superpatches gives"]
+    if not np.isfinite([facts.noise, *facts.score]).all():
+        return ["CTS: scores are not finite"]
+    return _count_problems("CTS", "superpatch", facts.score[shared], facts.score[~shared], facts)
+
+
+def _superpatches(token_map: Ints, grid: Size) -> NDArray[np.bool_]:
+    """Which superpatches (M,) have one token for all their patches."""
+    rows = token_map[window_members(grid, (2, 2))]
+    shared: NDArray[np.bool_] = (rows == rows[:, :1]).all(1)
+    return shared
+
+
 def _shared(token_map: Ints, grid: Size) -> NDArray[np.bool_]:
     """Which patches that touch (E,) share a token."""
     pairs = token_map[neighbours(grid)]
@@ -404,7 +434,9 @@ def _join(before: Ints, after: Ints, prefix: int, first: int) -> _Join:
     return _Join(row, sources, targets, np.isin(row[sources], row[targets]), first)
 
 
-def _count_problems(merge: str, what: str, merged: Floats, rest: Floats, facts: ClapFacts | GbmFacts) -> list[str]:
+def _count_problems(
+    merge: str, what: str, merged: Floats, rest: Floats, facts: ClapFacts | CtsFacts | GbmFacts
+) -> list[str]:
     """Another count than the plan's, and similarities that stayed though they are higher than one that merged."""
     problems = []
     if len(merged) != facts.least:

@@ -143,6 +143,8 @@ def _block_nodes(network: Network, plan: MergePlan, layer: int) -> list[dict[str
         return [attention]
     kind = plan.merge_in(layer)
     merge = _MERGES[kind](network, plan, layer)
+    if kind == "cts":
+        return [merge, attention]
     if kind == "evit":
         return [attention, attention | {"operator": "cls_attention"}, merge]
     if plan.lasting:
@@ -196,6 +198,10 @@ def _evit_node(network: Network, plan: MergePlan, layer: int) -> dict[str, Any]:
     return {"operator": "evit", "patches": patches, "rows": rows, "keep": keep, "prefix": network.prefix}
 
 
+def _cts_node(network: Network, plan: MergePlan, layer: int) -> dict[str, Any]:
+    return {"operator": "cts", "grid": list(network.grid), "prefix": network.prefix, "shared": plan.cts_shared}
+
+
 _MERGES: dict[Merge, Callable[[Network, MergePlan, int], dict[str, Any]]] = {
     "clap": _clap_node,
     "gbm": _gbm_node,
@@ -204,6 +210,7 @@ _MERGES: dict[Merge, Callable[[Network, MergePlan, int], dict[str, Any]]] = {
     "evit": _evit_node,
     "g2tm": _g2tm_node,
     "mpm": _mpm_node,
+    "cts": _cts_node,
 }
 
 

@@ -66,14 +66,19 @@ def _numbers(output: Scores) -> tuple[Tensor, ...]:
 
 
 def _fold_error(bundle: Bundle, pixels: Tensor) -> float:
-    """Relative RMS error in fp64 of the deployed network without merging, against the original on normalised pixels."""
+    """Relative RMS error in fp64 of the deployed network without merging, against the original on normalised pixels;
+    or of the scores of its policy network, if that is larger."""
     network = bundle.recipe.network
     model = load_network(bundle, torch.float64, quantize=False)
     scores = model(_normalised(pixels, network), merge_inputs(0.0, 0.0))
     original = upsample_scores(scores, network.grid, network.image_size).numpy()
     deployed = Deployed(insert_merging(model, DENSE), network, "scores").eval()
     ours = deployed(pixels, merge_inputs(0.0, 0.0))[0].numpy()
-    return rms(ours - original) / rms(original)
+    errors = [rms(ours - original) / rms(original)]
+    if network.policy:
+        original, ours = model.encoder.policy(_normalised(pixels, network)), deployed.model.encoder.policy(pixels)
+        errors.append(rms((ours - original).numpy()) / rms(original.numpy()))
+    return float(np.max(errors))
 
 
 def _normalised(pixels: Tensor, network: Network) -> Tensor:
@@ -116,7 +121,16 @@ def operators_link(plan: MergePlan, network: Network, replays: Sequence[Replayed
 
 def _compared(plan: MergePlan, layer: int, network: Network, tokens: Tokens) -> tuple[float, bool]:
     """Largest difference of similarities, and whether the token maps are equal on PyTorch's similarities."""
-    compared = {"clap": _clap, "gbm": _gbm, "tome": _tome, "elvit": _elvit, "evit": _evit, "g2tm": _g2tm, "mpm": _mpm}
+    compared = {
+        "clap": _clap,
+        "gbm": _gbm,
+        "tome": _tome,
+        "elvit": _elvit,
+        "evit": _evit,
+        "g2tm": _g2tm,
+        "mpm": _mpm,
+        "cts": _cts,
+    }
     return compared[plan.merge_in(layer)](plan, layer, network, tokens)
 
 
@@ -215,6 +229,16 @@ def _mpm(plan: MergePlan, layer: int, network: Network, tokens: Tokens) -> tuple
     row = reference.mpm_rows(reference.mpm_pairs(given, length, prefix), length, prefix)
     error = _largest_difference([*given], [*exact])
     return error, np.array_equal(ours, np.take_along_axis(row, tokens.map.numpy(), 1))
+
+
+def _cts(plan: MergePlan, layer: int, network: Network, tokens: Tokens) -> tuple[float, bool]:
+    """Tokens, which are copies; scores are compared where a runtime is."""
+    assert tokens.keys is not None
+    score, facts = tokens.keys[..., 0].float(), (network.grid, network.prefix, plan.cts_shared)
+    ours = [part.numpy() for part in torch.ops.algm.cts(tokens.values.float(), score, list(facts[0]), *facts[1:])]
+    given = tokens.values.float().numpy(), score.numpy()
+    exact = reference.cts(*given, **dict(zip(("grid", "prefix", "shared"), facts, strict=True)))
+    return float(np.abs(ours[0] - exact[0]).max()), all(map(np.array_equal, ours[1:], exact[1:]))
 
 
 def _of_sources(

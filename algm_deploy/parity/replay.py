@@ -29,6 +29,7 @@ from algm_deploy.models.scores import GridScores, Scores, upsample_scores
 from algm_deploy.models.vit import Tokens, VitNetwork
 from algm_deploy.ops._rows import wide
 from algm_deploy.ops.clap import clap_decisions, clap_rows, window_similarity
+from algm_deploy.ops.cts import cts_rows, cts_shared
 from algm_deploy.ops.elvit import nearest, squared_distances
 from algm_deploy.ops.evit import evit_record, evit_sources
 from algm_deploy.ops.g2tm import g2tm_rows, neighbour_similarity
@@ -38,6 +39,7 @@ from algm_deploy.ops.tome import SEMANTICS, tome_rows, tome_similarity
 from algm_deploy.parity.decisions import (
     Cells,
     ClapFacts,
+    CtsFacts,
     ElvitFacts,
     EvitFacts,
     G2tmFacts,
@@ -274,6 +276,16 @@ def mpm_facts(replays: Sequence[Replayed], stage: int, plan: MergePlan, network:
     return facts
 
 
+def cts_facts(replays: Sequence[Replayed], stage: int, plan: MergePlan) -> list[CtsFacts]:
+    """Scores of the policy network, their noise, and how many superpatches share a token."""
+    facts = []
+    for replay in replays:
+        exact, rounded = (_keys(t[stage])[0, :, 0].double() for t in (replay.truth, replay.baseline))
+        noise = float(np.maximum(_noise(exact, rounded), NOISE_FLOOR * float(exact.abs().max())))
+        facts.append(CtsFacts(exact.numpy(), noise, plan.cts_shared))
+    return facts
+
+
 def mask_facts(replayed: Replayed) -> list[MaskFacts]:
     """What the queries of each layer that chooses cells decided on, and its noise."""
     facts = []
@@ -324,6 +336,9 @@ def torch_maps(entering: Sequence[Tokens], stage: int, plan: MergePlan, network:
         keep = plan.evit_counts(tokens.map.shape[1])[layer][1]
         source = evit_sources(wide(tokens.values[:, prefix:]), _keys(tokens)[:, prefix:, 0], keep)
         return list(evit_record(source, tokens.map.shape[1], prefix).numpy())
+    if merge == "cts":
+        shared = cts_shared(_keys(tokens)[..., 0], plan.cts_shared)
+        return list(cts_rows(shared, network.grid, prefix, plan.cts_shared)[1].numpy())
     if merge == "g2tm":
         linked = neighbour_similarity(tokens.values, grid, prefix) > torch.tensor(plan.clap_threshold)
         return list(g2tm_rows(linked, grid, prefix)[0][:, prefix:].numpy())

@@ -34,6 +34,7 @@ class Architecture:
             group ends with each of `stages`.
         masks: the decoder's layers attend where the masks of the layer before say, `decoder_depth` of them.
         queries: the decoder's blocks are the last of the ViT, which queries join and which merge no tokens.
+        policy: checkpoints may hold CTS's policy network beside it.
     """
 
     family: str
@@ -50,6 +51,7 @@ class Architecture:
     adapter: bool = False
     masks: bool = False
     queries: bool = False
+    policy: bool = False
 
     @property
     def name(self) -> str:
@@ -99,7 +101,9 @@ def unregister(row: Architecture) -> None:
 
 
 _ROWS: dict[tuple[str, str], Architecture] = {}
-_segmenter = partial(Architecture, family="segmenter", network="algm_deploy.models.segmenter:Segmenter", extra_tokens=1)
+_segmenter = partial(
+    Architecture, family="segmenter", network="algm_deploy.models.segmenter:Segmenter", extra_tokens=1, policy=True
+)
 _setr = partial(Architecture, family="setr", network="algm_deploy.models.setr:Setr")
 _dinov2 = partial(
     Architecture, family="dinov2", network="algm_deploy.models.linear:Dinov2", extra_tokens=16, padded=True

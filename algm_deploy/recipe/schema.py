@@ -19,9 +19,9 @@ Batching = Literal["per_image", "batch_min"]
 TokenOrder = Literal["published", "raster"]
 ClapRule = Literal["threshold", "budget"]
 GbmRule = Literal["adaptive", "fixed", "budget"]
-Method = Literal["algm", "tome", "tome_blockwise", "elvit", "evit", "g2tm", "mpm"]
-Merge = Literal["clap", "gbm", "tome", "elvit", "evit", "g2tm", "mpm"]
-Part = Literal["", "attention", "mlp", "end"]
+Method = Literal["algm", "tome", "tome_blockwise", "elvit", "evit", "g2tm", "mpm", "cts"]
+Merge = Literal["clap", "gbm", "tome", "elvit", "evit", "g2tm", "mpm", "cts"]
+Part = Literal["", "attention", "mlp", "end", "start"]
 BetweenGroups = Literal["unmerge", "remerge"]
 Resize = Literal["double", "single"]
 Output = Literal["labels", "scores"]
@@ -41,7 +41,8 @@ class Network:
     the width of its values, which differs from `embed_dim` in some; `stages` are the last blocks of its groups, and
     `decoder_dim` is the width of UPerNet or Mask2Former. Mask2Former has `pixel_layers` of deformable attention among
     its features, then `decoder_depth` layers in which `queries` look at them, all with `decoder_heads`. `mlp_dim` is
-    the width inside the MLPs of the encoder's blocks; 0 stands for four times `embed_dim`.
+    the width inside the MLPs of the encoder's blocks; 0 stands for four times `embed_dim`. `policy`: CTS's policy
+    network stands beside the encoder.
     """
 
     family: str
@@ -63,6 +64,7 @@ class Network:
     decoder_heads: int = 0
     pixel_layers: int = 0
     mlp_dim: int = 0
+    policy: bool = False
 
     def __post_init__(self) -> None:
         row = self.architecture
@@ -90,6 +92,7 @@ class Network:
             )
         self._check_adapter()
         self._check_masks()
+        self._check_policy()
 
     def _check_adapter(self) -> None:
         there = self.architecture.adapter
@@ -120,6 +123,18 @@ class Network:
             raise RecipeError(
                 f"expected network.decoder_dim as a multiple of network.decoder_heads {self.decoder_heads} and of the "
                 f"{NORM_GROUPS} groups of its norms, got {self.decoder_dim}"
+            )
+
+    def _check_policy(self) -> None:
+        if self.policy and not self.architecture.policy:
+            raise RecipeError(
+                "expected network.policy, CTS's policy network, for a family whose checkpoints may hold one, got "
+                f"{self.family}: leave it out"
+            )
+        if self.policy and (self.patch_size != 16 or any(side % 32 for side in self.image_size)):
+            raise RecipeError(
+                "expected network.patch_size 16 and network.image_size in multiples of 32, as the policy network has "
+                f"one answer for 32x32 pixels, got {self.patch_size} and {self.image_size}"
             )
 
     @property
@@ -182,14 +197,21 @@ _COUNTED: dict[Method, str] = {
     "tome_blockwise": "tome_share",
     "elvit": "elvit_layer",
     "evit": "evit_layers",
+    "cts": "cts_shared",
 }
-# Where in a block a method merges, if not between attention and MLP: for each of these parts, or after the block.
-_PARTS: dict[Method, tuple[Part, ...]] = {"tome_blockwise": ("attention", "mlp"), "elvit": ("end",), "mpm": ("end",)}
+# Where in a block a method merges, if not between attention and MLP: for each of these parts, or after the block, or
+# before it.
+_PARTS: dict[Method, tuple[Part, ...]] = {
+    "tome_blockwise": ("attention", "mlp"),
+    "elvit": ("end",),
+    "mpm": ("end",),
+    "cts": ("start",),
+}
 
 
 def merged_parts(method: Method) -> tuple[Part, ...]:
-    """The parts of a block that a method merges tokens for, `end` where it merges after the block, or the one empty
-    part where it merges between attention and MLP."""
+    """The parts of a block that a method merges tokens for, `end` where it merges after the block and `start` before
+    it, or the one empty part where it merges between attention and MLP."""
     return _PARTS.get(method, ("",))
 
 
@@ -197,7 +219,7 @@ def _reader(setting: str) -> str:
     """The method that alone reads a setting of the merge plan, or none."""
     counted = {name: method for method, name in _COUNTED.items()}
     named = setting.partition("_")[0]
-    return counted.get(setting) or (named if named in ("elvit", "evit", "g2tm", "mpm") else "")
+    return counted.get(setting) or (named if named in ("elvit", "evit", "g2tm", "mpm", "cts") else "")
 
 
 def method_settings() -> tuple[str, ...]:
@@ -239,6 +261,10 @@ class MergePlan:
     With method `mpm` two tokens that are each other's most similar one become one after each block of `mpm_layers`
     (`ops/mpm.py`). How many find each other changes with the picture, and no setting decides it.
 
+    With method `cts` the `cts_shared` superpatches, 2x2 patches, that a policy network finds likeliest to show one
+    class have one token each from the first block on, made of their pixels at half the size (`ops/cts.py`). The network
+    has to have that policy network, `network.policy`.
+
     `between_groups` matters where something else takes part between groups of blocks and needs every patch, as in
     ViT-Adapter: by `unmerge` the next group starts with every patch and whatever it merges itself; by `remerge` what
     had merged merges again, as before, and the next group may merge more of it.
@@ -269,6 +295,7 @@ class MergePlan:
     evit_keep: float = 0.7
     g2tm_layer: int = 0
     mpm_layers: tuple[int, ...] = ()
+    cts_shared: int = 0
     between_groups: BetweenGroups = "unmerge"
 
     def __post_init__(self) -> None:
@@ -325,6 +352,8 @@ class MergePlan:
         self._check_layers("evit_layers", self.evit_layers)
         self._check_layers("mpm_layers", self.mpm_layers)
         self._check_evit_and_g2tm()
+        if self.cts_shared < 0:
+            raise PlanError(f"merging.cts_shared counts the superpatches that share a token, got {self.cts_shared}")
         if any(r < 0 for r in self.tome_r):
             raise PlanError(f"merging.tome_r counts the tokens that vanish in each block, got {self.tome_r}")
         if not all(0 <= share <= 0.5 for share in self.tome_share):
@@ -376,6 +405,8 @@ class MergePlan:
             layers: tuple[int, ...] = tuple(filter(None, (self.elvit_layer, self.g2tm_layer)))
         elif self.method in ("evit", "mpm"):
             layers = (*self.evit_layers, *self.mpm_layers)
+        elif self.method == "cts":
+            layers = (1,) if self.cts_shared else ()
         else:
             counted = getattr(self, self.counts_in) if self.counts_in else ()
             layers = (*self.clap_layers, *self.gbm_layers, *(layer for layer, count in enumerate(counted, 1) if count))
@@ -395,6 +426,11 @@ class MergePlan:
     def standing(self) -> bool:
         """Whether one token stands for each patch, which the token maps name; otherwise several do, each in part."""
         return self.method not in ("elvit", "evit")
+
+    @property
+    def restores(self) -> bool:
+        """Whether the decoder gets every patch, as it does not know of the method; else it works on merged tokens."""
+        return self.method == "mpm" or bool(self.counts_in) and self.method != "cts"
 
     @property
     def reads_clap_threshold(self) -> bool:
@@ -425,7 +461,7 @@ class MergePlan:
 
     def merge_in(self, layer: int) -> Merge:
         """What merges in one of `layers`."""
-        if self.method in ("elvit", "evit", "g2tm", "mpm"):
+        if self.method in ("elvit", "evit", "g2tm", "mpm", "cts"):
             return self.method
         if self.counts_in:
             return "tome"
@@ -535,6 +571,7 @@ class Recipe:
             )
         self._check_elvit()
         self._check_evit()
+        self._check_cts()
         if self.merging.between_groups == "remerge" and (
             not self.network.architecture.adapter or not self.merging.lasting or not self.merging.standing
         ):
@@ -579,6 +616,21 @@ class Recipe:
                     f"expected a merging.evit_keep that leaves out one of the {rows} tokens of block {layer}, got "
                     f"{plan.evit_keep}"
                 )
+
+    def _check_cts(self) -> None:
+        plan, (rows, columns) = self.merging, self.network.grid
+        if plan.method != "cts" or not plan.layers:
+            return
+        if not self.network.policy:
+            raise RecipeError(
+                "method cts shares the tokens that a policy network names, and this network has none: export a "
+                "checkpoint that was trained with CTS, whose variant.yml names it, or set network.policy"
+            )
+        if plan.cts_shared > rows // 2 * (columns // 2):
+            raise RecipeError(
+                f"expected merging.cts_shared up to the {rows // 2 * (columns // 2)} superpatches of the grid "
+                f"{self.network.grid}, got {plan.cts_shared}"
+            )
 
 
 def _check_ranges(section: str, facts: object, **ranges: tuple[float, float]) -> None:

@@ -106,13 +106,16 @@ _TOLD_BY_BUDGETS = ("clap", "clap_budget", "gbm_budget")
 
 def method_words(plan: MergePlan) -> str:
     """A method that merges as many tokens in every picture, in words: `ToMe, r 16 in 12 blocks`, `ToMe, 20 % in 24
-    blocks, each by itself`, or block by block; `ELViT, 28 x 28 tokens after block 10`; `EViT, 70 % in blocks 4, 7`."""
+    blocks, each by itself`, or block by block; `ELViT, 28 x 28 tokens after block 10`; `EViT, 70 % in blocks 4, 7`;
+    `CTS, 103 superpatches`."""
     if plan.method == "elvit":
         rows, columns = plan.elvit_grid
         return f"ELViT, {rows} x {columns} tokens after block {plan.elvit_layer}"
     if plan.method == "evit":
         places = ", ".join(map(str, plan.evit_layers))
         return f"EViT, {100 * plan.evit_keep:.3g} % in block{'s' * (len(plan.evit_layers) > 1)} {places}"
+    if plan.method == "cts":
+        return f"CTS, {plan.cts_shared} superpatches"
     return f"ToMe, {_tome_words(plan)}"
 
 

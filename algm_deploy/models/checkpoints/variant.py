@@ -11,7 +11,8 @@ from torch import Tensor
 
 from algm_deploy.errors import CheckpointError, PlanError, RecipeError
 from algm_deploy.models.checkpoints.reading import VARIANT_FILE, Checkpoint, names_of, shape_of
-from algm_deploy.models.segmenter import DISTILLED
+from algm_deploy.models.segmenter import DISTILLED, POLICY
+from algm_deploy.ops.cts import MEMBERS
 from algm_deploy.recipe.conversion import converted
 from algm_deploy.recipe.reading import flatten, resolve
 from algm_deploy.recipe.schema import (
@@ -45,6 +46,13 @@ class _NetKwargs(Struct):
     normalization: Normalization
     decoder: _Decoder
     distilled: bool | None = None
+    policy_method: Literal["policy_net", "no_sharing"] | None = None
+    policy_schedule: Size | None = None
+
+    @property
+    def shares(self) -> bool:
+        """Whether the network is CTS's and shares tokens."""
+        return self.policy_method == "policy_net"
 
 
 class _DatasetKwargs(Struct):
@@ -81,18 +89,23 @@ def network_from_variant(checkpoint: Checkpoint) -> Network:
             decoder_depth=said.decoder.n_layers if said.decoder.name == "mask_transformer" else 0,
             normalization=said.normalization,
             extra_tokens=int(bool(said.distilled)),
+            policy=said.shares,
         )
     _cross_check(checkpoint, network)
     return network
 
 
 def plan_from_variant(checkpoint: Checkpoint) -> MergePlan:
-    """The merging that the checkpoint was trained with: CLAP in its first selected layer, GBM in the later ones.
+    """The merging that the checkpoint was trained with: CTS, or CLAP in its first selected layer and GBM in the later
+    ones.
 
-    `patch_type: pure` or absent means none. Decisions are per image, the default; the published code shares counts over
-    a batch. Errors like those of `network_from_variant`.
+    `patch_type: pure` or absent means neither of these. Decisions are per image, the default; the published code shares
+    counts over a batch. Errors like those of `network_from_variant`.
     """
     with _errors_of(checkpoint):
+        shared = _shared_superpatches(_section(checkpoint, _NetKwargs, "net_kwargs"))
+        if shared:
+            return MergePlan((), (), method="cts", cts_shared=shared)
         said = _section(checkpoint, _DatasetKwargs, "dataset_kwargs")
         if said.patch_type in (None, "pure"):
             return DENSE
@@ -103,6 +116,21 @@ def plan_from_variant(checkpoint: Checkpoint) -> MergePlan:
                 f"{said.selected_layers}, {said.merging_window_size} and {said.threshold}"
             )
         return MergePlan(layers[:1], layers[1:], _pair(said.merging_window_size), said.threshold)
+
+
+def _shared_superpatches(said: _NetKwargs) -> int:
+    """How many superpatches share a token, which `policy_schedule` tells after the patches that have one each."""
+    if not said.shares:
+        return 0
+    height, width = _pair(said.image_size)
+    patches = height // said.patch_size * (width // said.patch_size)
+    alone, shared = said.policy_schedule or (patches, 0)
+    if alone + MEMBERS * shared != patches:
+        raise RecipeError(
+            f"expected net_kwargs.policy_schedule that makes up {patches} patches, one a token and {MEMBERS} a token, "
+            f"got {said.policy_schedule}"
+        )
+    return shared
 
 
 def protocol_from_variant(checkpoint: Checkpoint) -> Protocol:
@@ -125,6 +153,7 @@ def settings_from_variant(checkpoint: Checkpoint) -> Settings:
     """What `variant.yml` says, for `resolve`; the name is that of the checkpoint's folder."""
     plan = flatten(plan_from_variant(checkpoint), "merging.")
     said = ["clap_layers", "gbm_layers"] + (["window", "clap_threshold"] if plan["merging.clap_layers"] else [])
+    said += ["method", "cts_shared"] if plan["merging.cts_shared"] else []
     return {
         "name": checkpoint.path.resolve().parent.name,
         **flatten(network_from_variant(checkpoint), "network."),
@@ -179,6 +208,7 @@ def _cross_check(checkpoint: Checkpoint, network: Network) -> None:
         "net_kwargs.decoder.n_layers": (network.decoder_depth, _blocks(found, "decoder.blocks.")),
         "net_kwargs.n_cls": (network.classes, *classes),
         "net_kwargs.distilled": (bool(network.extra_tokens), DISTILLED in found),
+        "net_kwargs.policy_method": (network.policy, any(key.startswith(f"{POLICY}.") for key in found)),
     }
     for key, (claimed, *measured) in checks.items():
         if any(claimed != came for came in measured):
