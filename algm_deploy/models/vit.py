@@ -35,8 +35,9 @@ class Tokens(NamedTuple):
     images differ in length, so attention has to be told. `keys` (B, S, K): what a merge compares where it is not the
     values, such as the keys of the block's attention, their mean over heads, or (B, S, 1) what cls attends to, or
     (B, M, 1) what the policy network says of superpatches. `within`: the merges inside the last block that ended there,
-    of which nothing is seen in the other fields. `weights` (B, N, S less the prefix) fp32: what the rows count in each patch, where no single one
-    stands for it. `decided` (B, N) int64: what the last merge decided, where the map does not tell.
+    of which nothing is seen in the other fields. `weights` (B, N, S less the prefix) fp32: what the rows count in each
+    patch, where no single one stands for it. `decided` (B, N) int64: what the last merge decided, where the map does
+    not tell.
     """
 
     values: Tensor
@@ -160,7 +161,8 @@ class Block(nn.Module):
     What `merge` leaves between attention and MLP goes on. `attention_merge` and `mlp_merge` are given the normalised
     rows that enter attention or the MLP, which runs on what they leave; every row gets its result back, and the
     residual is that of all rows. `start_merge` is given what enters the block, `end_merge` what it makes.
-    `proportional`: attention counts the patches of a row (ToMe). `weighs`: `merge` is handed what cls attends to (EViT).
+    `proportional`: attention counts the patches of a row (ToMe). `weighs`: `merge` is handed what cls attends to
+    (EViT).
     """
 
     def __init__(self, dim: int, heads: int, eps: float = 1e-5, hidden: int = 0) -> None:

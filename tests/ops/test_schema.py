@@ -37,6 +37,7 @@ OTHERS = {
     "evit": {"patches": 16, "rows": 16, "keep": 9, "prefix": 1},
     "g2tm": {"grid": [4, 4], "prefix": 1},
     "mpm": {"prefix": 1},
+    "cts": {"grid": [4, 4], "prefix": 1, "shared": 2},
     "deformable_attention": {"shapes": [4, 4, 2, 2]},
     "remerge": {"prefix": 1},
     "label_map": {"prefix": 1, "grid": [4, 4], "size": [8, 8]},
@@ -151,7 +152,7 @@ def test_bodies_are_portable(op: str, attributes: dict[str, Any], dtype: str) ->
 
 @pytest.mark.parametrize(
     ("op", "attributes"),
-    [*MERGES, *((op, OTHERS[op]) for op in ("tome", "elvit", "evit"))],
+    [*MERGES, *((op, OTHERS[op]) for op in ("tome", "elvit", "evit", "cts"))],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_similarities_are_fp32_for_16_bit_tokens(op: str, attributes: dict[str, Any]) -> None:

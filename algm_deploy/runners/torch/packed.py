@@ -12,8 +12,8 @@ What decoders make of the rows is not written here: each network describes it (`
 decoder reads from blocks before a merge wait in memory of their own, those of every patch where it reads such.
 
 All that a segment leaves for the next lies in memory of its own (`_Cut`). Networks that merge nothing, merge by
-budgets or as ToMe does, or drop a fixed number of tokens, have a single segment, and every image its own place: one
-CUDA graph a batch size holds all of it, and the host waits for nothing.
+budgets or as ToMe or CTS does, or drop a fixed number of tokens, have a single segment, and every image its own place:
+one CUDA graph a batch size holds all of it, and the host waits for nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from algm_deploy.models.deployed import PIXEL_CENTRE, PIXEL_SCALE, Deployed, PixelEmbedding
 from algm_deploy.models.fp8 import Fp8Linear, Quantised
-from algm_deploy.models.merges import Clap, Gbm, KeepFirst, Tome, Unmerge
+from algm_deploy.models.merges import Clap, Cts, Gbm, KeepFirst, Tome, Unmerge
 from algm_deploy.models.quantized import quantized_layers
 from algm_deploy.models.readout import Crossed, Joining, ReadNetwork, Steps, heads_of
 from algm_deploy.models.scores import GridScores, MaskScores, Scores, TokenScores
@@ -192,9 +192,14 @@ def why_not(network: Deployed) -> str | None:
         return "its blocks are not those of a plain ViT"
     if encoder.outputs[-1] != len(own):
         return "its decoder does not read the last block"
-    within = [getattr(block, name) for block in blocks for part, name in SLOTS.items() if part]
+    within = [getattr(block, name) for block in blocks for part, name in SLOTS.items() if part not in ("", "start")]
     if not all(isinstance(slot, KeepTokens) for slot in within) or not isinstance(encoder.outlet, KeepTokens | Unmerge):
         return "its method merges tokens for a part of a block, or after it"
+    start = own[0].start_merge
+    if not isinstance(start, KeepTokens | Cts | KeepFirst) or any(
+        not isinstance(block.start_merge, KeepTokens) for block in blocks[1:]
+    ):
+        return "its method merges tokens before a block"
     slots = [block.merge for block in blocks if not isinstance(block.merge, KeepTokens)]
     if any(_decides(slot) for slot in slots):
         if any(block.proportional for block in own) or isinstance(encoder.outlet, Unmerge):
@@ -385,6 +390,8 @@ class PackedNetwork:
             _lay_out_like_rows(model)
         self._readout = model.readout()
         self._segments = _segments(model.encoder)
+        start = cast(Block, model.encoder.blocks[0]).start_merge
+        self._start = None if isinstance(start, KeepTokens) else start
         self._thresholds = torch.zeros(2, device=self._device)
         self._given: tuple[float, float] | None = None  # the thresholds there
         self._memories: OrderedDict[int, _Memory] = OrderedDict()
@@ -444,6 +451,7 @@ class PackedNetwork:
         first = self._model.encoder.embed(image[:, :, : network.image_size[0], : network.image_size[1]])
         first = first._replace(values=first.values.contiguous(), map=first.map.contiguous())
         slots = [half.slot for segment in self._segments for half in segment if half.slot is not None]
+        slots = slots if self._start is None else [self._start, *slots]
         outcomes = [
             _Cut(s, first, self.kernels) if isinstance(s, Clap | Gbm) and s.decides else _Outcome(first) for s in slots
         ]
@@ -492,6 +500,8 @@ class PackedNetwork:
             layout, tokens = cut.layout(longest), cut.left
             x = packed(cut.merged, layout, rows)
         delta, outcomes, levels, front = None, iter(memory.outcomes), dict(memory.levels), None
+        if number == 0 and self._start is not None:
+            x, layout, tokens = self._left(self._start, self._entering(memory), next(outcomes))
         for half in self._segments[number]:
             x, entering = half.entering(x, delta)
             delta, keys = half.added(entering, layout, tokens.size)
@@ -500,12 +510,8 @@ class PackedNetwork:
                 return None
             if half.slot is not None:
                 values = (x + delta).to(x.dtype).view(layout.images, layout.longest, -1)
-                tokens = half.slot(tokens._replace(values=values, keys=keys), None)
-                outcome = next(outcomes)
-                outcome.keep(tokens.map, tokens.length)
-                tokens = tokens._replace(map=outcome.map, length=outcome.length)
-                layout = Layout(layout.images, tokens.values.shape[1])
-                x, delta = tokens.values.reshape(-1, x.shape[1]), None
+                entering = tokens._replace(values=values, keys=keys)
+                (x, layout, tokens), delta = self._left(half.slot, entering, next(outcomes)), None
             if half.output is not None:
                 x, read, front = self._read(half.output, x, delta, layout, tokens)
                 delta = None
@@ -514,6 +520,19 @@ class PackedNetwork:
                 levels[half.output] = read._replace(size=read.size[:, : read.values.shape[1]])
         scores = self._readout.scores([levels[i] for i in range(len(levels))], front, _FUSED)
         return self._kept(memory, scores)
+
+    def _left(self, slot: nn.Module, entering: Tokens, outcome: _Outcome) -> tuple[Tensor, Layout, Tokens]:
+        """What a slot leaves of images of one length: rows, where they lie, and what is told of them."""
+        tokens = slot(entering, None)
+        outcome.keep(tokens.map, tokens.length)
+        images, longest, width = tokens.values.shape
+        tokens = tokens._replace(map=outcome.map, length=outcome.length)
+        return tokens.values.reshape(-1, width), Layout(images, longest), tokens
+
+    def _entering(self, memory: _Memory) -> Tokens:
+        """What enters a merge before the first block: the rows of `first`, and superpatches where it is CTS's."""
+        encoder = self._model.encoder
+        return encoder.with_superpatches(memory.image, memory.first) if encoder.shares else memory.first
 
     def _embedded(self, memory: _Memory) -> Tensor:
         """Pixels to the rows that enter the first block, all of them in `first`: a product instead of a convolution."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from official_files import TINY, official, tensors, variant, write
+from toys import checkpoint_state
 
 from algm_deploy.errors import CheckpointError
 from algm_deploy.models.checkpoints.reading import read_checkpoint
@@ -29,6 +32,36 @@ def test_a_checkpoint_trained_without_merging_is_dense(tmp_path: Path) -> None:
     facts["dataset_kwargs"] |= {"patch_type": "pure", "threshold": None, "selected_layers": None}
     checkpoint = read_checkpoint(write(tmp_path, official(tensors(TINY)), facts))
     assert plan_from_variant(checkpoint) == DENSE
+
+
+def shared(schedule: object = (20, 1)) -> dict[str, Any]:
+    """As tue-mps/cts-segmenter writes it: no word of patches that merge."""
+    facts = variant(TINY)
+    for key in ("patch_type", "threshold", "merging_window_size", "selected_layers"):
+        del facts["dataset_kwargs"][key]
+    facts["net_kwargs"] |= {"policy_method": "policy_net", "policy_schedule": schedule, "policynet_ckpt": "model.pth"}
+    return facts
+
+
+def test_a_checkpoint_of_cts_shares_as_many_tokens(tmp_path: Path) -> None:
+    network = replace(TINY, policy=True)
+    checkpoint = read_checkpoint(write(tmp_path, official(checkpoint_state(network)), shared()))
+    recipe = recipe_from_variant(checkpoint)
+    assert recipe.network == network
+    assert recipe.merging == replace(DENSE, method="cts", cts_shared=1)
+    weights = state_dict_for(network, checkpoint).state_dict
+    assert weights["encoder.policy.blocks.1.depthwise.weight"].shape == (96, 1, 3, 3)
+    without = variant(TINY)
+    without["net_kwargs"]["policy_method"] = "no_sharing"
+    with pytest.raises(CheckpointError, match=r"policy_method is False"):
+        network_from_variant(read_checkpoint(write(tmp_path, {"model": checkpoint_state(network)}, without)))
+
+
+def test_a_schedule_that_does_not_make_up_the_grid_is_refused(tmp_path: Path) -> None:
+    network = replace(TINY, policy=True)
+    checkpoint = read_checkpoint(write(tmp_path, {"model": checkpoint_state(network)}, shared((20, 2))))
+    with pytest.raises(CheckpointError, match=r"policy_schedule that makes up 24 patches.*got \(20, 2\)"):
+        plan_from_variant(checkpoint)
 
 
 def test_trained_checkpoints(shared_dir: Path) -> None:

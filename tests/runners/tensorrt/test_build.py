@@ -178,6 +178,23 @@ def test_more_products_in_fp32_than_the_graph_has_are_refused() -> None:
         tensorrt_build._check_precision(parsed, "fp16", 2)
 
 
+def test_cts_is_built_from_standard_operators(
+    bindings: None, translated: Translate, tmp_path: Path, record_property: Support
+) -> None:
+    """It keeps as many tokens in every picture, so nothing of it needs a plugin."""
+    network, plan = replace(NETWORK, policy=True), replace(DENSE, method="cts", cts_shared=2)
+    portable = translated(deployed_toy(network, plan), plan)
+    add_function_bodies(portable)
+    onnx.save(onnx.inliner.inline_local_functions(ir.to_proto(portable)), tmp_path / "model.onnx")
+    engine, built = build(tmp_path / "model.onnx")
+    parsed = built.parsed_network
+    assert engine
+    assert parsed.plugins == ()
+    assert set(parsed.layers["TOPK"]) == {"FLOAT"}
+    assert not {"NON_ZERO", "CONDITION", "LOOP"} & set(parsed.layers)
+    record_property("support", f"cts segmenter/{NETWORK.decoder} tensorrt-rtx builds")
+
+
 @pytest.mark.parametrize(("family", "decoder"), [("eomt", "queries"), ("segvit", "atm")])
 def test_engines_of_masks_exported_in_16_bits(
     rtx: None, translated: Translate, tmp_path: Path, family: str, decoder: str

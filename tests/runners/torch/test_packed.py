@@ -42,6 +42,7 @@ PLANS = {
     "tome": MergePlan((), (), method="tome", tome_r=(9, 0, 5)),
 }
 USUAL = "clap and gbm"
+CTS = MergePlan((), (), method="cts", cts_shared=5)
 THRESHOLDS = {"fixed": ((0.9, 0.9), (0.99, 0.8)), "adaptive": ((0.9, 0.0), (0.99, 2.0)), "budget": ((0.0, 0.0),)}
 NEVER = float("inf")
 
@@ -253,6 +254,20 @@ def test_rows_of_padding_reach_nothing(blob_images: Images) -> None:
     assert min(lengths[0].tolist()) < max(lengths[0].tolist()), "images of one length would leave no padding"
 
 
+@pytest.mark.usefixtures("unwritten_memory_is_nan")
+@pytest.mark.parametrize("plan", ["cts", "truncated"])
+def test_tokens_that_are_shared_before_the_first_block(plan: str, blob_images: Images) -> None:
+    shape = replace(network(), policy=True)
+    model = model_of(shape)
+    filled = insert_merging(model, CTS) if plan == "cts" else truncate(model, {1: 50}, CTS)
+    plain = Deployed(filled, shape, "scores").eval()
+    packed = PackedNetwork(plain, torch.uint8)
+    packed.graphs = graphs = Rounded()  # type: ignore[assignment]
+    for count in (3, 1):
+        assert_like_modules(packed, plain, torch.from_numpy(blob_images(count)), 0.0, 0.0)
+    assert len(graphs.keys) == 2
+
+
 def test_a_network_that_drops_tokens_keeps_one_segment(blob_images: Images) -> None:
     shape = network()
     plain = Deployed(truncate(model_of(shape), {1: 40, 3: 25}), shape, "scores").eval()
@@ -325,6 +340,9 @@ def test_what_does_not_fit_is_told() -> None:
     counting = deployed(PLANS[USUAL])
     counting.model.encoder.blocks[2].proportional = True
     assert "as many tokens in every picture" in said(counting)
+    second = deployed(DENSE)
+    second.model.encoder.blocks[1].start_merge = nn.Identity()
+    assert "tokens before a block" in said(second)
     assert "part of a block" in said(deployed(MergePlan((), (), method="tome_blockwise", tome_share=(0.1,) * 4)))
     half = replace(PLANS["budgets"], gbm="adaptive", gbm_budget=0)  # a known number first, then one of the picture
     assert "only some of its merges" in said(deployed(half))
@@ -391,6 +409,15 @@ def test_graphs_give_the_modules_results(plan: str, graphs: bool, merging: str, 
 def full_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     """Convolutions in all bits of fp32, which are not PyTorch's default."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("full_fp32")
+def test_graphs_share_tokens_as_the_modules_do(blob_images: Images) -> None:
+    plain = deployed(CTS, replace(network(), policy=True), device="cuda")
+    packed = PackedNetwork(plain, torch.uint8)
+    for count in (3, 1, 3, 1):
+        assert_like_modules(packed, plain, torch.from_numpy(blob_images(count)).cuda(), 0.0, 0.0)
 
 
 @pytest.mark.gpu
