@@ -54,7 +54,7 @@ from algm_deploy.predictor import (
     thresholds_in_force,
     usual_batch,
 )
-from algm_deploy.recipe.reading import budget_settings, checked, recipe_settings, resolve
+from algm_deploy.recipe.reading import budget_settings, checked, recipe_settings, resolve, with_method
 from algm_deploy.recipe.schema import Recipe
 from algm_deploy.runners.contract import Runner, runner, runner_type
 from algm_deploy.runners.registry import default_runtime, row_of
@@ -117,7 +117,8 @@ def export(
     if content.variant is not None or recipe is None:
         layers.append((VARIANT_FILE, settings_from_variant(content)))
     if recipe is not None:
-        layers.append((f"recipe {recipe}", recipe_settings(str(recipe))))
+        below = layers[0][1] if layers else {}
+        layers.append((f"recipe {recipe}", with_method(recipe_settings(str(recipe)), below)))
     thresholds = {"merging.clap_threshold": tau, "merging.gbm_threshold": gbm}
     given = {key: value for key, value in thresholds.items() if value is not None}
     given |= budget_settings(*budget) if budget else {}

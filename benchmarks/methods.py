@@ -61,6 +61,7 @@ ELVIT = {  # parts of the depth and of the patch grid's sides, temperature, sema
     (2 / 3, 0.5): ((0.2, "paper"), (1.0, "paper")),
 }
 EVIT = (0.9, 0.8, 0.7, 0.5)  # kept at each of a third, a half plus and most of the depth, as published
+CTS = (51, 77, 103, 154)  # superpatches that share, where the checkpoint has a policy network
 G2TM = (0.88, 0.95, 0.98, 0.99)  # thresholds, in block 2; 0.88 is the published one
 MPM = ((2, 5), (5,), (2, 5, 8))  # blocks that pairs merge after; the first are the published ones
 # Of the labels of the modules as they are, for a network to be timed: fp16 leaves 99.1 % of a picture's as they are in
@@ -138,6 +139,8 @@ def plans(plan: MergePlan, network: Network) -> dict[str, MergePlan]:
     }
     for blocks in (blocks for blocks in MPM if blocks[-1] <= depth):
         found[f"mpm after {','.join(map(str, blocks))}"] = replace(DENSE, method="mpm", mpm_layers=blocks)
+    if network.policy:
+        found |= {f"cts {count}": replace(DENSE, method="cts", cts_shared=count) for count in CTS}
     return found
 
 

@@ -42,6 +42,7 @@ TESTS = (
     "tests/test_evit.py",
     "tests/test_g2tm.py",
     "tests/test_mpm.py",
+    "tests/test_cts.py",
     "tests/models",
     "tests/parity",
     "tests/evaluation/test_datasets.py",
@@ -58,6 +59,7 @@ SELECTION = " or ".join(
         "other_families",
         "with_our_plugins",
         "constant_counts_are_built",
+        "cts_is_built",
     )
 )
 Claims = Mapping[str, list[str]]  # claim -> tests that passed with it
@@ -131,6 +133,8 @@ def page(claims: Claims) -> str:
             others("g2tm"),
             "\n## MPM\n",
             others("mpm"),
+            "\n## CTS\n",
+            others("cts"),
             TAIL,
         )
     )

@@ -18,11 +18,14 @@ from algm_deploy.bundle.store import Bundle
 from algm_deploy.deployment import export, parity_windows
 from algm_deploy.errors import PlanError, RecipeError
 from algm_deploy.evaluation.flops import multiply_adds
+from algm_deploy.models.checkpoints.reading import read_checkpoint
+from algm_deploy.models.checkpoints.variant import settings_from_variant
 from algm_deploy.models.policy import PolicyNet, policy_multiply_adds
 from algm_deploy.parity.chain import verify
 from algm_deploy.parity.decisions import cts_problems, differing
 from algm_deploy.parity.graph import graph_facts, graph_problems
 from algm_deploy.parity.replay import Replays, cts_facts
+from algm_deploy.recipe.reading import resolve, with_method
 from algm_deploy.recipe.schema import DENSE, MergePlan, Network, Protocol, Recipe
 from algm_deploy.report.records import plan_in_force, plan_name
 from algm_deploy.runners.contract import runner
@@ -87,6 +90,18 @@ def test_it_has_a_name_and_no_thresholds() -> None:
     assert PLAN.static
     assert PLAN.standing
     assert not replace(PLAN, cts_shared=0).layers
+
+
+def test_a_recipe_over_a_checkpoint_of_cts_merges_as_it_says(checkpoint: Path) -> None:
+    below = settings_from_variant(read_checkpoint(checkpoint))
+    above = {"merging.clap_layers": (1,), "merging.gbm_layers": (2,)}
+    found, conflicts = resolve([("variant.yml", below), ("recipe x", with_method(above, below))])
+    assert found.merging == MergePlan((1,), (2,))
+    assert found.network == NETWORK
+    assert "merging.method: recipe x says algm, variant.yml says cts; recipe x wins" in conflicts
+    assert with_method({"output": "labels"}, below) == {"output": "labels"}
+    own = {**above, "merging.method": "tome"}
+    assert with_method(own, below)["merging.method"] == "tome"
 
 
 def test_multiply_adds() -> None:

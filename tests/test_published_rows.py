@@ -25,7 +25,7 @@ from algm_deploy.report.published import (
 ROWS = read_published()
 RECIPES = tuple(recipe(name) for name in recipe_names())
 VARIANTS = tuple(recipe(f"{name}@{row}") for name in recipe_names() for row in recipe_rows(name))
-METHODS = {"ALGM": "algm", "ToMe": "tome_blockwise"}
+METHODS = {"ALGM": "algm", "ToMe": "tome_blockwise", "CTS": "cts"}
 FIGURES = ("miou_percent", "gmacs", "throughput_img_per_s")
 
 

@@ -112,6 +112,12 @@ def toy(family: str, decoder: str) -> tuple[Network, MergePlan]:
     return network, plan
 
 
+def cts_toy() -> tuple[Network, MergePlan]:
+    """A toy with CTS's policy network, two of whose six superpatches share a token."""
+    network, _ = toy("segmenter", "mask_transformer")
+    return replace(network, policy=True), MergePlan((), (), method="cts", cts_shared=2)
+
+
 def with_budgets(plan: MergePlan) -> MergePlan:
     """The plan of a toy with budgets in place of thresholds: two of its six windows, three tenths of the rest."""
     return replace(plan, clap="budget", clap_budget=2, gbm="budget", gbm_budget=0.3)

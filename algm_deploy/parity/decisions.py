@@ -156,8 +156,8 @@ def differing(before: Ints, ours: Ints, other: Ints, stage: int, plan: MergePlan
     `before` is the map in front of the merge. CLAP decides for each window whether it merges, GBM and ToMe for each
     token that may which other it joins, if any, ELViT for each patch which centroid is the last that counts, EViT for
     each row whether it stays or which other it is restored from, G2TM for patches that touch whether they share a
-    token, MPM for each token which other it joins, if any, CTS for each superpatch whether its patches share one. Merged
-    windows, and tokens that stay, in another order count once for each that would have to be moved.
+    token, MPM for each token which other it joins, if any, CTS for each superpatch whether its patches share one.
+    Merged windows, and tokens that stay, in another order count once for each that would have to be moved.
     """
     layer, prefix = plan.layers[stage], network.prefix
     if plan.merge_in(layer) == "elvit":

@@ -15,7 +15,7 @@ from typing import Any, get_type_hints
 from algm_deploy.errors import PlanError, RecipeError, nearest, shown
 from algm_deploy.package_data import content
 from algm_deploy.recipe.conversion import converted
-from algm_deploy.recipe.schema import Recipe, Settings
+from algm_deploy.recipe.schema import DENSE, Recipe, Settings, method_settings
 
 SCHEMA = 1
 
@@ -127,6 +127,17 @@ def resolve(layers: Sequence[tuple[str, Settings]]) -> tuple[Recipe, tuple[str, 
     return _build(values, source), tuple(conflicts)
 
 
+def with_method(settings: Settings, below: Settings) -> Settings:
+    """Settings that say where to merge, to be laid over others, with their method: ALGM's where they name none.
+
+    Without it they would be read by the method of `below`, as a checkpoint's of CTS.
+    """
+    if "merging.method" not in below or not any(key.startswith("merging.") for key in settings):
+        return settings
+    unread = {key: getattr(DENSE, key.removeprefix("merging.")) for key in below if key in _METHOD_KEYS}
+    return {"merging.method": DENSE.method, **unread, **settings}
+
+
 def to_table(recipe: Recipe) -> dict[str, Any]:
     """A recipe as a JSON-ready table that `from_table` reads back to an equal recipe."""
     return {"schema": SCHEMA, **asdict(recipe)}
@@ -171,4 +182,5 @@ _SECTIONS: dict[str, Any] = {name: kind for name, kind in _HINTS.items() if is_d
 _FIELDS: dict[str, Any] = {name: kind for name, kind in _HINTS.items() if name not in _SECTIONS} | {
     f"{section}.{name}": kind for section, owner in _SECTIONS.items() for name, kind in get_type_hints(owner).items()
 }
+_METHOD_KEYS = tuple(f"merging.{name}" for name in method_settings())
 _REQUIRED = ["name", *(f"{section}.{name}" for section, owner in _SECTIONS.items() for name in _required(owner))]

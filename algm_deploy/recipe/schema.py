@@ -430,7 +430,7 @@ class MergePlan:
     @property
     def restores(self) -> bool:
         """Whether the decoder gets every patch, as it does not know of the method; else it works on merged tokens."""
-        return self.method == "mpm" or bool(self.counts_in) and self.method != "cts"
+        return self.method == "mpm" or (bool(self.counts_in) and self.method != "cts")
 
     @property
     def reads_clap_threshold(self) -> bool:

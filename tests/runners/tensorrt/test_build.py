@@ -26,7 +26,7 @@ import pytest
 import torch
 from msgspec import structs
 from onnx import TensorProto, helper, numpy_helper
-from toys import CONSTANT_COUNTS, deployed_toy, toy, with_budgets
+from toys import CONSTANT_COUNTS, cts_toy, deployed_toy, toy, with_budgets
 from tqdm import tqdm
 
 from algm_deploy import native_libraries as native
@@ -178,23 +178,6 @@ def test_more_products_in_fp32_than_the_graph_has_are_refused() -> None:
         tensorrt_build._check_precision(parsed, "fp16", 2)
 
 
-def test_cts_is_built_from_standard_operators(
-    bindings: None, translated: Translate, tmp_path: Path, record_property: Support
-) -> None:
-    """It keeps as many tokens in every picture, so nothing of it needs a plugin."""
-    network, plan = replace(NETWORK, policy=True), replace(DENSE, method="cts", cts_shared=2)
-    portable = translated(deployed_toy(network, plan), plan)
-    add_function_bodies(portable)
-    onnx.save(onnx.inliner.inline_local_functions(ir.to_proto(portable)), tmp_path / "model.onnx")
-    engine, built = build(tmp_path / "model.onnx")
-    parsed = built.parsed_network
-    assert engine
-    assert parsed.plugins == ()
-    assert set(parsed.layers["TOPK"]) == {"FLOAT"}
-    assert not {"NON_ZERO", "CONDITION", "LOOP"} & set(parsed.layers)
-    record_property("support", f"cts segmenter/{NETWORK.decoder} tensorrt-rtx builds")
-
-
 @pytest.mark.parametrize(("family", "decoder"), [("eomt", "queries"), ("segvit", "atm")])
 def test_engines_of_masks_exported_in_16_bits(
     rtx: None, translated: Translate, tmp_path: Path, family: str, decoder: str
@@ -206,6 +189,25 @@ def test_engines_of_masks_exported_in_16_bits(
     layers = build(tmp_path / "model.onnx", "fp16")[1].parsed_network.layers
     assert layers["EINSUM"]["FLOAT"] == 1
     assert set(layers["MATRIX_MULTIPLY"]) == {"HALF"}
+
+
+def test_cts_is_built_from_standard_operators(
+    rtx: None, translated: Translate, tmp_path: Path, record_property: Support
+) -> None:
+    """It shares as many tokens in every picture, and its policy network is convolutions; both precisions."""
+    network, plan = cts_toy()
+    base = translated(deployed_toy(network, plan, "labels"), plan)
+    precisions: tuple[Precision, ...] = ("fp32", "fp16")
+    for precision in precisions:
+        onnx.save(tensorrt_from_base(base, precision)[0], tmp_path / "model.onnx")
+        engine, built = build(tmp_path / "model.onnx", precision)
+        parsed = built.parsed_network
+        assert engine
+        assert {plugin.plugin for plugin in parsed.plugins} == {"label_map"}
+        assert set(parsed.layers["TOPK"]) == {"FLOAT"}
+        assert set(parsed.layers["CONVOLUTION"]) == {"FLOAT" if precision == "fp32" else "HALF"}
+        assert not {"NON_ZERO", "CONDITION", "LOOP"} & set(parsed.layers)
+    record_property("support", f"cts segmenter/{network.decoder} tensorrt-rtx builds")
 
 
 @pytest.mark.parametrize(
