@@ -261,7 +261,7 @@ class VisionTransformer(nn.Module):
         As published (tue-mps/cts-segmenter, segm/model/vit.py): pixels and position embeddings at half the size.
         """
         half = F.avg_pool2d(image.to(torch.promote_types(tokens.values.dtype, torch.float32)), 2)
-        positions = self.pos_embed[:, self.prefix :].mT.unflatten(2, self.grid)
+        positions = self.pos_embed[:, self.prefix :].mT.reshape(1, -1, *self.grid)
         superpatches = self.patch_embed(half) + F.avg_pool2d(positions, 2).flatten(2).mT
         values = torch.cat([tokens.values, superpatches], 1)
         return tokens._replace(values=values, keys=self.policy(image)[..., None])

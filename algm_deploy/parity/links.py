@@ -234,10 +234,10 @@ def _mpm(plan: MergePlan, layer: int, network: Network, tokens: Tokens) -> tuple
 def _cts(plan: MergePlan, layer: int, network: Network, tokens: Tokens) -> tuple[float, bool]:
     """Tokens, which are copies; scores are compared where a runtime is."""
     assert tokens.keys is not None
-    score, facts = tokens.keys[..., 0].float(), (network.grid, network.prefix, plan.cts_shared)
-    ours = [part.numpy() for part in torch.ops.algm.cts(tokens.values.float(), score, list(facts[0]), *facts[1:])]
-    given = tokens.values.float().numpy(), score.numpy()
-    exact = reference.cts(*given, **dict(zip(("grid", "prefix", "shared"), facts, strict=True)))
+    values, score = tokens.values.float(), tokens.keys[..., 0].float()
+    grid, prefix, shared = network.grid, network.prefix, plan.cts_shared
+    ours = [part.numpy() for part in torch.ops.algm.cts(values, score, list(grid), prefix, shared)]
+    exact = reference.cts(values.numpy(), score.numpy(), grid=grid, prefix=prefix, shared=shared)
     return float(np.abs(ours[0] - exact[0]).max()), all(map(np.array_equal, ours[1:], exact[1:]))
 
 

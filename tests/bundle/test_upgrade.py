@@ -111,9 +111,11 @@ def test_what_the_bundle_keeps_itself_is_the_same(name: str) -> None:
         **{"elvit_layer": 0, "elvit_grid": [0, 0], "elvit_neighbours": 20, "elvit_iterations": 5, "elvit_window": 5},
         **{"elvit_temperature": 0.02, "evit_layers": [], "evit_keep": 0.7, "g2tm_layer": 0, "mpm_layers": []},
         "between_groups": "unmerge",
+        "cts_shared": 0,
     }
     absent_then = ("adapter_heads", "adapter_dim", "decoder_heads", "pixel_layers", "mlp_dim")
     before["recipe"]["network"] |= dict.fromkeys(absent_then, 0)
+    before["recipe"]["network"]["policy"] = False
     before["recipe"]["protocol"]["multiple"] = 1
     del before["recipe"]["merging"]["gbm_mode"]
     before["recipe"]["gates"] |= {"int8_label_agreement": 0.99, "fp8_label_agreement": 0.99}

@@ -510,8 +510,8 @@ class PackedNetwork:
                 return None
             if half.slot is not None:
                 values = (x + delta).to(x.dtype).view(layout.images, layout.longest, -1)
-                entering = tokens._replace(values=values, keys=keys)
-                (x, layout, tokens), delta = self._left(half.slot, entering, next(outcomes)), None
+                merging = tokens._replace(values=values, keys=keys)
+                (x, layout, tokens), delta = self._left(half.slot, merging, next(outcomes)), None
             if half.output is not None:
                 x, read, front = self._read(half.output, x, delta, layout, tokens)
                 delta = None
