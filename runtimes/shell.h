@@ -45,13 +45,15 @@ struct Kernels {
     decltype(&algm_cpu_gbm_apply) gbmApply;
     decltype(&algm_cpu_unmerge) unmerge;
     decltype(&algm_cpu_label_map) labelMap;
+    decltype(&algm_cpu_deformable_attention) deformableAttention;
 };
 
 #define ALGM_KERNELS_OF(device)                                                                    \
     algm::Kernels {                                                                                \
         algm_##device##_status_text, algm_##device##_clap_workspace, algm_##device##_clap_decide,  \
             algm_##device##_clap_apply, algm_##device##_gbm_workspace, algm_##device##_gbm_decide, \
-            algm_##device##_gbm_apply, algm_##device##_unmerge, algm_##device##_label_map          \
+            algm_##device##_gbm_apply, algm_##device##_unmerge, algm_##device##_label_map,         \
+            algm_##device##_deformable_attention                                                   \
     }
 
 // Types of inputs and outputs. Tokens have one of three, the same for all of a node.
@@ -104,6 +106,15 @@ inline constexpr Words kSemantics{"code", "paper"};
 inline constexpr Words kBatch{"per_image", "batch_min"};
 inline constexpr Words kOrder{"published", "raster"};
 inline constexpr Words kRule{"threshold", "adaptive", "fixed", "budget"};
+
+// An attribute of as many numbers as a node has, up to twice the levels of deformable attention.
+struct Numbers {
+    int32_t value[2 * ALGM_MAX_LEVELS], count;
+
+    static int32_t counted(int64_t found, char const *what) {
+        return within(found, 0, 2 * ALGM_MAX_LEVELS, what);
+    }
+};
 
 // The outputs of both merges; the last one counts the rows, S' or S''. `decide` tells the count once more as INT32 to
 // whoever wants it so.
@@ -304,6 +315,53 @@ struct LabelMap {
                                       size[0], size[1], prefix, call.dtype, LABELS};
         call.done(call.kernels.labelMap(&p, call.inputs[0], call.in<int64_t>(1), call.outputs[0], call.stream),
                   "labelling pixels");
+    }
+};
+
+// value (B,M,H,D), locations (B,Q,H,L,P,2), shares (B,Q,H,L,P) -> (B,Q,H*D).
+struct DeformableAttention {
+    static constexpr char const *kName = "deformable_attention";
+    static constexpr bool kMerges = false;
+    static constexpr std::array<Port, 3> kInputs{
+        {{"value", Type::kTokens, 4}, {"locations", Type::kFloat, 6}, {"shares", Type::kFloat, 5}}};
+    static constexpr std::array<Port, 1> kOutputs{{{"values", Type::kTokens, 3}}};
+
+    Numbers shapes{};  // rows and columns of each level
+
+    template <class Visit>
+    void attributes(Visit &&visit) {
+        visit("shapes", shapes, 1);
+    }
+
+    int64_t levels() const { return shapes.count / 2; }
+
+    void checkShapes(Shapes in) const {
+        if (shapes.count == 0 || shapes.count % 2 != 0) {
+            fail("attribute shapes should hold rows and columns of each level, got ", shapes.count, " numbers");
+        }
+        int64_t cells = 0;
+        for (int32_t i = 0; i < shapes.count; i += 2) {
+            cells += int64_t{shapes.value[i]} * shapes.value[i + 1];
+        }
+        expectEqual(in[0][1], cells, "cells of value (shapes)");
+        expectEqual(in[2][0], in[0][0], "images of shares");
+        expectEqual(in[2][2], in[0][2], "heads of shares");
+        expectEqual(in[2][3], levels(), "levels of shares (shapes)");
+        for (int32_t axis = 0; axis < 5; ++axis) {
+            expectEqual(in[1][axis], in[2][axis], "a dimension of locations (shares)");
+        }
+        expectEqual(in[1][5], 2, "coordinates of locations");
+    }
+
+    std::array<int64_t, 3> shape(Shapes in) const { return {in[0][0], in[2][1], in[0][2] * in[0][3]}; }
+
+    void run(Launch const &call) const {
+        auto const *d = call.shapes[0], *s = call.shapes[2];
+        algm_deformable_attention_params p{d[0], d[1], d[2], d[3], s[1], levels(), s[4], {}, call.dtype};
+        std::copy_n(shapes.value, shapes.count, p.sides);
+        call.done(call.kernels.deformableAttention(&p, call.inputs[0], call.in<float>(1), call.in<float>(2),
+                                                   call.outputs[0], call.stream),
+                  "looking at places");
     }
 };
 

@@ -12,6 +12,7 @@ import torch
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
+from algm_deploy.lowering.tensorrt import PLUGINS
 from algm_deploy.lowering.tensorrt_stretches import stretches
 from algm_deploy.ops import reference
 from algm_deploy.ops.label_map import reference as label_map_reference
@@ -65,8 +66,17 @@ class Unmerge(OpRun):
         return (reference.unmerge(values, map, prefix=given["prefix"]),)
 
 
-STAND_INS: list[type[OpRun]] = [Clap, Gbm, LabelMap, Unmerge]
-for stand_in, name in zip(STAND_INS, ("clap", "gbm", "label_map", "unmerge"), strict=True):
+class DeformableAttention(OpRun):
+    """The plugin `deformable_attention` in NumPy."""
+
+    op_domain = "algm"
+
+    def _run(self, value: Any, locations: Any, shares: Any, **given: Any) -> Any:
+        return (reference.deformable_attention(value, locations, shares, shapes=given["shapes"]),)
+
+
+STAND_INS: list[type[OpRun]] = [Clap, Gbm, Unmerge, LabelMap, DeformableAttention]
+for stand_in, name in zip(STAND_INS, PLUGINS, strict=True):
     stand_in.__name__ = name
 
 

@@ -9,7 +9,8 @@
 | bias + GELU | `com.microsoft.BiasGelu` |
 | patch embedding | CUDA: one matrix product instead of a strided convolution |
 | rows scaled to length one | CUDA: `SimplifiedLayerNormalization` |
-| label_map, on CUDA clap, gbm, unmerge | custom operators where the library is there, else their function bodies |
+| label_map, deformable_attention, on CUDA clap, gbm, unmerge | custom operators where the library is there, else their
+function bodies |
 
 `com.microsoft.Attention` takes queries, keys and values from one packed weight in the very layout the network has;
 where another layout is needed, the session turns the weight. So no weight is written anew: every graph refers to the
@@ -44,8 +45,8 @@ Provider = Literal["cpu", "cuda"]
 # What the library is used for. On the CPU the bodies of the others are as fast (Segmenter-S: 182 against 184 ms); a
 # label map of 150 classes takes 136 ms by its body and 28 ms by the library.
 CUSTOM_OPERATORS: dict[Provider, frozenset[str]] = {
-    "cpu": frozenset({"label_map"}),
-    "cuda": frozenset({"clap", "gbm", "unmerge", "label_map"}),
+    "cpu": frozenset({"label_map", "deformable_attention"}),
+    "cuda": frozenset({"clap", "gbm", "unmerge", "label_map", "deformable_attention"}),
 }
 # `com.microsoft.PackedMultiHeadAttention` runs the flash kernels from this many rows on.
 PACKED_ROWS = 513

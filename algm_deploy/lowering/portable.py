@@ -18,13 +18,11 @@ from algm_deploy.errors import BundleError
 from algm_deploy.ops.bodies import BODIES, OPSET, Body
 from algm_deploy.ops.schema import DOMAIN, SCHEMAS, VERSION
 
-# ToMe, ELViT, EViT and CTS leave as many tokens in every picture, deformable attention looks at whole grids, merging
-# again is a product.
+# ToMe, ELViT, EViT and CTS leave as many tokens in every picture, merging again is a product.
 _WITHOUT_PLUGIN = frozenset(
     {
         "cls_attention",
         "cts",
-        "deformable_attention",
         "elvit",
         "elvit_restore",
         "evit",

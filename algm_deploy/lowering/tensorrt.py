@@ -4,9 +4,8 @@
 |---|---|
 | clap, gbm | plugin node with one more output, the 0-D INT32 size tensor that tells TensorRT the token count, and one
 more attribute, the count to tune for |
-| the same by a budget, ToMe and its attention, ELViT, EViT and what cls attends to, CTS, deformable attention, merging
-again | standard operators |
-| unmerge | plugin node |
+| the same by a budget, ToMe and its attention, ELViT, EViT and what cls attends to, CTS, merging again | standard operators |
+| unmerge, deformable_attention | plugin node |
 | label_map | plugin node with int32 labels, then a Cast to uint8: TensorRT takes no 8-bit plugin output |
 | attention | `Attention` of opset 23, its mask made from the lengths |
 | precision | explicit types (`tensorrt_precision`), in fp8 quantised products (`tensorrt_fp8`) |
@@ -48,7 +47,7 @@ OPSET = 23
 PLUGIN_NAMESPACE = "algm_deploy"
 PLUGIN_VERSION = "2"
 MERGES = ("clap", "gbm")
-PLUGINS = (*MERGES, "unmerge", "label_map")
+PLUGINS = (*MERGES, "unmerge", "label_map", "deformable_attention")
 TRANSLATED = (*PLUGINS, "attention")
 # The largest K of a TopK in every TensorRT release so far. A merge in standard operators sorts its windows with one.
 TOPK_LIMIT = 3840
@@ -117,8 +116,8 @@ def tensorrt_from_base(
         layers: in fp8, the products to compute in it, by name; those of int8 the base graph holds itself.
 
     Returns:
-        The new model, and how often each rewrite fired: `clap`, `gbm`, `unmerge`, `label_map`, `attention`, the
-        precision's `cast` and `weight`, in int8 `zero_point`, and in fp8 `product`.
+        The new model, and how often each rewrite fired: `clap`, `gbm`, `unmerge`, `label_map`, `deformable_attention`,
+        `attention`, the precision's `cast` and `weight`, in int8 `zero_point`, and in fp8 `product`.
 
     Raises:
         ExportError: the graph holds an operator that cannot be translated, or another number of merges, or it lacks a
@@ -278,6 +277,7 @@ class _Rewriter:
             "attention": self._attention,
             "label_map": self._label_map,
             "unmerge": lambda n: [plugin_node(n)],
+            "deformable_attention": lambda n: [plugin_node(n)],
             "clap": self._merge,
             "gbm": self._merge,
         }

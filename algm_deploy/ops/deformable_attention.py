@@ -46,7 +46,7 @@ def level_sides(shapes: Sequence[int]) -> np.ndarray:
 @operator("value:T locations:f32 shares:f32", "values:T")
 def deformable_attention(value: Tensor, locations: Tensor, shares: Tensor, shapes: list[int]) -> Tensor:
     """Deformable attention: every query sums up what it finds at its own places of a few grids."""
-    _check(value.shape, locations.shape, shares.shape, shapes)
+    check_shapes(value.shape, locations.shape, shares.shape, shapes)
     images, queries, heads, levels, points = shares.shape
     rows, columns, first = table(level_sides, (tuple(shapes),), value.device)[:, None].unbind(2)
     cells, width = value.shape[1], value.shape[3]
@@ -76,8 +76,8 @@ def _cell(place: Tensor, side: Tensor) -> tuple[Tensor, Tensor]:
     return cell, at - cell
 
 
-def _check(value: Sequence[Any], locations: Sequence[Any], shares: Sequence[Any], shapes: Sequence[int]) -> None:
-    """Refuses shapes that contradict each other.
+def check_shapes(value: Sequence[Any], locations: Sequence[Any], shares: Sequence[Any], shapes: Sequence[int]) -> None:
+    """Refuses shapes of an operator's inputs that contradict each other.
 
     Raises:
         ExecutionError: they do.
@@ -99,7 +99,7 @@ def _check(value: Sequence[Any], locations: Sequence[Any], shares: Sequence[Any]
 
 @deformable_attention.register_fake
 def _(value: Tensor, locations: Tensor, shares: Tensor, shapes: list[int]) -> Tensor:
-    _check(value.shape, locations.shape, shares.shape, shapes)
+    check_shapes(value.shape, locations.shape, shares.shape, shapes)
     return value.new_empty(value.shape[0], shares.shape[1], value.shape[2] * value.shape[3])
 
 

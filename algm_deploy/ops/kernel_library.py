@@ -7,11 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from algm_deploy.errors import ExecutionError
 from algm_deploy.ops.schema import WORDS
 
 DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2}
 ROWS_ON_DEVICE = -1
 """For `out_rows`: exactly the rows that the decision counted."""
+MAX_LEVELS = 8
+"""Most levels that deformable attention looks at."""
 
 
 def _struct(name: str, longs: str, ints: str, doubles: str = "") -> type[ctypes.Structure]:
@@ -30,6 +33,16 @@ ClapParams = _struct(
 GbmParams = _struct("GbmParams", "batch rows width patches prefix budget", "dtype semantics batch_mode rule", "divisor")
 UnmergeParams = _struct("UnmergeParams", "batch rows width patches prefix", "dtype")
 LabelMapParams = _struct("LabelMapParams", "batch rows classes grid_h grid_w height width prefix", "dtype label_type")
+
+
+class DeformableAttentionParams(ctypes.Structure):
+    """`sides` has room for more levels than there are."""
+
+    _fields_ = (
+        *((field, ctypes.c_int64) for field in "batch cells heads width queries levels points".split()),
+        ("sides", ctypes.c_int32 * (2 * MAX_LEVELS)),
+        ("dtype", ctypes.c_int32),
+    )
 
 
 def clap_params(
@@ -75,6 +88,22 @@ def label_map_params(
 ) -> ctypes.Structure:
     """Of labelling scores of a shape (B, S, K) and a type; labels are int32 if `wide`, else uint8."""
     return LabelMapParams(*shape, *grid, *size, prefix, DTYPES[dtype], int(wide))
+
+
+def deformable_attention_params(
+    shape: Sequence[int], dtype: str, looks: Sequence[int], shapes: Sequence[int]
+) -> ctypes.Structure:
+    """Of deformable attention on a value of a shape (B, M, H, D) and a type, with shares of a shape (B, Q, H, L, P).
+
+    Raises:
+        ExecutionError: more levels than the library takes.
+    """
+    if len(shapes) > 2 * MAX_LEVELS:
+        raise ExecutionError(f"expected at most {MAX_LEVELS} levels of deformable attention, got {len(shapes) // 2}")
+    _, queries, _, levels, points = looks
+    sides = DeformableAttentionParams().sides
+    sides[: len(shapes)] = shapes
+    return DeformableAttentionParams(*shape, queries, levels, points, sides, DTYPES[dtype])
 
 
 def _places(**words: str) -> list[int]:

@@ -1,7 +1,7 @@
 """The operators on a CUDA device by the project's own kernels, called through their C interface.
 
-`use_kernels` makes `torch.ops.algm.clap`, `gbm` and `label_map` call the kernel library for tensors on a CUDA device,
-in the whole process. Without it, or without a built library, they run their bodies in PyTorch's operators.
+`use_kernels` makes `torch.ops.algm.clap`, `gbm`, `label_map` and `deformable_attention` call the kernel library for
+tensors on a CUDA device, in the whole process. Without it, or without a built library, they run their bodies in PyTorch's operators.
 
 A merge is two calls: `decide` finds who merges and leaves a plan in a workspace, `apply` moves the rows by it. Nothing
 here waits for the device but the operators themselves, which must know how many rows their result has.
@@ -23,7 +23,14 @@ from algm_deploy.errors import ExecutionError
 from algm_deploy.native_libraries import missing_here, require_library
 from algm_deploy.ops.clap import clap, rows_left
 from algm_deploy.ops.gbm import gbm, most_joins
-from algm_deploy.ops.kernel_library import KernelLibrary, clap_params, gbm_params, label_map_params
+from algm_deploy.ops.deformable_attention import check_shapes, deformable_attention
+from algm_deploy.ops.kernel_library import (
+    KernelLibrary,
+    clap_params,
+    deformable_attention_params,
+    gbm_params,
+    label_map_params,
+)
 from algm_deploy.ops.label_map import label_dtype, label_map
 
 LIBRARY = "kernels"
@@ -149,6 +156,14 @@ class Kernels:
         self.call("label_map", params, scores.contiguous(), map.contiguous(), labels)
         return labels
 
+    def deformable_attention(self, value: Tensor, locations: Tensor, shares: Tensor, shapes: Sequence[int]) -> Tensor:
+        """As the operator."""
+        check_shapes(value.shape, locations.shape, shares.shape, shapes)
+        out = value.new_empty(*shares.shape[:2], value.shape[2] * value.shape[3])
+        params = deformable_attention_params(value.shape, _name(value.dtype), shares.shape, shapes)
+        self.call("deformable_attention", params, *(x.contiguous() for x in (value, locations, shares)), out)
+        return out
+
 
 def _contiguous(threshold: Tensor | None) -> Tensor | None:
     return None if threshold is None else threshold.contiguous()
@@ -162,6 +177,11 @@ def use_kernels() -> Kernels | None:
     if missing_here(LIBRARY, "torch"):
         return None
     kernels = Kernels(require_library(LIBRARY))
-    for operator, kernel in ((clap, kernels.clap), (gbm, kernels.gbm), (label_map, kernels.label_map)):
+    for operator, kernel in (
+        (clap, kernels.clap),
+        (gbm, kernels.gbm),
+        (label_map, kernels.label_map),
+        (deformable_attention, kernels.deformable_attention),
+    ):
         operator.register_kernel("cuda", kernel)
     return kernels

@@ -36,7 +36,7 @@ extern "C" {
 #endif
 
 /* Raised whenever a signature, a struct or an enum value changes. */
-#define ALGM_KERNELS_VERSION 2
+#define ALGM_KERNELS_VERSION 3
 
 /* Return values. A failed CUDA call returns ALGM_DEVICE_ERROR + its cudaError_t, and cudaGetLastError forgets it. */
 enum {
@@ -97,6 +97,16 @@ typedef struct {
     int64_t prefix;               /* leading rows that the map counts and `scores` no longer has */
     int32_t dtype, label_type;    /* label_type uint8 holds classes 0 to 255 */
 } algm_label_map_params;
+
+/* Most levels that deformable attention looks at. */
+#define ALGM_MAX_LEVELS 8
+
+typedef struct {
+    int64_t batch, cells, heads, width; /* B, M = the cells of all levels, H, D of a head */
+    int64_t queries, levels, points;    /* Q, L, places P of a query and head in each level */
+    int32_t sides[16];                  /* rows and columns of the levels; those of ALGM_MAX_LEVELS have room */
+    int32_t dtype;
+} algm_deformable_attention_params;
 
 /* Declares a function once for the host and once for the device. */
 #define ALGM_BOTH(result, name, arguments) \
@@ -165,6 +175,16 @@ ALGM_BOTH(int, gbm_decide_given,
 ALGM_BOTH(int, gbm_apply,
           (const algm_gbm_params *params, const void *tokens, const float *size, const void *workspace,
            int64_t out_rows, void *out_tokens, float *out_size, void *stream))
+
+/* ---- inside ViT-Adapter and Mask2Former -------------------------------------------------------------------------- */
+
+/* value (B,M,H,D), locations (B,Q,H,L,P,2) fp32 as (across, down) in [0, 1] of a level, shares (B,Q,H,L,P) fp32
+ * -> out (B,Q,H*D): the sum of what is found at the places by their shares, bilinear between cell centres, zero
+ * outside. Places and sums are fp32. A place or share that is NaN makes its query's head NaN; a value that is not finite
+ * reaches those that look at its cell, be it with a share of zero. */
+ALGM_BOTH(int, deformable_attention,
+          (const algm_deformable_attention_params *params, const void *value, const float *locations,
+           const float *shares, void *out, void *stream))
 
 /* ---- after the network ------------------------------------------------------------------------------------------ */
 

@@ -104,6 +104,26 @@ inline int check(const algm_label_map_params *p) {
     return countable && p->prefix <= kMaxRows ? ALGM_OK : ALGM_UNSUPPORTED;
 }
 
+inline int check(const algm_deformable_attention_params *p) {
+    if (p == nullptr || p->batch < 1 || p->cells < 1 || p->heads < 1 || p->width < 1 || p->queries < 1 ||
+        p->points < 1 || p->levels < 1 || p->levels > ALGM_MAX_LEVELS || !is_dtype(p->dtype))
+        return ALGM_INVALID_ARGUMENT;
+    int64_t cells = 0;
+    for (int64_t level = 0; level < p->levels; ++level) {
+        const int64_t rows = p->sides[2 * level], columns = p->sides[2 * level + 1];
+        if (rows < 1 || columns < 1) return ALGM_INVALID_ARGUMENT;
+        if (!fits(rows, columns)) return ALGM_UNSUPPORTED;
+        cells += rows * columns;
+    }
+    if (cells != p->cells) return ALGM_INVALID_ARGUMENT;
+    // One image's values, results and coordinates are counted in int32.
+    if (!fits(p->heads, p->width) || !fits(p->cells, p->heads * p->width) || !fits(p->queries, p->heads * p->width))
+        return ALGM_UNSUPPORTED;
+    const int64_t places = 2 * p->levels * p->heads;
+    return fits(p->points, places) && fits(p->queries, p->points * places) && p->batch <= kMaxRows ? ALGM_OK
+                                                                                                 : ALGM_UNSUPPORTED;
+}
+
 // The arguments of `apply`. Outputs without rows may be null pointers.
 template <class Params>
 int check_apply(const Params &p, const void *tokens, const float *size, const void *workspace, int64_t out_rows,

@@ -11,16 +11,29 @@ void ReadAttribute::operator()(char const* name, int32_t& value, int32_t low) co
 }
 
 void ReadAttribute::operator()(char const* name, int32_t (&values)[2], int32_t low) const {
-    size_t count = 0;
-    check(api_, api_.KernelInfoGetAttributeArray_int64(info_, name, nullptr, &count));
-    if (count != 2) {
-        fail("attribute ", name, " should hold two numbers, got ", count);
+    auto const found = numbers(name);
+    if (found.size() != 2) {
+        fail("attribute ", name, " should hold two numbers, got ", found.size());
     }
-    int64_t found[2];
-    check(api_, api_.KernelInfoGetAttributeArray_int64(info_, name, found, &count));
-    for (size_t i = 0; i < count; ++i) {
+    for (size_t i = 0; i < 2; ++i) {
         values[i] = within(found[i], low, kMaxAttribute, name);
     }
+}
+
+void ReadAttribute::operator()(char const* name, Numbers& values, int32_t low) const {
+    auto const found = numbers(name);
+    values.count = Numbers::counted(static_cast<int64_t>(found.size()), name);
+    for (int32_t i = 0; i < values.count; ++i) {
+        values.value[i] = within(found[i], low, kMaxAttribute, name);
+    }
+}
+
+std::vector<int64_t> ReadAttribute::numbers(char const* name) const {
+    size_t count = 0;
+    check(api_, api_.KernelInfoGetAttributeArray_int64(info_, name, nullptr, &count));
+    std::vector<int64_t> found(count);
+    check(api_, api_.KernelInfoGetAttributeArray_int64(info_, name, found.data(), &count));
+    return found;
 }
 
 void ReadAttribute::operator()(char const* name, int32_t& value, Words const& words) const {

@@ -63,10 +63,13 @@ public:
 
     void operator()(char const* name, int32_t& value, int32_t low) const;
     void operator()(char const* name, int32_t (&values)[2], int32_t low) const;
+    void operator()(char const* name, Numbers& values, int32_t low) const;
     void operator()(char const* name, int32_t& value, Words const& words) const;
     void operator()(char const* name, float& value) const;
 
 private:
+    std::vector<int64_t> numbers(char const* name) const;
+
     OrtApi const& api_;
     OrtKernelInfo const* info_;
 };

@@ -1,4 +1,4 @@
-// The four operators as TensorRT knows them: the shapes of their outputs. All else about them is in ../shell.h.
+// The operators as TensorRT knows them: the shapes of their outputs. All else about them is in ../shell.h.
 #pragma once
 
 #include "plugin.h"
@@ -57,6 +57,13 @@ inline void outputShapes(Unmerge const &, nvinfer1::DimsExprs const *in, nvinfer
     out[0].d[0] = in[0].d[0];
     out[0].d[1] = in[1].d[1];
     out[0].d[2] = in[0].d[2];
+}
+
+inline void outputShapes(DeformableAttention const &, nvinfer1::DimsExprs const *in, nvinfer1::DimsExprs *out,
+                         nvinfer1::IExprBuilder &builder) {
+    out[0].d[0] = in[0].d[0];
+    out[0].d[1] = in[2].d[1];
+    out[0].d[2] = builder.operation(nvinfer1::DimensionOperation::kPROD, *in[0].d[2], *in[0].d[3]);
 }
 
 // TensorRT takes no 8-bit plugin output; the graph casts.

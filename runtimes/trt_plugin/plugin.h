@@ -1,7 +1,7 @@
 // The shell that every algm plugin shares: one class template over an operator's description.
 //
-// An operator of ../shell.h is a plain struct; its attributes are `int32_t` and `float` members only, TensorRT serialises
-// nothing else faithfully. `Plugin<Operator>` makes an `IPluginV3` of it, with the shapes that `outputShapes` tells,
+// An operator of ../shell.h is a plain struct; its attributes are `int32_t` and `float` members and lists of `int32_t`
+// only, TensorRT serialises nothing else faithfully. `Plugin<Operator>` makes an `IPluginV3` of it, with the shapes that `outputShapes` tells,
 // `Creator<Operator>` the factory that TensorRT's registry knows. Nothing here links against TensorRT: every call
 // goes through the interfaces that TensorRT hands in, so one binary serves TensorRT 10, 11 and RTX.
 #pragma once
@@ -61,6 +61,11 @@ struct CheckAttribute {
             within(value, low, kMaxAttribute, name);
         }
     }
+    void operator()(char const *name, Numbers const &values, int32_t low) const {
+        for (int32_t i = 0; i < values.count; ++i) {
+            within(values.value[i], low, kMaxAttribute, name);
+        }
+    }
     void operator()(char const *name, int32_t value, Words const &words) const {
         within(value, 0, static_cast<int32_t>(words.count) - 1, name);
     }
@@ -77,30 +82,43 @@ void visitFields(Operator &op, Visit &&visit) {
     op.attributes([&visit](char const *name, auto &member, auto const &...) {
         using Member = std::remove_reference_t<decltype(member)>;
         using Element = std::remove_cv_t<std::remove_all_extents_t<Member>>;
-        static_assert(std::is_same_v<Element, int32_t> || std::is_same_v<Element, float>);
-        constexpr auto type =
-            std::is_same_v<Element, float> ? nvinfer1::PluginFieldType::kFLOAT32 : nvinfer1::PluginFieldType::kINT32;
-        visit(name, static_cast<void *>(&member), type, static_cast<int32_t>(sizeof(Member) / sizeof(Element)));
+        if constexpr (std::is_same_v<Element, Numbers>) {
+            visit(name, static_cast<void *>(member.value), nvinfer1::PluginFieldType::kINT32, member.count);
+        } else {
+            static_assert(std::is_same_v<Element, int32_t> || std::is_same_v<Element, float>);
+            constexpr auto type = std::is_same_v<Element, float> ? nvinfer1::PluginFieldType::kFLOAT32
+                                                                 : nvinfer1::PluginFieldType::kINT32;
+            visit(name, static_cast<void *>(&member), type, static_cast<int32_t>(sizeof(Member) / sizeof(Element)));
+        }
     });
+}
+
+// The field of an attribute, which must be there.
+inline nvinfer1::PluginField const &fieldOf(nvinfer1::PluginFieldCollection const &fields, char const *name) {
+    auto const *end = fields.fields + fields.nbFields;
+    auto const *field =
+        std::find_if(fields.fields, end, [name](auto const &one) { return std::strcmp(one.name, name) == 0; });
+    if (field == end || field->data == nullptr) {
+        fail("attribute ", name, " is missing");
+    }
+    return *field;
 }
 
 // Reads every attribute of `op` from `fields`; each must be there with its type and length.
 template <class Operator>
 void readFields(Operator &op, nvinfer1::PluginFieldCollection const &fields) {
+    op.attributes([&fields](char const *name, auto &member, auto const &...) {
+        if constexpr (std::is_same_v<std::remove_reference_t<decltype(member)>, Numbers>) {
+            member.count = Numbers::counted(fieldOf(fields, name).length, name);
+        }
+    });
     visitFields(op, [&fields](char const *name, void *member, nvinfer1::PluginFieldType type, int32_t count) {
-        auto const *end = fields.fields + fields.nbFields;
-        auto const *field = fields.fields;
-        while (field != end && std::string{field->name} != name) {
-            ++field;
-        }
-        if (field == end || field->data == nullptr) {
-            fail("attribute ", name, " is missing");
-        }
-        if (field->type != type || field->length != count) {
+        auto const &field = fieldOf(fields, name);
+        if (field.type != type || field.length != count) {
             fail("attribute ", name, " should hold ", count, " values of field type ", static_cast<int>(type), ", got ",
-                 field->length, " of type ", static_cast<int>(field->type));
+                 field.length, " of type ", static_cast<int>(field.type));
         }
-        std::memcpy(member, field->data, static_cast<size_t>(count) * sizeof(int32_t));
+        std::memcpy(member, field.data, static_cast<size_t>(count) * sizeof(int32_t));
     });
 }
 

@@ -11,8 +11,9 @@ extern "C" __attribute__((visibility("default"))) nvinfer1::IPluginCreatorInterf
     static algm::Creator<algm::Sized<algm::Gbm>> gbm;
     static algm::Creator<algm::Unmerge> unmerge;
     static algm::Creator<algm::Labels> labelMap;
-    static nvinfer1::IPluginCreatorInterface *const creators[]{&clap, &gbm, &unmerge, &labelMap};
-    count = 4;
+    static algm::Creator<algm::DeformableAttention> deformableAttention;
+    static nvinfer1::IPluginCreatorInterface *const creators[]{&clap, &gbm, &unmerge, &labelMap, &deformableAttention};
+    count = 5;
     return creators;
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from algm_deploy.ops.kernel_library import (
     ROWS_ON_DEVICE,
     KernelLibrary,
     clap_params,
+    deformable_attention_params,
     gbm_params,
     label_map_params,
     unmerge_params,
@@ -131,6 +133,17 @@ class Kernels:
         self.memory.fetch(workspace, (self.library.query(f"{kind}_workspace", params),), np.uint8)  # its guard
         values, sizes = (memory.fetch(buffer, *kind) for buffer, kind in zip(merged, kinds, strict=True))
         return values, sizes, map, length
+
+    # --- deformable attention ---
+
+    def deformable_attention(
+        self, value: np.ndarray, locations: np.ndarray, shares: np.ndarray, *, shapes: Sequence[int]
+    ) -> np.ndarray:
+        params = deformable_attention_params(value.shape, value.dtype.name, shares.shape, shapes)
+        kind = (*shares.shape[:2], value.shape[2] * value.shape[3]), value.dtype
+        out = self.memory.empty(*kind)
+        self.call("deformable_attention", params, *map(self.put, (value, locations, shares)), out)
+        return self.memory.fetch(out, *kind)
 
     # --- unmerge, label_map ---
 

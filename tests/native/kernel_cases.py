@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 from kernel_arrays import ROWS_ON_DEVICE, Kernels, Outputs
 from kernel_memory import DTYPES
-from operator_inputs import CLAP, GBM, KINDS, exact_tokens, ones
+from operator_inputs import CLAP, GBM, KINDS, exact_tokens, ones, places_error
 
 from algm_deploy.ops import reference
 from algm_deploy.ops.clap import window_members
@@ -356,6 +356,63 @@ def assert_matches(
     assert ((match[finite] - first) % 2 == 1).all()
     cosine = np.einsum("id,id->i", x[rows], x[match[finite]])
     assert (best[finite] - cosine <= 2 * bound).all()
+
+
+# --- deformable attention ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PlacesCase:
+    """Arguments of one deformable attention."""
+
+    value: np.ndarray
+    locations: np.ndarray
+    shares: np.ndarray
+    shapes: list[int]
+
+    def run(self, kernels: Any) -> np.ndarray:
+        """By the kernels, or by the reference."""
+        out: np.ndarray = kernels.deformable_attention(self.value, self.locations, self.shares, shapes=self.shapes)
+        return out
+
+
+def places_case(pick: Pick, rng: np.random.Generator, dtype: Any, exact: bool) -> PlacesCase:
+    """Places up to half a grid outside. Exact: on quarters of a cell, in grids whose sides are powers of two, so that
+    every share and sum is a whole number of sixteenths."""
+    sides = (1, 2, 4, 8) if exact else (1, 2, 3, 5, 7)
+    images, queries, heads, points = pick((1, 3)), pick((1, 2, 7)), pick((1, 2, 3)), pick((1, 4))
+    shapes = [pick(sides) for _ in range(2 * pick((1, 2, 3)))]
+    cells, places = int(np.prod(np.reshape(shapes, (-1, 2)), axis=1).sum()), (images, queries, heads, len(shapes) // 2)
+    value = rng.integers(-3, 4, (images, cells, heads, pick((1, 3, 8, 12, 44)))).astype(np.float64)
+    shares = rng.integers(0, 3, (*places, points)).astype(np.float64)
+    locations = rng.uniform(-0.5, 1.5, (*places, points, 2))
+    if exact:
+        quarters = 4 * np.reshape(shapes, (-1, 2))[:, None, ::-1]
+        locations = np.round(locations * quarters) / quarters
+    else:
+        value, shares = value + rng.standard_normal(value.shape), shares * rng.random(shares.shape)
+    return PlacesCase(value.astype(dtype), locations.astype(np.float32), shares.astype(np.float32), shapes)
+
+
+def check_places(kernels: Any, case: PlacesCase, exact: bool) -> None:
+    """Equal to the reference: bit for bit, or within what rounding of places, shares and sums explains."""
+    found, expected = (case.run(some).astype(np.float64) for some in (kernels, reference))
+    if exact:
+        np.testing.assert_array_equal(found, expected, strict=True)
+        return
+    unit = 0.0 if case.value.dtype == np.float32 else {"float16": 2.0**-11, "bfloat16": 2.0**-8}[case.value.dtype.name]
+    bound = places_error(case.value, case.shares, case.shapes, unit).repeat(case.value.shape[3], 2)
+    assert (np.abs(found - expected) <= bound).all(), (np.abs(found - expected) / bound).max()
+
+
+def wild_places(case: PlacesCase, pick: Pick, rng: np.random.Generator) -> PlacesCase:
+    """The same with what no network should produce: NaN, infinities and places far away."""
+    changed = [case.value.copy(), case.locations.copy(), case.shares.copy()]
+    infinite = (np.nan, np.inf, -np.inf)
+    for array, wild_values in zip(changed, (infinite, (*infinite, 1e30), (np.nan,)), strict=True):
+        for _ in range(pick((0, 1, 3))):
+            array.reshape(-1)[rng.integers(array.size)] = pick(wild_values)
+    return PlacesCase(*changed, case.shapes)
 
 
 # --- label maps ------------------------------------------------------------------------------------------------------

@@ -140,7 +140,7 @@ def unknown_rows(harness: Harness) -> None:
         plugin = harness.create(name, attributes)
         assert plugin
         shapes, outputs = SHAPES[name]
-        unknown = [(2, -1, 8), *shapes[1:]]
+        unknown = [(2, -1, *shapes[0][2:]), *shapes[1:]]
         given = [tensor(s, "float32" if k == "T" else k) for s, k in zip(unknown, kinds, strict=True)]
         written = [tensor((2,) * len(s), "float32" if k == "T" else k) for s, k in zip(outputs, results, strict=True)]
         assert plugin.enqueue(given, written, 0, 0) != 0, name
@@ -155,6 +155,8 @@ def wrong_attributes(harness: Harness) -> None:
     assert harness.create("clap", clap | {"usual_rows": -1}) is None
     assert harness.create("gbm", gbm | {"divisor": 0.0}) is None
     assert harness.create("gbm", gbm | {"divisor": 2}) is None  # an integer where a float belongs
+    assert harness.create("deformable_attention", {"shapes": (4, 6, 0, 3)}) is None
+    assert harness.create("deformable_attention", {"shapes": (1,) * 18}) is None
 
 
 # --- enqueued ---------------------------------------------------------------------------------------------------------
@@ -193,6 +195,12 @@ def enqueued_tail(harness: Harness) -> None:
         assert cases.check_label_map(kernels, scores, patch_map, prefix=prefix, grid=grid, size=size) == 0
 
     each_case(check, harness)
+
+
+def enqueued_places(harness: Harness) -> None:
+    import kernel_cases as cases
+
+    each_case(lambda k, pick, rng, dtype: cases.check_places(k, cases.places_case(pick, rng, dtype, True), True), harness)
 
 
 def told_bound(array: np.ndarray, rows: int) -> np.ndarray:
@@ -267,6 +275,7 @@ CHECKS = {
         enqueued_clap,
         enqueued_gbm,
         enqueued_tail,
+        enqueued_places,
         bound_rows,
     )
 }

@@ -43,6 +43,7 @@ PLUGINS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     ),
     "unmerge": ({"prefix": 1}, ["T", "int64"], ["T"]),
     "label_map": ({"prefix": 1, "grid": (4, 6), "size": (64, 96)}, ["T", "int64"], ["int32"]),
+    "deformable_attention": ({"shapes": (4, 6, 2, 3)}, ["T", "float32", "float32"], ["T"]),
 }
 SHAPES = {
     "clap": ([(2, 25, 8), (2, 25), ()], [(2, SIZE_TENSOR - 4, 8), (2, SIZE_TENSOR - 4), (2, 24), (2,), ()]),
@@ -52,6 +53,7 @@ SHAPES = {
     ),
     "unmerge": ([(2, 19, 5), (2, 24)], [(2, 24, 5)]),
     "label_map": ([(2, 19, 5), (2, 24)], [(2, 64, 96)]),
+    "deformable_attention": ([(2, 30, 3, 8), (2, 7, 3, 2, 4, 2), (2, 7, 3, 2, 4)], [(2, 7, 24)]),
 }
 
 
@@ -216,6 +218,12 @@ class PluginKernels:
         kind = (scores.shape[0], *attributes["size"]), np.int32
         (out,) = self._run("label_map", [scores, map], [kind], attributes)
         return self.memory.fetch(out, *kind).astype(np.uint8 if scores.shape[2] <= 255 else np.int32)
+
+    def deformable_attention(self, value: np.ndarray, locations: np.ndarray, shares: np.ndarray, **attributes: Any) -> Any:
+        """out (B, Q, H * D)."""
+        kind = (*shares.shape[:2], value.shape[2] * value.shape[3]), value.dtype
+        (out,) = self._run("deformable_attention", [value, locations, shares], [kind], attributes)
+        return self.memory.fetch(out, *kind)
 
     def _merge(
         self, name: str, inputs: Sequence[Any], patches: int, attributes: dict[str, Any]

@@ -13,9 +13,10 @@ from kernel_arrays import INVALID_ARGUMENT, INVALID_MAP, ROWS_ON_DEVICE, UNSUPPO
 from kernel_memory import DTYPES, MEMORIES
 from operator_inputs import CLAP, GBM, exact_tokens, ones
 
+from algm_deploy.errors import ExecutionError
 from algm_deploy.ops import kernel_library
 from algm_deploy.ops._rows import merge_rows_reference
-from algm_deploy.ops.kernel_library import LabelMapParams, clap_params, gbm_params
+from algm_deploy.ops.kernel_library import LabelMapParams, clap_params, deformable_attention_params, gbm_params
 from algm_deploy.ops.schema import WORDS
 
 SMALL: dict[str, Any] = {"grid": (4, 4), "window": (2, 2), **CLAP}
@@ -217,6 +218,37 @@ def test_windows_of_one_patch_null_pointers_and_more_classes_than_fit_are_refuse
             kernels.call(name, params, *arguments)
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "status"),
+    [
+        ("cells", 31, INVALID_ARGUMENT),
+        ("levels", 0, INVALID_ARGUMENT),
+        ("levels", 9, INVALID_ARGUMENT),
+        ("points", 0, INVALID_ARGUMENT),
+        ("dtype", 3, INVALID_ARGUMENT),
+        ("sides", (0, 8, 1, 1), INVALID_ARGUMENT),
+        ("sides", ((1 << 31) - 1,) * 16, UNSUPPORTED),
+        ("queries", 1 << 30, UNSUPPORTED),
+    ],
+)
+def test_contradicting_levels_are_refused(kernels: Kernels, field: str, value: Any, status: int) -> None:
+    params = deformable_attention_params((1, 32, 2, 4), "float32", (1, 5, 2, 2, 4), (4, 6, 2, 4))
+    buffer = kernels.memory.empty((1 << 16,), np.uint8)
+    kernels.call("deformable_attention", params, *[buffer] * 3, kernels.memory.empty((1 << 12,), np.uint8))
+    if field == "sides":
+        params.sides[: len(value)] = value
+    else:
+        setattr(params, field, value)
+    with pytest.raises(KernelError) as caught:
+        kernels.call("deformable_attention", params, *[buffer] * 4)
+    assert caught.value.status == status
+
+
+def test_more_levels_than_there_is_room_for_are_refused() -> None:
+    with pytest.raises(ExecutionError, match="at most 8 levels of deformable attention, got 9"):
+        deformable_attention_params((1, 9, 1, 1), "float32", (1, 1, 1, 9, 1), (1, 1) * 9)
+
+
 def test_status_texts_say_what_to_do(kernels: Kernels) -> None:
     assert [kernels.library.status_text(s).split()[0] for s in (0, 1, 2, 3, 99)] == ["The", "A", "The", "The", "An"]
 
@@ -229,13 +261,15 @@ def declared_fields(header: str, struct: str) -> Iterator[tuple[str, str]]:
     body = re.search(rf"typedef struct {{([^}}]*)}} {struct};", header)
     assert body
     for kind, names in re.findall(r"(int64_t|int32_t|double) ([^;]+);", body[1]):
-        yield from ((name.strip(), kind) for name in names.split(","))
+        for name in names.split(","):
+            field, bracket, count = name.strip().partition("[")
+            yield field, kind + bracket + count
 
 
-@pytest.mark.parametrize("name", ["ClapParams", "GbmParams", "UnmergeParams", "LabelMapParams"])
+@pytest.mark.parametrize("name", ["ClapParams", "GbmParams", "UnmergeParams", "LabelMapParams", "DeformableAttentionParams"])
 def test_python_has_the_structs_of_the_header(header: str, name: str) -> None:
     struct = "algm_" + re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
-    kinds = {"c_long": "int64_t", "c_int": "int32_t", "c_double": "double"}
+    kinds = {"c_long": "int64_t", "c_int": "int32_t", "c_double": "double", "c_int_Array_16": "int32_t[16]"}
     fields = [(field, kinds[kind.__name__]) for field, kind in getattr(kernel_library, name)._fields_]
     assert fields == list(declared_fields(header, struct))
 
@@ -246,4 +280,5 @@ def test_python_has_the_numbers_of_the_header(header: str) -> None:
         constants = [f"{attribute}_{word.removeprefix('batch_')}".upper() for word in words]
         assert [numbers[constant] for constant in constants] == list(range(len(words))), attribute
     assert {name: numbers[name.upper()] for name in kernel_library.DTYPES} == kernel_library.DTYPES
+    assert f"ALGM_MAX_LEVELS {kernel_library.MAX_LEVELS}\n" in header
     assert f"ALGM_ROWS_ON_DEVICE ({kernel_library.ROWS_ON_DEVICE})" in header

@@ -22,7 +22,7 @@ def configure(root_dir: Path, build: Path, *options: str, compiler: str = "/nowh
 
 
 def test_every_declared_function_is_there(declared: list[str], cpu_library: Path) -> None:
-    assert {"clap_decide", "gbm_apply", "label_map", "status_text"} <= set(declared)
+    assert {"clap_decide", "deformable_attention", "gbm_apply", "label_map", "status_text"} <= set(declared)
     library = ctypes.CDLL(str(cpu_library))
     assert not [name for name in declared if not hasattr(library, f"algm_cpu_{name}")]
 

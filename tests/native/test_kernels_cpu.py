@@ -62,6 +62,16 @@ def test_random_tokens_agree_within_rounding(kernels: Kernels, data: Any, seed: 
     cases.check_gbm_random(kernels, gbm, chain_of(gbm.tokens.shape[2]), seen)
 
 
+@FEW
+@given(data=st.data(), seed=st.integers(0, 2**32 - 1), dtype=st.sampled_from(DTYPES), exact=st.booleans())
+def test_deformable_attention(kernels: Kernels, data: Any, seed: int, dtype: Any, exact: bool) -> None:
+    pick, rng = picking(data), np.random.default_rng(seed)
+    case = cases.places_case(pick, rng, dtype, exact)
+    cases.check_places(kernels, case, exact)
+    if exact:
+        cases.check_places(kernels, cases.wild_places(case, pick, rng), exact)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_16_bit_value_survives(kernels: Kernels, dtype: Any) -> None:
     if np.dtype(dtype).itemsize == 4:

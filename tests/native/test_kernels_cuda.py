@@ -82,6 +82,21 @@ def test_random_tokens_agree_within_rounding(kernels: Kernels, dtype: Any) -> No
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_deformable_attention(versions: tuple[Kernels, Kernels], dtype: Any) -> None:
+    """Against the reference; and against the host's kernel, on whatever memory can hold."""
+
+    def check(pick: cases.Pick, rng: np.random.Generator) -> None:
+        for exact in (True, False):
+            case = cases.places_case(pick, rng, dtype, exact)
+            cases.check_places(versions[0], case, exact)
+        case = cases.wild_places(cases.places_case(pick, rng, dtype, exact=True), pick, rng)
+        found, expected = (case.run(some).astype(np.float64) for some in versions)
+        np.testing.assert_array_equal(found, expected, strict=True)
+
+    cases.many(dtype, check, cases.CASES // 5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(1025, 192), (641, 1024), (300, 64), (257, 768), (70, 1032)])
 def test_sequences_of_many_tiles(kernels: Kernels, rows: int, width: int, dtype: Any) -> None:
     """Every tile size and its edges, with one image and with enough of them for the large tiles."""

@@ -25,7 +25,13 @@ from native_build import locked
 from operator_inputs import CLAP, GBM, ones
 
 from algm_deploy.native_libraries import cache_folder
-from algm_deploy.ops.kernel_library import LabelMapParams, UnmergeParams, clap_params, gbm_params
+from algm_deploy.ops.kernel_library import (
+    LabelMapParams,
+    UnmergeParams,
+    clap_params,
+    deformable_attention_params,
+    gbm_params,
+)
 
 FLAGS = "-std=c++17 -O1 -g1 -fPIC -shared -ffp-contract=off -fsanitize=address,undefined -fno-sanitize-recover=all"
 CASES = 60  # for each token type
@@ -130,6 +136,14 @@ def test_labels_and_unmerge(kernels: Kernels, dtype: Any) -> None:
         np.testing.assert_array_equal(found, np.take_along_axis(scores, patch_map[:, :, None] - 1, axis=1))
 
 
+def test_deformable_attention_of_all_that_memory_can_hold(kernels: Kernels) -> None:
+    def check(pick: cases.Pick, rng: np.random.Generator) -> None:
+        case = cases.places_case(pick, rng, np.float16, exact=True)
+        cases.check_places(kernels, cases.wild_places(case, pick, rng), exact=True)
+
+    cases.many(np.float16, check, CASES)
+
+
 HUGE = (1 << 32, (1 << 32) + 1, 1 << 62, (1 << 63) - 1, -(1 << 63))
 
 
@@ -142,6 +156,11 @@ def test_huge_numbers_are_refused_before_anything_is_multiplied(kernels: Kernels
         ("gbm_decide", gbm_params((1, 17, 16), "float32", 16, **GBM), 9),
         ("unmerge", UnmergeParams(1, 17, 16, 16, 1, 0), 3),
         ("label_map", LabelMapParams(1, 17, 5, 4, 4, 8, 8, 1, 0, 1), 3),
+        (
+            "deformable_attention",
+            deformable_attention_params((1, 32, 2, 4), "float32", (1, 5, 2, 2, 4), (4, 6, 2, 4)),
+            4,
+        ),
     ):
         # A budget may be any: no more merges than there is.
         longs = [field for field, kind in made._fields_ if kind is ctypes.c_int64 and field != "budget"]

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from kernel_cases import random_tokens
+from kernel_cases import check_places, pick_from, places_case, random_tokens
 from onnx import helper
 from operator_inputs import CLAP, GBM, exact_tokens, ones
 
@@ -155,6 +155,30 @@ def test_label_map(run: Any) -> None:
     inputs = [rng.standard_normal((2, 9, 6)).astype(np.float32), rng.integers(0, 9, (2, 12))]
     plan = {"prefix": 0, "grid": [3, 4], "size": [48, 64]}
     assert_equal(run("label_map", inputs, 1, **plan), [reference.label_map(*inputs, **plan)])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_deformable_attention(run: Any, dtype: Any) -> None:
+    class Session:
+        @staticmethod
+        def deformable_attention(*inputs: np.ndarray, shapes: list[int]) -> np.ndarray:
+            (found,) = run("deformable_attention", inputs, 1, shapes=shapes)
+            assert isinstance(found, np.ndarray)
+            return found
+
+    rng = np.random.default_rng(2)
+    check_places(Session, places_case(pick_from(rng), rng, dtype, exact=True), exact=True)
+
+
+def test_levels_that_contradict_are_refused(run: Any) -> None:
+    value, locations, shares = (np.zeros(shape, np.float32) for shape in ((1, 6, 1, 2), (1, 3, 1, 1, 4, 2), (1, 3, 1, 1, 4)))
+    for shapes, said in (
+        ([2, 4], r"cells of value \(shapes\) should be 8, got 6"),
+        ([2, 3, 1], "rows and columns of each level, got 3 numbers"),
+        ([1] * 18, "shapes should lie in 0 to 16, got 18"),
+    ):
+        with pytest.raises(RuntimeError, match=said):
+            run("deformable_attention", [value, locations, shares], 1, shapes=shapes)
 
 
 @pytest.mark.parametrize(

@@ -114,13 +114,20 @@ def test_plugins(check: str, harness: Path, runtime: Path, plugins: Path) -> Non
                     ("gbm", "tokens"),
                     ("unmerge", "values"),
                     ("label_map", "scores"),
+                    ("deformable_attention", "value"),
                 )
             ],
         ),
         ("wrong_shapes", ["input tokens should have rank 3, got 2", "(prefix + grid) should be 25, got 30"]),
         (
             "wrong_attributes",
-            ["attribute grid is missing", "divisor should be positive", "window should lie in 1 to"],
+            [
+                "attribute grid is missing",
+                "divisor should be positive",
+                "window should lie in 1 to",
+                "shapes should lie in 1 to 16777216, got 0",
+                "shapes should lie in 0 to 16, got 18",
+            ],
         ),
     ],
 )
@@ -150,11 +157,11 @@ def test_the_library_tells_the_sources_that_it_was_made_of(plugins: Path, host_p
 
 
 def test_plugins_over_the_cpu_kernels_equal_the_definition(harness: Path, runtime: Path, host_plugins: Path) -> None:
-    checks = "enqueued_clap,enqueued_gbm,enqueued_tail,bound_rows"
+    checks = "enqueued_clap,enqueued_gbm,enqueued_tail,enqueued_places,bound_rows"
     run(checks, harness, runtime, host_plugins, "host", ALGM_GPU_CASES="40")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("check", ["enqueued_clap", "enqueued_gbm", "enqueued_tail", "bound_rows"])
+@pytest.mark.parametrize("check", ["enqueued_clap", "enqueued_gbm", "enqueued_tail", "enqueued_places", "bound_rows"])
 def test_enqueue_equals_the_definition(check: str, harness: Path, runtime: Path, plugins: Path) -> None:
     run(check, harness, runtime, plugins)

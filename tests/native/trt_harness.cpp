@@ -64,6 +64,7 @@ struct Expressions final : IExprBuilder, apiv::VExprBuilder {
         switch (op) {
             case DimensionOperation::kCEIL_DIV: return counted ? nullptr : keep((a + b - 1) / b);
             case DimensionOperation::kSUM: return counted ? nullptr : keep(a + b);
+            case DimensionOperation::kPROD: return counted ? nullptr : keep(a * b);
             case DimensionOperation::kMIN: return counted ? nullptr : keep(a < b ? a : b);
             default: return nullptr;
         }

@@ -74,7 +74,7 @@ def _kernels() -> Kernels:
 
 
 IMPLEMENTATIONS: dict[str, Callable[..., list[Array]]] = {"torch": run_torch, "onnx": run_onnx}
-NATIVE = ("clap", "gbm", "label_map")
+NATIVE = ("clap", "gbm", "label_map", "deformable_attention")
 
 
 def implementations(op: str) -> tuple[pytest.MarkDecorator, pytest.MarkDecorator]:
