@@ -91,16 +91,18 @@ ONNXRUNTIME_HEADER = Header(
     "unpack the archive of https://github.com/microsoft/onnxruntime/releases",
 )
 LIBRARIES = {
-    "kernels": Library("algm_kernels", instead=("merging and label maps run in PyTorch's operators, slower", "")),
+    "kernels": Library(
+        "algm_kernels", instead=("merging, label maps and deformable attention run in PyTorch's operators, slower", "")
+    ),
     "trt_plugin": Library("algm_trt_plugin", TENSORRT_HEADER),
-    # On a CPU the library serves label maps alone: merging is as fast without it.
+    # On a CPU the library serves label maps and deformable attention: merging is as fast without it.
     "ort_custom_op": Library(
         "algm_ort_custom_op",
         ONNXRUNTIME_HEADER,
         cuda=False,
         instead=(
-            "merging and label maps run in standard operators, slower",
-            "label maps run in standard operators, slower",
+            "merging, label maps and deformable attention run in standard operators, slower",
+            "label maps and deformable attention run in standard operators, slower",
         ),
     ),
     # Built along with trt_plugin; see runtimes/trt_plugin/CMakeLists.txt for what it cures.

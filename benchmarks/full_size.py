@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ MAIN = "import sys; from algm_deploy.cli import main; sys.exit(main())"
 CPU, ENGINE = "onnxruntime-cpu", "tensorrt-rtx"
 DENSE = ["merging.clap_layers=[]", "merging.gbm_layers=[]"]
 SEED = 0
+BUNDLE = "bundle"
 KIB_PER_GIB = 2**20
 
 
@@ -50,6 +52,7 @@ def main() -> None:
     parser.add_argument("--precision", choices=("fp32", "fp16"), default="fp32")
     parser.add_argument("--runtime", help=f"of the parity chain; default: {CPU}, then an engine of {ENGINE}")
     parser.add_argument("--dense", action="store_true", help="the network without merging")
+    parser.add_argument("--export-only", action="store_true", help="no parity chain and no engine")
     parser.add_argument("-o", "--output", type=Path, default=Path("full_size.json"))
     options = parser.parse_args()
     rows = json.loads(options.output.read_text(encoding="utf-8"))["rows"] if options.output.exists() else {}
@@ -57,28 +60,37 @@ def main() -> None:
         name, _, threshold = argument.partition("=")
         with tempfile.TemporaryDirectory() as folder:
             told = (name, options.precision, options.runtime, "dense" if options.dense else None)
+            proofs = () if options.export_only else proving(options.runtime, Path(folder))
             settings = DENSE if options.dense else [f"merging.clap_threshold={threshold}"] if threshold else []
-            rows[" ".join(filter(None, told))] = row(name, settings, options.precision, options.runtime, Path(folder))
+            rows[" ".join(filter(None, told))] = row(
+                name, settings, options.precision, options.runtime, Path(folder), proofs
+            )
         record = {"schema_version": 1, "environment": asdict(environment(devices=True)), "rows": rows}
         write(record, options.output)
 
 
-def row(name: str, settings: list[str], precision: str, runtime: str | None, folder: Path) -> dict[str, Any]:
-    """Record of one recipe: what each command took, and what the bundle's manifest then says."""
-    checkpoint, parameters = random_checkpoint(recipe(name).network, folder / "checkpoint")
-    bundle = str(folder / "bundle")
-    export = ["export", str(checkpoint), "--recipe", name, "--precision", precision, "-o", bundle]
+def proving(runtime: str | None, folder: Path) -> tuple[list[str], ...]:
+    """The commands after the export."""
+    bundle = str(folder / BUNDLE)
     verify = ["verify", bundle, "--runtime", runtime or CPU, "--count", "1"]
     build = ["build", bundle, "--runtime", runtime or ENGINE]
-    proving = [verify, build] if runtime is None else [build, verify] if row_of(runtime).builds else [verify]
+    return (verify, build) if runtime is None else (build, verify) if row_of(runtime).builds else (verify,)
+
+
+def row(
+    name: str, settings: list[str], precision: str, runtime: str | None, folder: Path, proofs: Sequence[list[str]]
+) -> dict[str, Any]:
+    """Record of one recipe: what each command took, and what the bundle's manifest then says."""
+    checkpoint, parameters = random_checkpoint(recipe(name).network, folder / "checkpoint")
+    export = ["export", str(checkpoint), "--recipe", name, "--precision", precision, "-o", str(folder / BUNDLE)]
     steps = {}
-    for command in (export + [part for setting in settings for part in ("--set", setting)], *proving):
+    for command in (export + [part for setting in settings for part in ("--set", setting)], *proofs):
         steps[command[0]] = step(command)
         if steps[command[0]]["exit_code"]:
             break
     result: dict[str, Any] = {"parameters": parameters, "settings": settings or "recipe's", "steps": steps}
-    if (folder / "bundle").exists():
-        written = Bundle.open(folder / "bundle")
+    if (folder / BUNDLE).exists():
+        written = Bundle.open(folder / BUNDLE)
         chain = written.found(Parity, runtime or CPU)
         result["links"] = {
             link.name: {"passed": link.passed, "measured": link.measured, "gate": link.gate}

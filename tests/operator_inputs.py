@@ -60,9 +60,10 @@ def ones(tokens: Array) -> Array:
 def places_error(value: Array, shares: Array, shapes: Any, rounding: float = 0.0) -> Array:
     """How far deformable attention (B,Q,H) may be from exact arithmetic on places in [-0.5, 1.5], in fp32.
 
-    A coordinate c of a level with `side` cells errs by 2^-24 of c * side, and of that less a half once more: by 3 * side
-    units of 2^-24 and a half. The bilinear value changes by at most twice the largest value a cell, along two axes:
-    12 * side + 2. Shares of a corner are made by five operations, and so many parts are added as there are corners.
+    A coordinate c of a level with `side` cells errs by 2^-24 of c * side, and of that less a half once more: by
+    3 * side units of 2^-24 and a half. The bilinear value changes by at most twice the largest value a cell, along two
+    axes: 12 * side + 2. Shares of a corner are made by five operations, and as many parts are added as there are
+    corners.
 
     Args:
         rounding: unit roundoff of values that results are rounded to, once each in what is compared.

@@ -39,7 +39,7 @@ class DeformableAttentionParams(ctypes.Structure):
     """`sides` has room for more levels than there are."""
 
     _fields_ = (
-        *((field, ctypes.c_int64) for field in "batch cells heads width queries levels points".split()),
+        *((field, ctypes.c_int64) for field in ["batch", "cells", "heads", "width", "queries", "levels", "points"]),
         ("sides", ctypes.c_int32 * (2 * MAX_LEVELS)),
         ("dtype", ctypes.c_int32),
     )

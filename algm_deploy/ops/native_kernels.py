@@ -1,7 +1,8 @@
 """The operators on a CUDA device by the project's own kernels, called through their C interface.
 
 `use_kernels` makes `torch.ops.algm.clap`, `gbm`, `label_map` and `deformable_attention` call the kernel library for
-tensors on a CUDA device, in the whole process. Without it, or without a built library, they run their bodies in PyTorch's operators.
+tensors on a CUDA device, in the whole process. Without it, or without a built library, they run their bodies in
+PyTorch's operators.
 
 A merge is two calls: `decide` finds who merges and leaves a plan in a workspace, `apply` moves the rows by it. Nothing
 here waits for the device but the operators themselves, which must know how many rows their result has.
@@ -22,8 +23,8 @@ from torch import Tensor
 from algm_deploy.errors import ExecutionError
 from algm_deploy.native_libraries import missing_here, require_library
 from algm_deploy.ops.clap import clap, rows_left
-from algm_deploy.ops.gbm import gbm, most_joins
 from algm_deploy.ops.deformable_attention import check_shapes, deformable_attention
+from algm_deploy.ops.gbm import gbm, most_joins
 from algm_deploy.ops.kernel_library import (
     KernelLibrary,
     clap_params,

@@ -280,16 +280,21 @@ def test_two_onnxruntimes(machine: Machine, in_place: str, extra: str) -> None:
 
 def test_a_missing_operator_library_is_a_hint_only() -> None:
     machine = with_library("ort_custom_op", Library(None), CPU_BOX)
-    assert finding(machine, "onnxruntime", None).found.endswith(": label maps run in standard operators, slower")
+    assert finding(machine, "onnxruntime", None).found.endswith(
+        ": label maps and deformable attention run in standard operators, slower"
+    )
     on_gpu = finding(replace(with_library("ort_custom_op", Library(None)), compiles=False), "onnxruntime", None)
-    assert on_gpu.found.endswith(": merging and label maps run in standard operators, slower")
+    assert on_gpu.found.endswith(": merging, label maps and deformable attention run in standard operators, slower")
     assert finding(machine, "onnxruntime", None).cure == "algm-deploy build-native ort_custom_op"
     assert "onnxruntime-cpu" in can(machine, "execute")
 
 
 def test_missing_kernels_are_a_hint_where_pytorch_has_a_gpu() -> None:
     missing = replace(with_library("kernels", Library(None)), compiles=False)
-    assert "merging and label maps run in PyTorch's operators, slower" in finding(missing, "torch", None).found
+    assert (
+        "merging, label maps and deformable attention run in PyTorch's operators, slower"
+        in finding(missing, "torch", None).found
+    )
     assert finding(missing, "torch", None).cure == "algm-deploy build-native kernels"
     assert can(missing, "execute") == set(ALL)
     for machine in (CPU_BOX, with_module("torch", TORCH_CPU)):

@@ -200,7 +200,9 @@ def enqueued_tail(harness: Harness) -> None:
 def enqueued_places(harness: Harness) -> None:
     import kernel_cases as cases
 
-    each_case(lambda k, pick, rng, dtype: cases.check_places(k, cases.places_case(pick, rng, dtype, True), True), harness)
+    each_case(
+        lambda k, pick, rng, dtype: cases.check_places(k, cases.places_case(pick, rng, dtype, True), True), harness
+    )
 
 
 def told_bound(array: np.ndarray, rows: int) -> np.ndarray:

@@ -219,7 +219,9 @@ class PluginKernels:
         (out,) = self._run("label_map", [scores, map], [kind], attributes)
         return self.memory.fetch(out, *kind).astype(np.uint8 if scores.shape[2] <= 255 else np.int32)
 
-    def deformable_attention(self, value: np.ndarray, locations: np.ndarray, shares: np.ndarray, **attributes: Any) -> Any:
+    def deformable_attention(
+        self, value: np.ndarray, locations: np.ndarray, shares: np.ndarray, **attributes: Any
+    ) -> Any:
         """out (B, Q, H * D)."""
         kind = (*shares.shape[:2], value.shape[2] * value.shape[3]), value.dtype
         (out,) = self._run("deformable_attention", [value, locations, shares], [kind], attributes)

@@ -266,7 +266,9 @@ def declared_fields(header: str, struct: str) -> Iterator[tuple[str, str]]:
             yield field, kind + bracket + count
 
 
-@pytest.mark.parametrize("name", ["ClapParams", "GbmParams", "UnmergeParams", "LabelMapParams", "DeformableAttentionParams"])
+@pytest.mark.parametrize(
+    "name", ["ClapParams", "GbmParams", "UnmergeParams", "LabelMapParams", "DeformableAttentionParams"]
+)
 def test_python_has_the_structs_of_the_header(header: str, name: str) -> None:
     struct = "algm_" + re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
     kinds = {"c_long": "int64_t", "c_int": "int32_t", "c_double": "double", "c_int_Array_16": "int32_t[16]"}

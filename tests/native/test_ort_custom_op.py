@@ -171,7 +171,9 @@ def test_deformable_attention(run: Any, dtype: Any) -> None:
 
 
 def test_levels_that_contradict_are_refused(run: Any) -> None:
-    value, locations, shares = (np.zeros(shape, np.float32) for shape in ((1, 6, 1, 2), (1, 3, 1, 1, 4, 2), (1, 3, 1, 1, 4)))
+    value, locations, shares = (
+        np.zeros(shape, np.float32) for shape in ((1, 6, 1, 2), (1, 3, 1, 1, 4, 2), (1, 3, 1, 1, 4))
+    )
     for shapes, said in (
         ([2, 4], r"cells of value \(shapes\) should be 8, got 6"),
         ([2, 3, 1], "rows and columns of each level, got 3 numbers"),

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from operator_inputs import places_error
 from torch import Tensor
 
 from algm_deploy.errors import ExecutionError
-from algm_deploy.ops import clap, gbm, label_map
+from algm_deploy.ops import clap, deformable_attention, gbm, label_map
 from algm_deploy.ops.native_kernels import use_kernels
 
 pytestmark = pytest.mark.gpu
@@ -69,6 +70,28 @@ def test_labels_are_those_of_the_body(classes: int) -> None:
     found, expected = both(label_map, scores, map, 1, [6, 8], [96, 128])
     assert found.dtype == expected.dtype == (torch.uint8 if classes <= 255 else torch.int32)
     assert (found != expected).double().mean() < 1e-4  # near ties of two classes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_deformable_attention_is_that_of_the_body(dtype: torch.dtype) -> None:
+    """Grids and heads of EVA at full size, values that are not contiguous, and the same from a CUDA graph."""
+    generator, shapes = torch.Generator().manual_seed(0), [112, 112, 56, 56, 28, 28]
+    shares = torch.rand(1, 3136, 16, 3, 4, generator=generator).flatten(3).softmax(3).reshape(1, 3136, 16, 3, 4).cuda()
+    locations = (torch.rand(*shares.shape, 2, generator=generator) * 2 - 0.5).cuda()
+    value = torch.randn(1, 16, 16464, 44, generator=generator).to("cuda", dtype).transpose(1, 2)
+    found, expected = both(deformable_attention, value, locations, shares, shapes)
+    bound = places_error(*(x.float().cpu().numpy() for x in (value, shares)), shapes, torch.finfo(dtype).eps / 2)
+    # Both round, and both may be as far from exact arithmetic.
+    error = (found - expected).abs().float().unflatten(2, (16, 44)).amax(3).cpu()
+    assert (error <= 2 * torch.from_numpy(bound)).all()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        again = deformable_attention(value, locations, shares, shapes)
+    again.zero_()
+    graph.replay()
+    assert torch.equal(again, found)
+    with pytest.raises(ExecutionError, match=r"expected a value of \(images, 16464, heads, width\)"):
+        deformable_attention(value[:, 1:], locations, shares, shapes)
 
 
 def test_inputs_need_not_be_contiguous() -> None:

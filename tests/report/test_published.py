@@ -50,6 +50,18 @@ def test_dense_figures_are_multiply_adds(name: str) -> None:
     assert all(abs(gmacs / counted - 1) < 0.03 for gmacs in published), (counted, published)
 
 
+def test_what_is_published_of_eva_is_less_than_its_blocks() -> None:
+    """So its figures are no multiply-adds of the whole network, and no recipe states the one without merging."""
+    facts = recipe("eva_vit_g16_ade20k")
+    counted = multiply_adds(facts.network, DENSE)
+    (dense,) = {row.gmacs for row in rows_of(facts.name, NO_REDUCTION) if row.gmacs is not None}
+    merged = [row.gmacs for row in rows_of(facts.name, "ALGM")]
+    assert dense < counted.encoder / 1e9 < counted.gmacs
+    assert (round(counted.encoder / 1e9), round(counted.decoder / 1e9), round(counted.gmacs)) == (4276, 2456, 6737)
+    assert merged == [dense - 208, dense - 208 - 150, dense - 208 - 150 - 184, dense - 542]
+    assert "gmacs_dense" not in facts.published
+
+
 def test_rows_beside_a_recipe_have_its_network_size_and_data_set() -> None:
     small = recipe("segmenter_vit_s16_ade20k")
     beside = published_beside(small, ROWS)

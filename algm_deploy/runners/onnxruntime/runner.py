@@ -75,7 +75,11 @@ class OnnxRuntimeRunner(Runner):
     @classmethod
     def _gains(cls, bundle: Bundle) -> bool:
         """Whether the bundle's network has steps that custom operators do faster."""
-        return bool(CUSTOM_OPERATORS[cls.target] - ({"label_map"} if bundle.recipe.output == "scores" else set()))
+        recipe = bundle.recipe
+        absent = {"label_map"} if recipe.output == "scores" else set()
+        if not recipe.network.architecture.adapter:
+            absent.add("deformable_attention")
+        return bool(CUSTOM_OPERATORS[cls.target] - absent)
 
     @property
     def custom_operators(self) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from importlib.util import find_spec
@@ -99,6 +100,31 @@ def test_engines_of_other_families(
         assert [p.plugin for p in parsed.plugins] == ["clap", "gbm", *["unmerge"] * levels]
         in_decoder = levels * network.decoder_depth if network.decoder == "atm" else 0
         assert parsed.layers["ATTENTION_INPUT"] == {tokens: network.depth + in_decoder}
+    record_property("support", f"algm {network.family}/{network.decoder} tensorrt-rtx builds")
+
+
+@pytest.mark.parametrize("plugin", [True, False], ids=["plugin", "standard operators"])
+def test_engines_of_other_families_with_an_adapter(
+    rtx: None, translated: Translate, tmp_path: Path, record_property: Support, plugin: bool
+) -> None:
+    """Deformable attention as a plugin, and as its body in standard operators: four gathers, and no sampling layer."""
+    network, plan = toy("vit_adapter", "upernet")
+    base = translated(deployed_toy(network, plan), plan).clone()
+    looks = sum(node.op_type == "deformable_attention" for node in base.graph)
+    if not plugin:
+        add_function_bodies(base, lambda node: node.op_type == "deformable_attention")
+    precision: Precision = "fp16" if plugin else "fp32"
+    onnx.save(tensorrt_from_base(base, precision)[0], tmp_path / "model.onnx")
+    engine, built = build(tmp_path / "model.onnx", precision)
+    parsed = built.parsed_network
+    found = Counter(p.plugin for p in parsed.plugins)
+    assert engine
+    assert found == Counter(clap=1, gbm=1, unmerge=2) + Counter(deformable_attention=looks if plugin else 0)
+    assert all(p.dtypes == ("HALF",) for p in parsed.plugins if p.plugin == "deformable_attention")
+    assert looks == 10
+    assert "GRID_SAMPLE" not in parsed.layers
+    assert sum(parsed.layers["GATHER"].values()) >= (0 if plugin else 4 * looks)
+    assert set(parsed.layers["CONVOLUTION"]) == {TYPES[precision]}
     record_property("support", f"algm {network.family}/{network.decoder} tensorrt-rtx builds")
 
 
