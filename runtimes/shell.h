@@ -355,13 +355,32 @@ struct DeformableAttention {
 
     std::array<int64_t, 3> shape(Shapes in) const { return {in[0][0], in[2][1], in[0][2] * in[0][3]}; }
 
+    static constexpr char const *kDoing = "looking at places";
+
     void run(Launch const &call) const {
-        auto const *d = call.shapes[0], *s = call.shapes[2];
-        algm_deformable_attention_params p{d[0], d[1], d[2], d[3], s[1], levels(), s[4], {}, call.dtype};
-        std::copy_n(shapes.value, shapes.count, p.sides);
+        auto const p = params(call, call.shapes[0][0], call.shapes[2][1]);
         call.done(call.kernels.deformableAttention(&p, call.inputs[0], call.in<float>(1), call.in<float>(2),
                                                    call.outputs[0], call.stream),
-                  "looking at places");
+                  kDoing);
+    }
+
+    // The status of `count` queries of one image from `first` on, in the host's memory.
+    int runPart(Launch const &call, int64_t image, int64_t first, int64_t count) const {
+        auto const p = params(call, 1, count);
+        int64_t const bytes = p.dtype == ALGM_FLOAT32 ? 4 : 2, row = p.heads * p.width * bytes;
+        int64_t const place = (image * call.shapes[2][1] + first) * p.heads * p.levels * p.points;
+        return call.kernels.deformableAttention(
+            &p, call.in<char>(0) + image * p.cells * row, call.in<float>(1) + 2 * place, call.in<float>(2) + place,
+            call.out<char>(0) + (image * call.shapes[2][1] + first) * row, call.stream);
+    }
+
+private:
+    algm_deformable_attention_params params(Launch const &call, int64_t images, int64_t queries) const {
+        auto const *d = call.shapes[0];
+        algm_deformable_attention_params p{images,   d[1], d[2],      d[3], queries,
+                                           levels(), call.shapes[2][4], {},   call.dtype};
+        std::copy_n(shapes.value, shapes.count, p.sides);
+        return p;
     }
 };
 

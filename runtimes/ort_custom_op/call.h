@@ -81,6 +81,13 @@ public:
     Tensor input(size_t index, int32_t rank) const;
     void* output(size_t index, std::vector<int64_t> const& shape) const;
 
+    // Does `work(part)`, which throws nothing, for each of so many parts, on the threads of the session.
+    template <class Work>
+    void forEach(size_t parts, Work& work) const {
+        auto const one = [](void* all, size_t part) { (*static_cast<Work*>(all))(part); };
+        check(api_, api_.KernelContext_ParallelFor(context_, one, parts, 0, &work));
+    }
+
     Backend const& backend;
     void* stream{};
 

@@ -78,7 +78,7 @@ void addAll(OrtCustomOpDomain* domain) {
     add<SequenceStarts, backend>(domain);
     add<Node<Unmerge>, backend>(domain);
     add<Node<Labels>, backend>(domain);
-    add<Node<DeformableAttention>, backend>(domain);
+    add<Looking, backend>(domain);
 }
 
 // Sessions keep pointers to the domain and its operators, so it lives as long as the process.

@@ -3,6 +3,8 @@
 
 #include <common.hpp>
 
+#include <atomic>
+
 #include "call.h"
 
 namespace algm {
@@ -58,6 +60,34 @@ protected:
     };
 
     Operator operator_{};
+};
+
+// On the CPU the queries are shared among the session's threads.
+struct Looking : Node<DeformableAttention> {
+    using Node::Node;
+
+    void run(Call const& call) const {
+        Inputs const in(call, operator_);
+        auto const shape = operator_.shape(in.shapes.data());
+        void* outputs[]{call.output(0, {shape.begin(), shape.end()})};
+        Launch const launch = in.launch(call, outputs);
+        if (call.backend.wait != nullptr) {
+            operator_.run(launch);
+            return;
+        }
+        constexpr int64_t kQueries = 64;
+        int64_t const queries = shape[1], parts = (queries + kQueries - 1) / kQueries;
+        std::atomic<int> failed{ALGM_OK};
+        auto work = [&](size_t part) {
+            int64_t const image = static_cast<int64_t>(part) / parts, first = static_cast<int64_t>(part) % parts * kQueries;
+            int const status = operator_.runPart(launch, image, first, std::min(kQueries, queries - first));
+            if (status != ALGM_OK) {
+                failed = status;
+            }
+        };
+        call.forEach(static_cast<size_t>(shape[0] * parts), work);
+        launch.done(failed, DeformableAttention::kDoing);
+    }
 };
 
 // A merge. The number of rows is known when it is decided, and is no output.

@@ -162,6 +162,25 @@ def test_other_families_are_rewritten(
                 np.testing.assert_array_equal(found[name], value, err_msg=name)
 
 
+def test_deformable_attention_is_left_to_the_library(exported_toy: Any, ort_library: Path, tmp_path: Path) -> None:
+    """By both providers; on the CPU the library's results are those of the bodies."""
+    exported = exported_toy("vit_adapter", "upernet")
+    images = pictures(exported.deployed.network)
+    expected = exported.run_onnx(images)
+    providers: tuple[Provider, ...] = ("cuda", "cpu")
+    for provider in providers:
+        graph = exported.portable.clone()
+        assert rewrite(graph, provider, custom_operators=True, single=False)["deformable_attention"] == 10
+        assert not [name for _, name, _ in graph.functions if name.startswith("deformable_attention")]
+    ir.save(graph, tmp_path / "cpu.onnx")
+    found = run(tmp_path / "cpu.onnx", images, clap=TAU, library=ort_library)
+    for name, value in expected.items():
+        if name == "scores":
+            np.testing.assert_allclose(found[name], value, rtol=0, atol=2e-6 * max(10, abs(value).max()))
+        else:
+            np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
 def test_a_row_of_zeros_scaled_to_length_one_stays_zero(tmp_path: Path) -> None:
     x = ir.Value(name="x", shape=ir.Shape([2, 3, 8]), type=ir.TensorType(ir.DataType.FLOAT))
     body = Body()
@@ -186,9 +205,11 @@ def test_a_row_of_zeros_scaled_to_length_one_stays_zero(tmp_path: Path) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def run(path: Path, image: np.ndarray, clap: float = 0.9) -> dict[str, np.ndarray]:
+def run(path: Path, image: np.ndarray, clap: float = 0.9, library: Path | None = None) -> dict[str, np.ndarray]:
     options = ort.SessionOptions()
     options.log_severity_level = 3
+    if library is not None:
+        options.register_custom_ops_library(str(library))
     session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     wanted = {"image": image, "clap_threshold": np.float32(clap), "gbm_threshold": np.float32(1.0)}
     feeds = {i.name: np.asarray(wanted[i.name], "uint8" if i.name == "image" else "f4") for i in session.get_inputs()}

@@ -126,10 +126,14 @@ def test_choices_are_replayed() -> None:
         assert {0, 1} == {int(value) for mask in masks for value in mask.unique()}
         replaying = replay_merging(model, plan)
         same = replaying(images, merge_inputs(0.0, 0.0, maps, masks=masks))
+        exact = replay_merging(deployed_toy(network, plan, dtype=torch.float64).model, plan)
+        true = exact(images, merge_inputs(0.0, 0.0, maps, masks=masks)).scores
         other = replaying(images, merge_inputs(0.0, 0.0, maps, masks=(masks[0], 1 - masks[1])))
-    torch.testing.assert_close(same.scores, free.scores, rtol=0, atol=1e-5)
+    noise = (free.scores - true).abs().max()  # what fp32 does to the network
+    assert noise < 1e-3 * true.abs().max()
+    assert (same.scores - true).abs().max() <= 2 * noise
     assert torch.equal(other.chosen[1], 1 - masks[1])
-    assert (other.scores - free.scores).abs().max() > 1e-3
+    assert (other.scores - free.scores).abs().max() > 100 * noise
 
 
 def test_outputs_that_are_no_choice_are_refused() -> None:

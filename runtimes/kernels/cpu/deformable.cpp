@@ -2,7 +2,6 @@
 #include "../sampling.hpp"
 #include "arithmetic.hpp"
 
-#include <algorithm>
 #include <vector>
 
 using namespace algm;
@@ -17,19 +16,24 @@ struct Found {
     float share;
 };
 
-// out (D) = the sum of share * row, each value's in the order of the list.
+// Values d, d + 1, ... of out = the sum of share * row, in the order of the list.
+template <class T>
+ALGM_INLINE void sum_lanes(const Found<T> *found, size_t count, int64_t d, int64_t lanes, T *out) {
+    Lanes total = {};
+    for (size_t i = 0; i < count; ++i) {
+        Lanes value = {};
+        if (found[i].row != nullptr) load(found[i].row + d, lanes, value);
+        total += value * found[i].share;
+    }
+    for (int l = 0; l < lanes; ++l) out[d + l] = from_float<T>(total[l]);
+}
+
+// A number of lanes that the compiler knows is one load.
 template <class T>
 ALGM_INLINE void sum(const Found<T> *found, size_t count, int64_t width, T *out) {
-    for (int64_t d = 0; d < width; d += kLanes) {
-        const int64_t here = std::min<int64_t>(kLanes, width - d);
-        Lanes total = {};
-        for (size_t i = 0; i < count; ++i) {
-            Lanes value = {};
-            if (found[i].row != nullptr) load(found[i].row + d, here, value);
-            total += value * found[i].share;
-        }
-        for (int l = 0; l < here; ++l) out[d + l] = from_float<T>(total[l]);
-    }
+    int64_t d = 0;
+    for (; d + kLanes <= width; d += kLanes) sum_lanes(found, count, d, kLanes, out);
+    if (d < width) sum_lanes(found, count, d, width - d, out);
 }
 
 ALGM_VECTOR_CLONES void sum_of(const Found<float> *found, size_t count, int64_t width, float *out) {
