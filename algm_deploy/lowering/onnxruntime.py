@@ -43,7 +43,7 @@ from algm_deploy.recipe.schema import Recipe
 CONTRIB = "com.microsoft"
 Provider = Literal["cpu", "cuda"]
 # What the library is used for. On the CPU the bodies of the others are as fast (Segmenter-S: 182 against 184 ms); a
-# label map of 150 classes takes 136 ms by its body and 28 ms by the library.
+# label map of 150 classes takes 136 ms by its body and 28 ms by the library, an extractor of ViT-Adapter-B 111 and 43.
 CUSTOM_OPERATORS: dict[Provider, frozenset[str]] = {
     "cpu": frozenset({"label_map", "deformable_attention"}),
     "cuda": frozenset({"clap", "gbm", "unmerge", "label_map", "deformable_attention"}),

@@ -379,8 +379,11 @@ class PlacesCase:
 def places_case(
     pick: Pick, rng: np.random.Generator, dtype: Any, exact: bool, counts: Sequence[int] = (1, 2, 7)
 ) -> PlacesCase:
-    """Places up to half a grid outside, and as many queries as one of the counts. Exact: on quarters of a cell, in grids whose sides are powers of two, so that
-    every share and sum is a whole number of sixteenths."""
+    """Places up to half a grid outside, and as many queries as one of the counts.
+
+    Exact: on quarters of a cell, in grids whose sides are powers of two, so that every share and sum is a whole number
+    of sixteenths.
+    """
     sides = (1, 2, 4, 8) if exact else (1, 2, 3, 5, 7)
     images, queries, heads, points = pick((1, 3)), pick(counts), pick((1, 2, 3)), pick((1, 4))
     shapes = [pick(sides) for _ in range(2 * pick((1, 2, 3)))]
