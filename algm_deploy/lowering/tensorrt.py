@@ -4,7 +4,8 @@
 |---|---|
 | clap, gbm | plugin node with one more output, the 0-D INT32 size tensor that tells TensorRT the token count, and one
 more attribute, the count to tune for |
-| the same by a budget, ToMe and its attention, ELViT, EViT and what cls attends to, CTS, merging again | standard operators |
+| the same by a budget, ToMe and its attention, ELViT, EViT and what cls attends to, CTS, merging again | standard
+operators |
 | unmerge, deformable_attention | plugin node |
 | label_map | plugin node with int32 labels, then a Cast to uint8: TensorRT takes no 8-bit plugin output |
 | attention | `Attention` of opset 23, its mask made from the lengths |
