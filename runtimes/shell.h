@@ -43,6 +43,8 @@ struct Kernels {
     decltype(&algm_cpu_gbm_workspace) gbmWorkspace;
     decltype(&algm_cpu_gbm_decide) gbmDecide;
     decltype(&algm_cpu_gbm_apply) gbmApply;
+    decltype(&algm_cpu_attention) attention;
+    decltype(&algm_cpu_gelu) gelu;
     decltype(&algm_cpu_unmerge) unmerge;
     decltype(&algm_cpu_label_map) labelMap;
     decltype(&algm_cpu_deformable_attention) deformableAttention;
@@ -52,7 +54,8 @@ struct Kernels {
     algm::Kernels {                                                                                \
         algm_##device##_status_text, algm_##device##_clap_workspace, algm_##device##_clap_decide,  \
             algm_##device##_clap_apply, algm_##device##_gbm_workspace, algm_##device##_gbm_decide, \
-            algm_##device##_gbm_apply, algm_##device##_unmerge, algm_##device##_label_map,         \
+            algm_##device##_gbm_apply, algm_##device##_attention, algm_##device##_gelu,            \
+            algm_##device##_unmerge, algm_##device##_label_map,                                    \
             algm_##device##_deformable_attention                                                   \
     }
 

@@ -13,8 +13,10 @@ from algm_deploy.ops.elvit import elvit, elvit_restore
 from algm_deploy.ops.evit import evit
 from algm_deploy.ops.g2tm import g2tm
 from algm_deploy.ops.gbm import gbm
+from algm_deploy.ops.gelu import gelu
 from algm_deploy.ops.label_map import label_map
 from algm_deploy.ops.mpm import mpm
+from algm_deploy.ops.packed_attention import packed_attention
 from algm_deploy.ops.proportional_attention import proportional_attention
 from algm_deploy.ops.remerge import remerge
 from algm_deploy.ops.tome import tome
@@ -31,8 +33,10 @@ __all__ = [
     "evit",
     "g2tm",
     "gbm",
+    "gelu",
     "label_map",
     "mpm",
+    "packed_attention",
     "proportional_attention",
     "remerge",
     "tome",

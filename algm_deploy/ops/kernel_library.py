@@ -17,9 +17,10 @@ MAX_LEVELS = 8
 """Most levels that deformable attention looks at."""
 
 
-def _struct(name: str, longs: str, ints: str, doubles: str = "") -> type[ctypes.Structure]:
+def _struct(name: str, longs: str, ints: str, doubles: str = "", floats: str = "") -> type[ctypes.Structure]:
     fields: list[tuple[str, Any]] = [(field, ctypes.c_int64) for field in longs.split()]
     fields += [(field, ctypes.c_double) for field in doubles.split()]
+    fields += [(field, ctypes.c_float) for field in floats.split()]
     fields += [(field, ctypes.c_int32) for field in ints.split()]
     return type(name, (ctypes.Structure,), {"_fields_": fields})
 
@@ -31,6 +32,8 @@ ClapParams = _struct(
     "dtype semantics batch_mode order rule",
 )
 GbmParams = _struct("GbmParams", "batch rows width patches prefix budget", "dtype semantics batch_mode rule", "divisor")
+AttentionParams = _struct("AttentionParams", "images rows heads side", "dtype", floats="scale")
+GeluParams = _struct("GeluParams", "rows width", "dtype")
 UnmergeParams = _struct("UnmergeParams", "batch rows width patches prefix", "dtype")
 LabelMapParams = _struct("LabelMapParams", "batch rows classes grid_h grid_w height width prefix", "dtype label_type")
 
@@ -76,6 +79,18 @@ def gbm_params(
     """Of GBM on tokens of a shape (B, S, D) and a type, whose maps hold `patches` entries."""
     places = _places(semantics=semantics, batch=batch, rule=rule)
     return GbmParams(*shape, patches, prefix, budget, divisor, DTYPES[dtype], *places)
+
+
+def attention_params(shape: Sequence[int], dtype: str, heads: int, scale: float) -> ctypes.Structure:
+    """Of attention on a product of a shape (B, S, 3D) and a type."""
+    images, rows, width = shape
+    return AttentionParams(images, rows, heads, width // (3 * heads), scale, DTYPES[dtype])
+
+
+def gelu_params(shape: Sequence[int], dtype: str) -> ctypes.Structure:
+    """Of GELU of a product of a shape (B, S, C) and a type."""
+    images, rows, width = shape
+    return GeluParams(images * rows, width, DTYPES[dtype])
 
 
 def unmerge_params(shape: Sequence[int], dtype: str, patches: int, prefix: int) -> ctypes.Structure:

@@ -25,11 +25,13 @@ from algm_deploy.ops.gbm import reference_most_similar as most_similar
 from algm_deploy.ops.gbm import reference_rows as gbm_rows
 from algm_deploy.ops.gbm import reference_similarity as gbm_similarity
 from algm_deploy.ops.gbm import reference_split as gbm_split
+from algm_deploy.ops.gelu import reference as gelu
 from algm_deploy.ops.label_map import reference as label_map
 from algm_deploy.ops.mpm import reference as mpm
 from algm_deploy.ops.mpm import reference_pairs as mpm_pairs
 from algm_deploy.ops.mpm import reference_rows as mpm_rows
 from algm_deploy.ops.mpm import reference_similarity as mpm_similarity
+from algm_deploy.ops.packed_attention import reference as packed_attention
 from algm_deploy.ops.proportional_attention import reference as proportional_attention
 from algm_deploy.ops.remerge import reference as remerge
 from algm_deploy.ops.tome import reference as tome
@@ -56,6 +58,7 @@ __all__ = [
     "gbm_rows",
     "gbm_similarity",
     "gbm_split",
+    "gelu",
     "label_map",
     "most_similar",
     "mpm",
@@ -65,6 +68,7 @@ __all__ = [
     "nearest",
     "neighbour_groups",
     "neighbour_similarity",
+    "packed_attention",
     "proportional_attention",
     "remerge",
     "squared_distances",

@@ -108,6 +108,18 @@ typedef struct {
     int32_t dtype;
 } algm_deformable_attention_params;
 
+typedef struct {
+    int64_t images, rows; /* B, S */
+    int64_t heads, side;  /* H, and the width of a head: D = H * side */
+    float scale;          /* of the products of queries and keys */
+    int32_t dtype;
+} algm_attention_params;
+
+typedef struct {
+    int64_t rows, width; /* of all images together; C */
+    int32_t dtype;
+} algm_gelu_params;
+
 /* Declares a function once for the host and once for the device. */
 #define ALGM_BOTH(result, name, arguments) \
     ALGM_API result algm_cpu_##name arguments; \
@@ -185,6 +197,19 @@ ALGM_BOTH(int, gbm_apply,
 ALGM_BOTH(int, deformable_attention,
           (const algm_deformable_attention_params *params, const void *value, const float *locations,
            const float *shares, void *out, void *stream))
+
+/* ---- between the merges ----------------------------------------------------------------------------------------- */
+
+/* product (B,S,3D), bias (3D) in fp32, length (B) -> out (B,S,D): self-attention within each image. A row of product is
+ * [query | key | value], each [head][side], of a linear layer without its bias, which may be a null pointer. Without
+ * lengths all rows exist; rows of `out` that no image has are zeros. */
+ALGM_BOTH(int, attention,
+          (const algm_attention_params *params, const void *product, const float *bias, const int64_t *length,
+           void *out, void *stream))
+
+/* product (rows,C) + bias (C) in fp32 -> its GELU: out (rows,C), which may be the product itself. */
+ALGM_BOTH(int, gelu,
+          (const algm_gelu_params *params, const void *product, const float *bias, void *out, void *stream))
 
 /* ---- after the network ------------------------------------------------------------------------------------------ */
 

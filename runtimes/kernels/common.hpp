@@ -124,6 +124,17 @@ inline int check(const algm_deformable_attention_params *p) {
                                                                                                  : ALGM_UNSUPPORTED;
 }
 
+inline int check(const algm_attention_params *p) {
+    if (p == nullptr || p->images < 1 || p->rows < 0 || p->heads < 1 || p->side < 1 || !is_dtype(p->dtype) || !(p->scale == p->scale))
+        return ALGM_INVALID_ARGUMENT;
+    return fits(p->images, p->rows) && fits(p->heads, p->side) ? ALGM_OK : ALGM_UNSUPPORTED;
+}
+
+inline int check(const algm_gelu_params *p) {
+    if (p == nullptr || p->rows < 0 || p->width < 1 || !is_dtype(p->dtype)) return ALGM_INVALID_ARGUMENT;
+    return p->rows <= kMaxRows && p->width <= kMaxRows ? ALGM_OK : ALGM_UNSUPPORTED;
+}
+
 // The arguments of `apply`. Outputs without rows may be null pointers.
 template <class Params>
 int check_apply(const Params &p, const void *tokens, const float *size, const void *workspace, int64_t out_rows,

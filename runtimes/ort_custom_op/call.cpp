@@ -92,6 +92,16 @@ Tensor Call::input(size_t index, int32_t rank) const {
     return tensor;
 }
 
+bool Call::has(size_t index) const {
+    size_t count = 0;
+    check(api_, api_.KernelContext_GetInputCount(context_, &count));
+    OrtValue const* value{};
+    if (index < count) {
+        check(api_, api_.KernelContext_GetInput(context_, index, &value));
+    }
+    return value != nullptr;
+}
+
 void* Call::output(size_t index, std::vector<int64_t> const& shape) const {
     OrtValue* value{};
     check(api_, api_.KernelContext_GetOutput(context_, index, shape.data(), shape.size(), &value));

@@ -38,7 +38,6 @@ struct Backend {
     // Where `decide` writes the row count, readable on the host after `wait`.
     int64_t* (*hostCount)();
     void (*wait)(void* stream);
-    int (*sequenceStarts)(int64_t const* length, int64_t images, int64_t rows, int32_t* starts, void* stream);
     Kernels kernels;
 };
 
@@ -79,6 +78,8 @@ public:
     Call(OrtApi const& api, OrtKernelContext* context, Backend const& backend);
 
     Tensor input(size_t index, int32_t rank) const;
+    // Whether an optional input is there.
+    bool has(size_t index) const;
     void* output(size_t index, std::vector<int64_t> const& shape) const;
 
     // Does `work(part)`, which throws nothing, for each of so many parts, on the threads of the session.

@@ -8,9 +8,6 @@
 
 namespace algm {
 
-// sequence_starts.cu
-int deviceSequenceStarts(int64_t const* length, int64_t images, int64_t rows, int32_t* starts, void* stream);
-
 namespace {
 
 // Throws for a call that failed, whose error no later call may find and take for its own.
@@ -122,7 +119,6 @@ void waitFor(void* stream) { checkCuda(cudaStreamSynchronize(static_cast<cudaStr
 
 }  // namespace
 
-Backend const kCuda{"CUDAExecutionProvider", deviceScratch, pinnedCount, waitFor, deviceSequenceStarts,
-                    ALGM_KERNELS_OF(cuda)};
+Backend const kCuda{"CUDAExecutionProvider", deviceScratch, pinnedCount, waitFor, ALGM_KERNELS_OF(cuda)};
 
 }  // namespace algm

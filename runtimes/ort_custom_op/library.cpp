@@ -16,15 +16,6 @@ int64_t* threadCount() {
     return &count;
 }
 
-int hostSequenceStarts(int64_t const* length, int64_t images, int64_t rows, int32_t* starts, void*) {
-    for (int64_t image = 0; image < images; ++image) {
-        starts[2 * image] = static_cast<int32_t>(image * rows);
-        starts[2 * image + 1] = static_cast<int32_t>(image * rows + existing_rows(length[image], rows));
-    }
-    starts[2 * images] = static_cast<int32_t>(images * rows);
-    return ALGM_OK;
-}
-
 OrtApi const* g_api = nullptr;
 
 template <class Work>
@@ -48,7 +39,9 @@ struct Definition : OrtCustomOp {
         GetOutputTypeCount = [](OrtCustomOp const*) { return Operator::kOutputCount; };
         GetInputType = [](OrtCustomOp const*, size_t index) { return Operator::inputType(index); };
         GetOutputType = [](OrtCustomOp const*, size_t index) { return Operator::outputType(index); };
-        GetInputCharacteristic = [](OrtCustomOp const*, size_t) { return INPUT_OUTPUT_REQUIRED; };
+        GetInputCharacteristic = [](OrtCustomOp const*, size_t index) {
+            return index < Operator::kRequiredCount ? INPUT_OUTPUT_REQUIRED : INPUT_OUTPUT_OPTIONAL;
+        };
         GetOutputCharacteristic = [](OrtCustomOp const*, size_t) { return INPUT_OUTPUT_REQUIRED; };
         GetInputMemoryType = [](OrtCustomOp const*, size_t) { return OrtMemTypeDefault; };
         GetStartVersion = [](OrtCustomOp const*) { return 1; };
@@ -75,7 +68,8 @@ void addAll(OrtCustomOpDomain* domain) {
     add<Merge<Gbm>, backend>(domain);
     add<PaddedMerge<Clap>, backend>(domain);
     add<PaddedMerge<Gbm>, backend>(domain);
-    add<SequenceStarts, backend>(domain);
+    add<PackedAttention, backend>(domain);
+    add<Gelu, backend>(domain);
     add<Node<Unmerge>, backend>(domain);
     add<Node<Labels>, backend>(domain);
     add<Looking, backend>(domain);
@@ -94,8 +88,7 @@ OrtCustomOpDomain* makeDomain() {
 
 }  // namespace
 
-Backend const kCpu{"CPUExecutionProvider", hostScratch, threadCount, nullptr, hostSequenceStarts,
-                   ALGM_KERNELS_OF(cpu)};
+Backend const kCpu{"CPUExecutionProvider", hostScratch, threadCount, nullptr, ALGM_KERNELS_OF(cpu)};
 
 }  // namespace algm
 

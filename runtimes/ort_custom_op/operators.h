@@ -26,6 +26,7 @@ class Node {
 public:
     static constexpr char const* kName = Operator::kName;
     static constexpr size_t kInputCount = Operator::kInputs.size(), kOutputCount = Operator::kOutputs.size();
+    static constexpr size_t kRequiredCount = kInputCount;
 
     static ONNXTensorElementDataType inputType(size_t index) { return typeOf(Operator::kInputs[index].type); }
     static ONNXTensorElementDataType outputType(size_t index) { return typeOf(Operator::kOutputs[index].type); }
@@ -152,31 +153,74 @@ struct PaddedMerge : Merge<Operator> {
     }
 };
 
-// Where valid and padded rows of images that lie one behind the other start, the end included: image b's at b * rows and
-// b * rows + length[b]. Attention over packed sequences takes them for 2 B sequences, half of them padding. Of the tokens
-// only the shape is read.
-struct SequenceStarts {
-    static constexpr char const* kName = "sequence_starts";
-    static constexpr size_t kInputCount = 2, kOutputCount = 1;
+// What operators on token values share that no other runtime has. TYPES: of the inputs behind the tokens.
+template <Type... TYPES>
+struct OnTokens {
+    static constexpr size_t kInputCount = 1 + sizeof...(TYPES), kRequiredCount = kInputCount, kOutputCount = 1;
 
-    static ONNXTensorElementDataType inputType(size_t index) { return typeOf(index == 0 ? Type::kIndex : Type::kTokens); }
-    static ONNXTensorElementDataType outputType(size_t) { return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32; }
+    static ONNXTensorElementDataType inputType(size_t index) {
+        constexpr Type types[]{Type::kTokens, TYPES...};
+        return typeOf(types[index]);
+    }
+    static ONNXTensorElementDataType outputType(size_t) { return typeOf(Type::kTokens); }
 
-    explicit SequenceStarts(ReadAttribute const&) {}
+protected:
+    static void done(Call const& call, int status, char const* what) {
+        if (status != ALGM_OK) {
+            fail(what, ": ", call.backend.kernels.statusText(status));
+        }
+    }
+};
+
+// product (B,S,3D), bias (3D) in fp32, length (B) or none -> (B,S,D).
+struct PackedAttention : OnTokens<Type::kFloat, Type::kIndex> {
+    static constexpr char const* kName = "packed_attention";
+    static constexpr size_t kRequiredCount = 2;
+
+    explicit PackedAttention(ReadAttribute const& read) {
+        read("heads", heads_, 1);
+        read("scale", scale_);
+    }
 
     void run(Call const& call) const {
-        Tensor const length = call.input(0, 1), tokens = call.input(1, 3);
-        int64_t const images = length.shape[0];
-        expectEqual(tokens.shape[0], images, "images of tokens");
-        if (!fits(images, tokens.shape[1])) {
-            fail("numbering sequences: ", call.backend.kernels.statusText(ALGM_UNSUPPORTED));
+        Tensor const product = call.input(0, 3), bias = call.input(1, 1);
+        int64_t const images = product.shape[0], rows = product.shape[1], width = product.shape[2];
+        int64_t const* length = nullptr;
+        if (call.has(2)) {
+            Tensor const told = call.input(2, 1);
+            expectEqual(told.shape[0], images, "images of length");
+            length = static_cast<int64_t const*>(told.data);
         }
-        int const status =
-            call.backend.sequenceStarts(static_cast<int64_t const*>(length.data), images, tokens.shape[1],
-                                        static_cast<int32_t*>(call.output(0, {2 * images + 1})), call.stream);
-        if (status != ALGM_OK) {
-            fail("numbering sequences: ", call.backend.kernels.statusText(status));
+        if (width % (3 * int64_t{heads_}) != 0) {
+            fail("the last axis of product should hold queries, keys and values of ", heads_, " heads, got ", width);
         }
+        expectEqual(bias.shape[0], width, "values of bias");
+        algm_attention_params const p{images, rows, heads_, width / (3 * heads_), scale_, product.dtype()};
+        done(call,
+             call.backend.kernels.attention(&p, product.data, static_cast<float const*>(bias.data), length,
+                                            call.output(0, {images, rows, width / 3}), call.stream),
+             "attending");
+    }
+
+private:
+    int32_t heads_{};
+    float scale_{};
+};
+
+// product (B,S,C), bias (C) in fp32 -> GELU of their sum.
+struct Gelu : OnTokens<Type::kFloat> {
+    static constexpr char const* kName = "gelu";
+
+    explicit Gelu(ReadAttribute const&) {}
+
+    void run(Call const& call) const {
+        Tensor const product = call.input(0, 3), bias = call.input(1, 1);
+        expectEqual(bias.shape[0], product.shape[2], "values of bias");
+        algm_gelu_params const p{product.shape[0] * product.shape[1], product.shape[2], product.dtype()};
+        done(call,
+             call.backend.kernels.gelu(&p, product.data, static_cast<float const*>(bias.data),
+                                       call.output(0, product.shape), call.stream),
+             "computing GELU");
     }
 };
 

@@ -13,9 +13,11 @@ from kernel_memory import HostMemory
 from algm_deploy.ops.kernel_library import (
     ROWS_ON_DEVICE,
     KernelLibrary,
+    attention_params,
     clap_params,
     deformable_attention_params,
     gbm_params,
+    gelu_params,
     label_map_params,
     unmerge_params,
 )
@@ -143,6 +145,25 @@ class Kernels:
         kind = (*shares.shape[:2], value.shape[2] * value.shape[3]), value.dtype
         out = self.memory.empty(*kind)
         self.call("deformable_attention", params, *map(self.put, (value, locations, shares)), out)
+        return self.memory.fetch(out, *kind)
+
+    # --- attention, gelu ---
+
+    def packed_attention(
+        self, product: np.ndarray, bias: np.ndarray | None, length: np.ndarray | None, *, heads: int, scale: float
+    ) -> np.ndarray:
+        images, rows, width = product.shape
+        params = attention_params(product.shape, product.dtype.name, heads, scale)
+        kind = (images, rows, width // 3), product.dtype
+        out = self.memory.empty(*kind)
+        others = [None if x is None else self.put(x, d) for x, d in ((bias, np.float32), (length, np.int64))]
+        self.call("attention", params, self.put(product), *others, out)
+        return self.memory.fetch(out, *kind)
+
+    def gelu(self, product: np.ndarray, bias: np.ndarray) -> np.ndarray:
+        params, kind = gelu_params(product.shape, product.dtype.name), (product.shape, product.dtype)
+        out = self.memory.empty(*kind)
+        self.call("gelu", params, self.put(product), self.put(bias), out)
         return self.memory.fetch(out, *kind)
 
     # --- unmerge, label_map ---

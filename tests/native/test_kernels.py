@@ -14,7 +14,7 @@ from kernel_memory import DTYPES, MEMORIES
 from operator_inputs import CLAP, GBM, exact_tokens, ones
 
 from algm_deploy.errors import ExecutionError
-from algm_deploy.ops import kernel_library
+from algm_deploy.ops import kernel_library, reference
 from algm_deploy.ops._rows import merge_rows_reference
 from algm_deploy.ops.kernel_library import LabelMapParams, clap_params, deformable_attention_params, gbm_params
 from algm_deploy.ops.schema import WORDS
@@ -135,6 +135,56 @@ def test_no_row_at_all(kernels: Kernels, dtype: Any) -> None:
     size = kernels.put(np.ones((2, 6), np.float32))
     kernels.call("gbm_apply", params, given[0], size, workspace, 0, None, None)
     kernels.call("gbm_apply", params, given[0], size, workspace, ROWS_ON_DEVICE, count, count)
+
+
+def relative_error(found: np.ndarray, exact: np.ndarray) -> float:
+    return float(np.linalg.norm(found.astype(np.float64) - exact) / np.linalg.norm(exact))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("side", "heads"), [(64, 2), (64, 1), (20, 3), (150, 1)])
+def test_attention(kernels: Kernels, side: int, heads: int, dtype: Any) -> None:
+    """16-bit queries, weights and results are each rounded once, by less than `unit`; fp32 sums have a few roundings in
+    a row."""
+    rng = np.random.default_rng(side)
+    unit = {"float32": 2.0**-20, "float16": 2.0**-11, "bfloat16": 2.0**-8}[np.dtype(dtype).name]
+    for rows, lengths in ((1, [1]), (65, [65, 1, 0]), (130, [64, 130])):
+        length = np.array(lengths)
+        plan = {"heads": heads, "scale": 2 * side**-0.5}
+        product = rng.standard_normal((len(length), rows, 3 * heads * side)).astype(dtype)
+        bias = rng.standard_normal(3 * heads * side).astype(np.float32)
+        found = kernels.packed_attention(product, bias, length, **plan)
+        exact = reference.packed_attention(product.astype(np.float64), bias, length, **plan)
+        assert relative_error(found, exact) < 2 * unit
+        whole = kernels.packed_attention(product, None, None, **plan)
+        exact = reference.packed_attention(product.astype(np.float64), 0 * bias, None, **plan)
+        assert relative_error(whole, exact) < 2 * unit
+
+
+def test_attention_never_reads_what_is_behind_a_length(kernels: Kernels) -> None:
+    product = np.random.default_rng(0).standard_normal((2, 70, 3 * 64)).astype(np.float16)
+    length, plan = np.array([70, 66]), {"heads": 1, "scale": 0.125}
+    clean = kernels.packed_attention(product, None, length, **plan)
+    product[1, 66:] = np.nan
+    np.testing.assert_array_equal(kernels.packed_attention(product, None, length, **plan), clean)
+    assert not clean[1, 66:].any()
+    beyond = kernels.packed_attention(product[:, :66], None, np.array([2**40, 66]), **plan)
+    assert np.isfinite(beyond.astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 7, 256, 2080])
+def test_gelu(kernels: Kernels, width: int, dtype: Any) -> None:
+    """Results are rounded once, and the error function of 16-bit values is off by no more than 1.5e-7."""
+    rng = np.random.default_rng(width)
+    product = (3 * rng.standard_normal((3, 7, width))).astype(dtype)
+    bias = rng.standard_normal(width).astype(np.float32)
+    exact = reference.gelu(product.astype(np.float64), bias)
+    unit, off = {"float32": (2.0**-20, 1e-9), "float16": (2.0**-11, 1e-6), "bfloat16": (2.0**-8, 1e-6)}[
+        np.dtype(dtype).name
+    ]
+    found = kernels.gelu(product, bias).astype(np.float64)
+    np.testing.assert_allclose(found, exact, rtol=unit, atol=off)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -260,18 +310,33 @@ def declared_fields(header: str, struct: str) -> Iterator[tuple[str, str]]:
     """Name and C type of every field of a struct."""
     body = re.search(rf"typedef struct {{([^}}]*)}} {struct};", header)
     assert body
-    for kind, names in re.findall(r"(int64_t|int32_t|double) ([^;]+);", body[1]):
+    for kind, names in re.findall(r"(int64_t|int32_t|double|float) ([^;]+);", body[1]):
         for name in names.split(","):
             field, bracket, count = name.strip().partition("[")
             yield field, kind + bracket + count
 
 
 @pytest.mark.parametrize(
-    "name", ["ClapParams", "GbmParams", "UnmergeParams", "LabelMapParams", "DeformableAttentionParams"]
+    "name",
+    [
+        "ClapParams",
+        "GbmParams",
+        "AttentionParams",
+        "GeluParams",
+        "UnmergeParams",
+        "LabelMapParams",
+        "DeformableAttentionParams",
+    ],
 )
 def test_python_has_the_structs_of_the_header(header: str, name: str) -> None:
     struct = "algm_" + re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
-    kinds = {"c_long": "int64_t", "c_int": "int32_t", "c_double": "double", "c_int_Array_16": "int32_t[16]"}
+    kinds = {
+        "c_long": "int64_t",
+        "c_int": "int32_t",
+        "c_double": "double",
+        "c_float": "float",
+        "c_int_Array_16": "int32_t[16]",
+    }
     fields = [(field, kinds[kind.__name__]) for field, kind in getattr(kernel_library, name)._fields_]
     assert fields == list(declared_fields(header, struct))
 

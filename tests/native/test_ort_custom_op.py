@@ -65,7 +65,7 @@ def write(folder: Path, op: str, inputs: Mapping[str, np.ndarray], outputs: int,
     node = helper.make_node(op, list(inputs), names, domain="algm", **attributes)
     kinds = {name: helper.np_dtype_to_tensor_dtype(x.dtype) for name, x in inputs.items()}
     token = next(iter(kinds.values()))
-    output_kinds = {"label_map": [onnx.TensorProto.UINT8], "sequence_starts": [onnx.TensorProto.INT32]}.get(
+    output_kinds = {"label_map": [onnx.TensorProto.UINT8]}.get(
         op, [token, 1, 7, 7, 7, onnx.TensorProto.UINT8][:outputs]
     )
     graph = helper.make_graph(
@@ -135,13 +135,36 @@ def test_gbm_adaptive(run: Any) -> None:
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-5, atol=1e-6)
 
 
-def test_sequence_starts(run: Any) -> None:
-    tokens = np.zeros((3, 7, 2), np.float16)
-    (found,) = run("sequence_starts", [np.array([5, 7, 0]), tokens], 1)
-    assert found.tolist() == [0, 5, 7, 14, 14, 14, 21]
-    assert found.dtype == np.int32
-    (found,) = run("sequence_starts", [np.array([-5, 2**32 + 1, 8]), tokens], 1)
-    assert found.tolist() == [0, 0, 7, 14, 14, 21, 21], "a length is one that can be"
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_attention(run: Any, dtype: Any) -> None:
+    """A length more than there are rows, and none at all; and without lengths."""
+    rng = np.random.default_rng(7)
+    product, length = rng.standard_normal((3, 7, 24)).astype(dtype), np.array([5, 9, -2])
+    bias, plan = rng.standard_normal(24).astype(np.float32), {"heads": 2, "scale": 0.5}
+    tolerance = {"rtol": 0, "atol": 1e-5 if dtype == np.float32 else 2e-2}
+    for given in ([product, bias, length], [product, bias]):
+        (found,) = run("packed_attention", given, 1, **plan)
+        told = given[2] if len(given) > 2 else None
+        np.testing.assert_allclose(found, reference.packed_attention(product, bias, told, **plan), **tolerance)
+
+
+def test_attention_refuses_lengths_of_other_images(run: Any) -> None:
+    product, bias = np.zeros((3, 7, 24), np.float32), np.zeros(24, np.float32)
+    with pytest.raises(RuntimeError, match="images of length should be 3, got 2"):
+        run("packed_attention", [product, bias, np.array([5, 7])], 1, heads=2, scale=0.5)
+    with pytest.raises(RuntimeError, match="keys and values of 5 heads, got 24"):
+        run("packed_attention", [product, bias], 1, heads=5, scale=0.5)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_gelu(run: Any, dtype: Any) -> None:
+    rng = np.random.default_rng(9)
+    product, bias = rng.standard_normal((2, 3, 8)).astype(dtype), rng.standard_normal(8).astype(np.float32)
+    (found,) = run("gelu", [product, bias], 1)
+    tolerance = 1e-6 if dtype == np.float32 else 2e-3
+    np.testing.assert_allclose(found, reference.gelu(product, bias), rtol=tolerance, atol=1e-6)
+    with pytest.raises(RuntimeError, match="values of bias should be 8, got 7"):
+        run("gelu", [product, bias[:7]], 1)
 
 
 def test_unmerge(run: Any) -> None:

@@ -21,6 +21,8 @@ OTHERS = {
     "tome": {"r": 3, "prefix": 1},
     "attention": {"heads": 2, "scale": 0.5},
     "proportional_attention": {"heads": 2, "scale": 0.5},
+    "gelu": {},
+    "packed_attention": {"heads": 2, "scale": 0.5},
     "unmerge": {"prefix": 1},
     "elvit": {
         "grid": [4, 4],
@@ -60,6 +62,8 @@ INPUT_RANKS = {
     "tokens": 3,
     "keys": 3,
     "qkv": 3,
+    "product": 3,
+    "bias": 1,
     "values": 3,
     "score": 2,
     "scores": 3,

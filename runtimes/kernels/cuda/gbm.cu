@@ -150,8 +150,8 @@ int launch_matches(const algm_gbm_params &p, Sets *sets, const void *tokens, Mat
         if (const int status =
                 has_tensor_cores(tensor_match_kernel<__nv_bfloat16, WarpTile<64, 2, 2, 3, 2>>, is_bf16, &tensor))
             return status;
-    cudaFuncAttributes probe;
-    if (const int status = status_of(cudaFuncGetAttributes(&probe, warpgroup_probe))) return status;
+    bool warpgroups = false;
+    if (const int status = has_warpgroups(&warpgroups)) return status;
     int multiprocessors = 0, shared_bytes = 0, multiprocessor_bytes = 0;
     if (const int status = device_attribute(cudaDevAttrMultiProcessorCount, &multiprocessors)) return status;
     if (const int status = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, &shared_bytes)) return status;
@@ -163,7 +163,6 @@ int launch_matches(const algm_gbm_params &p, Sets *sets, const void *tokens, Mat
     const MatchLaunch matches = {p,      sets,            tokens,       partial,             count,
                                  stream, multiprocessors, shared_bytes, multiprocessor_bytes};
     if (!tensor) return matches.plain();
-    const bool warpgroups = probe.maxThreadsPerBlock == kWarpgroup;
     return is_bf16 ? matches.with_type<__nv_bfloat16>(warpgroups) : matches.with_type<__half>(warpgroups);
 }
 
