@@ -4,9 +4,9 @@
 |---|---|
 | `algm.attention` behind a linear layer | `com.microsoft.Attention`, that layer included; key lengths, no mask |
 | the same after a product in int8, CPU | `com.microsoft.MultiHeadAttention`; the product stays as it is |
-| attention, padded, 16 bits, CUDA, library there | `com.microsoft.PackedMultiHeadAttention` of 2 B sequences |
+| attention in fp16, heads of 64, CUDA | custom operator `packed_attention` where the library is there |
 | residual + bias + LayerNormalization | CUDA: `com.microsoft.SkipLayerNormalization` |
-| bias + GELU | `com.microsoft.BiasGelu` |
+| bias + GELU | `com.microsoft.BiasGelu`; in fp16 on CUDA custom operator `gelu` where the library is there |
 | patch embedding | CUDA: one matrix product instead of a strided convolution |
 | rows scaled to length one | CUDA: `SimplifiedLayerNormalization` |
 | label_map, deformable_attention, on CUDA clap, gbm, unmerge | custom operators where the library is there, else their
@@ -46,10 +46,11 @@ Provider = Literal["cpu", "cuda"]
 # label map of 150 classes takes 136 ms by its body and 28 ms by the library, an extractor of ViT-Adapter-B 111 and 43.
 CUSTOM_OPERATORS: dict[Provider, frozenset[str]] = {
     "cpu": frozenset({"label_map", "deformable_attention"}),
-    "cuda": frozenset({"clap", "gbm", "unmerge", "label_map", "deformable_attention"}),
+    "cuda": frozenset(
+        {"clap", "gbm", "unmerge", "label_map", "deformable_attention", "packed_attention", "gelu"},
+    ),
 }
-# `com.microsoft.PackedMultiHeadAttention` runs the flash kernels from this many rows on.
-PACKED_ROWS = 513
+HEAD = 64  # the width of heads that `packed_attention` multiplies on tensor cores
 
 
 def single_image(recipe: Recipe, provider: Provider) -> bool:
@@ -97,8 +98,8 @@ def rewrite(model: ir.Model, provider: Provider, custom_operators: bool, single:
         single: fix the batch to one image, whose rows are all valid.
 
     Returns:
-        How often each rewrite fired: `attention`, `multi_head_attention`, `packed_attention`, `skip_layer_norm`,
-        `bias_gelu`, `patch_embedding`, `unit_rows`, and the custom operators by name.
+        How often each rewrite fired: `attention`, `multi_head_attention`, `skip_layer_norm`, `bias_gelu`,
+        `patch_embedding`, `unit_rows`, and the custom operators by name, `packed_attention` and `gelu` among them.
 
     Raises:
         ExportError: an attention whose queries, keys and values do not come from one linear layer.
@@ -107,7 +108,7 @@ def rewrite(model: ir.Model, provider: Provider, custom_operators: bool, single:
     if single:
         fix_batch(model)
     _attention(model.graph, provider, custom_operators, single, counts)
-    _bias_gelu(model.graph, counts)
+    _bias_gelu(model.graph, provider == "cuda" and custom_operators, counts)
     if provider == "cuda":
         _skip_layer_norm(model.graph, counts)
         _patch_embedding(model.graph, counts)
@@ -202,7 +203,6 @@ def _stand_in(old: ir.Value, new: ir.Value) -> None:
 
 def _attention(graph: ir.Graph, provider: Provider, custom_operators: bool, single: bool, counts: Counter[str]) -> None:
     lengths: dict[ir.Value, ir.Value] = {}
-    sequences: dict[ir.Value, tuple[ir.Value, ir.Value]] = {}
     for node in _nodes(graph, "attention", DOMAIN):
         linear = linear_of(node.inputs[0])
         if linear is None:
@@ -214,24 +214,30 @@ def _attention(graph: ir.Graph, provider: Provider, custom_operators: bool, sing
                 graph.remove(node, safe=True)
                 counts["multi_head_attention"] += 1
             continue
-        if length is not None and provider == "cuda" and custom_operators and linear.x.dtype == ir.DataType.FLOAT16:
-            if length not in sequences:
-                sequences[length] = _sequences(graph, node, length, linear.x)
-            new = _packed_attention(graph, node, linear, *sequences[length])
-            counts["packed_attention"] += 1
+        heads, scale = node.attributes["heads"].as_int(), node.attributes["scale"].as_float()
+        if provider == "cuda" and custom_operators and _fits_packed_attention(node, linear):
+            bias = _fp32(graph, node, linear.bias)
+            inputs = [linear.product, bias, *([] if length is None else [length])]
+            name, domain = "packed_attention", DOMAIN
+            attributes: dict[str, float] = {"heads": heads, "scale": scale}
         else:
-            inputs: list[ir.Value] = [linear.x, linear.weight, linear.bias]
+            name, domain = "Attention", CONTRIB
+            attributes = {"num_heads": heads, "scale": scale}
+            inputs = [linear.x, linear.weight, linear.bias]
             if length is not None:
                 if length not in lengths:
                     lengths[length] = _key_lengths(graph, node, provider, length, linear.x)
                 inputs.append(lengths[length])
-            attributes = {"num_heads": node.attributes["heads"].as_int(), "scale": node.attributes["scale"].as_float()}
-            attention = ir.node("Attention", inputs, attributes, domain=CONTRIB, name=node.name)
-            graph.insert_before(node, attention)
-            new = attention.outputs[0]
             counts["attention"] += 1
-        _stand_in(node.outputs[0], new)
+        attention = ir.node(name, inputs, attributes, domain=domain, name=node.name)
+        graph.insert_before(node, attention)
+        _stand_in(node.outputs[0], attention.outputs[0])
         graph.remove(node, safe=True)
+
+
+def _fp32(graph: ir.Graph, before: ir.Node, bias: ir.Value) -> ir.Value:
+    """A bias as the library takes it; the session turns it once."""
+    return _Chain(graph, before, str(before.name))("Cast", bias, to=ir.DataType.FLOAT)
 
 
 def _multi_head_attention(graph: ir.Graph, node: ir.Node, linear: _Linear) -> ir.Value:
@@ -245,45 +251,10 @@ def _multi_head_attention(graph: ir.Graph, node: ir.Node, linear: _Linear) -> ir
     return add("MultiHeadAttention", *parts.outputs, linear.bias, domain=CONTRIB, **attributes)
 
 
-def _packed_attention(graph: ir.Graph, node: ir.Node, linear: _Linear, starts: ir.Value, places: ir.Value) -> ir.Value:
-    """Attention over packed sequences, half of them padding: flash kernels that read the lengths on the device.
-
-    With key lengths `com.microsoft.Attention` takes a kernel that is twice as slow on Hopper. The layer is turned to
-    the layout (heads, 3, head size) when the session is made, so its weight stays in the data file as it is.
-    """
-    heads, scale = node.attributes["heads"].as_int(), node.attributes["scale"].as_float()
-    width = linear.weight.shape[0] if linear.weight.shape is not None else None
-    size = linear.bias.shape[0] if linear.bias.shape is not None else None
-    if not isinstance(width, int) or not isinstance(size, int):
-        raise ExportError(f"node {node.name}: expected a linear layer of known size")
-    add = _Chain(graph, node, str(node.name))
-    weight = add("Reshape", linear.weight, add.shape([width, 3, heads, size // 3 // heads]))
-    weight = add("Reshape", add("Transpose", weight, perm=[0, 2, 1, 3]), add.shape([width, size]))
-    packed = add("MatMul", add("Reshape", linear.x, add.shape([-1, width])), weight)
-    packed = add("Reshape", packed, add.shape([-1, heads, 3, size // 3 // heads]))
-    inputs = [packed, None, None, linear.bias, places, starts]
-    attention = ir.node(
-        "PackedMultiHeadAttention", inputs, {"num_heads": heads, "scale": scale}, domain=CONTRIB, name=node.name
-    )
-    attention.outputs[0].name = f"{node.name}/packed"
-    graph.insert_before(node, attention)
-    return add("Reshape", attention.outputs[0], add("Shape", linear.x))
-
-
-def _sequences(graph: ir.Graph, node: ir.Node, length: ir.Value, x: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """Where valid and padded rows start, and a tensor (2 B, rows and some more) of which the flash kernels read no more
-    than the shape.
-    """
-    add = _Chain(graph, node, f"{length.name}/sequences")
-    starts = ir.node("sequence_starts", [length, x], domain=DOMAIN, name=f"{length.name}/sequence_starts")
-    starts.outputs[0].name = f"{length.name}/starts"
-    starts.outputs[0].shape, starts.outputs[0].type = ir.Shape([None]), ir.TensorType(ir.DataType.INT32)
-    graph.insert_before(node, starts)
-    images, rows = (add("Shape", v, start=i, end=i + 1) for i, v in enumerate((length, x)))
-    images = add("Mul", images, add.constant(np.array([2], np.int64)))
-    rows = add("Add", rows, add.constant(np.array([PACKED_ROWS], np.int64)))
-    places = add("ConstantOfShape", add("Concat", images, rows, axis=0), value=ir.tensor(np.zeros(1, np.int32)))
-    return starts.outputs[0], places
+def _fits_packed_attention(node: ir.Node, linear: _Linear) -> bool:
+    """Whether the library's attention has tensor cores for it; for others ONNX Runtime's own is faster."""
+    width = linear.bias.shape[0] if linear.bias.shape is not None else None
+    return linear.x.dtype == ir.DataType.FLOAT16 and width == 3 * HEAD * node.attributes["heads"].as_int()
 
 
 def _key_lengths(graph: ir.Graph, node: ir.Node, provider: Provider, length: ir.Value, x: ir.Value) -> ir.Value:
@@ -303,8 +274,8 @@ def _key_lengths(graph: ir.Graph, node: ir.Node, provider: Provider, length: ir.
     return add("Concat", keys, starts, starts, axis=0)
 
 
-def _bias_gelu(graph: ir.Graph, counts: Counter[str]) -> None:
-    """x * (0.5 * (erf(x / sqrt 2) + 1)) with x = product + bias."""
+def _bias_gelu(graph: ir.Graph, own: bool, counts: Counter[str]) -> None:
+    """x * (0.5 * (erf(x / sqrt 2) + 1)) with x = product + bias. `own`: the library's operator where it is faster."""
     for erf in _nodes(graph, "Erf"):
         assert erf.inputs[0] is not None
         scaled = erf.inputs[0].producer()
@@ -319,10 +290,20 @@ def _bias_gelu(graph: ir.Graph, counts: Counter[str]) -> None:
         if linear is None or None in numbers or _other(out, half.outputs[0]) is not x:
             continue
         if np.allclose(np.array(numbers, float), (math.sqrt(2), 1, 0.5), rtol=1e-3):
-            new = ir.node("BiasGelu", [linear.product, linear.bias], domain=CONTRIB, name=out.name)
+            is_own = own and _fits_gelu(linear)
+            name, domain = ("gelu", DOMAIN) if is_own else ("BiasGelu", CONTRIB)
+            bias = _fp32(graph, out, linear.bias) if is_own else linear.bias
+            new = ir.node(name, [linear.product, bias], domain=domain, name=out.name)
             graph.insert_before(out, new)
             _stand_in(out.outputs[0], new.outputs[0])
-            counts["bias_gelu"] += 1
+            if not is_own:
+                counts["bias_gelu"] += 1
+
+
+def _fits_gelu(linear: _Linear) -> bool:
+    """Whether the library's GELU is for it: rows of 16-bit values."""
+    rows = linear.product.shape is not None and len(linear.product.shape) == 3
+    return rows and linear.x.dtype == ir.DataType.FLOAT16
 
 
 def _skip_layer_norm(graph: ir.Graph, counts: Counter[str]) -> None:

@@ -29,6 +29,7 @@ from algm_deploy.runners.contract import Runner, runner, runner_type
 from algm_deploy.runners.registry import row_of
 
 VARIANTS: tuple[VariantName, ...] = ("dense", "merged", "truncated")
+_OF_ALL = {"label_map", "packed_attention", "gelu"}  # operators of native libraries that any variant may have
 
 
 def variant_network(
@@ -122,19 +123,19 @@ def variant_runner(bundle: Bundle, runtime: str, like: Bundle) -> Runner:
     """A closed runner of a variant, whose executable is built as that of the bundle `like` was.
 
     Raises:
-        BundleError: the two end in different tails, as the native library came or went in between.
+        BundleError: the two have different operators, as the native library came or went in between.
     """
     wanted = runner(like, runtime)
     if _made(found := runner(bundle, runtime)) != _made(wanted):
         runner_type(runtime).build(bundle)
     if _made(found) != _made(wanted):
         raise BundleError(
-            f"expected {bundle.path} to make its label map as {like.path} does, got another operator: run "
+            f"expected {bundle.path} to be built with the operators of {like.path}, got others: run "
             f"`{wanted.build_command}` and verify again"
         )
     return found
 
 
-def _made(run: Runner) -> tuple[bool, bool]:
-    """Whether a runner executes what was built for it, and whether a native library computes its label maps."""
-    return run.row().executes_own(run.bundle.files), "label_map" in run.custom_operators
+def _made(run: Runner) -> tuple[bool, frozenset[str]]:
+    """Whether a runner executes what was built for it, and what a native library computes of what all have."""
+    return run.row().executes_own(run.bundle.files), frozenset(run.custom_operators) & _OF_ALL

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 from onnx_ir.passes.common import RemoveUnusedNodesPass
-from toys import TAU, pictures
+from toys import FAMILIES, TAU, pictures
 
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.deployment import export
 from algm_deploy.errors import ExportError
+from algm_deploy.lowering import onnxruntime
 from algm_deploy.lowering.onnxruntime import (
     Provider,
     _key_lengths,
@@ -177,6 +179,44 @@ def test_deformable_attention_is_left_to_the_library(exported_toy: Any, ort_libr
     for name, value in expected.items():
         if name == "scores":
             np.testing.assert_allclose(found[name], value, rtol=0, atol=2e-6 * max(10, abs(value).max()))
+        else:
+            np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+@pytest.fixture
+def any_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library's attention and GELU wherever they can stand: small networks are fp32, with narrow heads."""
+    monkeypatch.setattr(onnxruntime, "_fits_packed_attention", lambda node, linear: True)
+    monkeypatch.setattr(onnxruntime, "_fits_gelu", lambda linear: len(linear.product.shape) == 3)
+
+
+def test_heads_of_64_in_fp16_get_own_attention(tiny_export: Callable[..., Bundle], tiny_bundle: Bundle) -> None:
+    """Those of the decoder alone; GELU in fp16 is the library's everywhere. Without it, or in fp32, nothing is."""
+    half = tiny_export({"precision": "fp16"})
+    _, counts = rewritten(half, "cuda", custom=True)
+    assert (counts["attention"], counts["packed_attention"]) == (4, 2)
+    assert (counts["bias_gelu"], counts["gelu"]) == (0, BLOCKS)
+    for bundle, custom, provider in ((half, False, "cuda"), (half, True, "cpu"), (tiny_bundle, True, "cuda")):
+        _, counts = rewritten(bundle, provider, custom=custom)
+        assert not {"packed_attention", "gelu"} & set(counts)
+
+
+@pytest.mark.parametrize(("family", "decoder"), [case for case in FAMILIES if case[1] != "mask_transformer"])
+def test_the_librarys_layers_compute_the_same_in_every_family(
+    any_layer: None, exported_toy: Any, ort_library: Path, tmp_path: Path, family: str, decoder: str
+) -> None:
+    exported = exported_toy(family, decoder)
+    images, graph = pictures(exported.deployed.network), exported.portable.clone()
+    expected = exported.run_onnx(images)
+    counts = rewrite(graph, "cuda", custom_operators=True, single=False)
+    assert counts["packed_attention"] > counts["attention"] == 0
+    assert counts["gelu"] > counts["bias_gelu"] == 0
+    ir.save(graph, tmp_path / "own.onnx")
+    found = run(tmp_path / "own.onnx", images, clap=TAU, library=ort_library)
+    assert len(set(expected["token_counts"][:, 0])) > 1, "nothing was padded"
+    for name, value in expected.items():
+        if name == "scores":
+            np.testing.assert_allclose(found[name], value, rtol=0, atol=4e-6 * max(10, abs(value).max()))
         else:
             np.testing.assert_array_equal(found[name], value, err_msg=name)
 

@@ -150,29 +150,6 @@ def test_the_bundle_gets_its_segments(tiny_bundle: Bundle, tmp_path: Path) -> No
     assert all(bundle.file(SEGMENTS.replace("*", str(index))).stat().st_size < 200_000 for index in range(3))
 
 
-def test_padded_attention_in_16_bits_is_packed(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    """Behind CLAP in block 1: three blocks and the decoder's two; their layers are turned by the session."""
-    bundle = export(tiny_checkpoint, tmp_path / "half", None, {"precision": "fp16"}).bundle
-    model = ir.load(bundle.file("model.onnx"))
-    counts = rewrite(model, "cuda", True, False)
-    assert (counts["attention"], counts["packed_attention"]) == (1, 5)
-    packed = [node for node in model.graph if node.op_type == "PackedMultiHeadAttention"]
-    assert [node.attributes["num_heads"].as_int() for node in packed] == [2, 2, 2, 1, 1]
-    # One for CLAP's rows, one for GBM's, one for the decoder's, which begin with the classes.
-    assert len({node.inputs[5] for node in packed}) == sum(n.op_type == "sequence_starts" for n in model.graph) == 3
-    assert sum(map(is_turned, model.graph)) == 5
-    assert [sum(n.op_type.startswith("Packed") for n in part.graph) for part in segments(model)] == [0, 2, 3]
-    for custom, provider in ((False, "cuda"), (True, "cpu")):
-        other = ir.load(bundle.file("model.onnx"))
-        assert rewrite(other, provider, custom, False)["packed_attention"] == 0
-
-
-def is_turned(node: ir.Node) -> bool:
-    """A matrix product whose weight is no initializer but made of one."""
-    maker = node.inputs[1].producer() if node.op_type == "MatMul" else None
-    return maker is not None and maker.op_type == "Reshape" and maker.inputs[0].producer().op_type == "Transpose"
-
-
 def test_images_that_decide_together_are_not_cut(tiny_checkpoint: Path, tmp_path: Path) -> None:
     bundle = export(tiny_checkpoint, tmp_path / "coupled", None, {"merging.batch": "batch_min"}).bundle
     assert number_written(bundle) == 0
