@@ -106,7 +106,7 @@ def server(predictor: Predictor, settings: Settings, listening: Callable[[str], 
     """
     name = settings.name or predictor.bundle.path.resolve().name
     check_name(name)
-    _warm(predictor)
+    warm(predictor)
     metrics = Metrics()
     with (
         _short_turns(),
@@ -141,7 +141,7 @@ def _short_turns() -> Iterator[None]:
         sys.setswitchinterval(before)
 
 
-def _warm(predictor: Predictor) -> None:
+def warm(predictor: Predictor) -> None:
     """Runs batches of blank windows, so that no client waits for what a runtime does at its first run."""
     image = predictor.signature.image
     for batch in sizes_to_warm(predictor.batch, predictor.on_gpu):

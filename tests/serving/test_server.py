@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,7 @@ from algm_deploy.predictor import Predictor
 from algm_deploy.report.pictures import final_tokens
 from algm_deploy.serving.answers import Answers
 from algm_deploy.serving.app import Limits
-from algm_deploy.serving.server import Settings, server
+from algm_deploy.serving.server import Settings, server, warm
 
 INFER = "/v2/models/net/infer"
 
@@ -508,6 +509,27 @@ def test_the_code_of_the_page_on_serving_runs(
     (snippet,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     done = subprocess.run([sys.executable, "-Ic", snippet], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("tokens after each merge: [")
+
+
+@pytest.mark.parametrize(("on_gpu", "sizes"), [(True, [1, 2, 4, 8, 12]), (False, [1, 12])])
+def test_a_gpu_is_warm_for_every_size_of_a_batch(on_gpu: bool, sizes: list[int], tiny_bundle: Bundle) -> None:
+    ran = []
+    fake: Any = SimpleNamespace(
+        batch=12, on_gpu=on_gpu, signature=tiny_bundle.signature, infer=lambda windows: ran.append(len(windows))
+    )
+    warm(fake)
+    assert ran == sizes
+
+
+def test_threads_take_short_turns_while_a_server_runs_and_not_after(tiny_bundle: Bundle) -> None:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(0.02)
+    try:
+        with Predictor(tiny_bundle, "onnxruntime-cpu") as predictor, server(predictor, Settings(name="net"), print):
+            assert sys.getswitchinterval() < 0.001
+        assert sys.getswitchinterval() == pytest.approx(0.02)
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_limits_have_defaults_that_fit_a_photo() -> None:
