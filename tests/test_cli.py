@@ -573,8 +573,9 @@ def test_a_dense_bundle_says_so(run: Run, tiny_checkpoint: Path, tmp_path: Path)
     [
         MergePlan((), (), method="evit", evit_layers=(2,), evit_keep=0.6),
         MergePlan((), (), method="elvit", elvit_layer=2, elvit_grid=(2, 3), elvit_neighbours=3),
+        MergePlan((), (), method="cts", cts_shared=2),
     ],
-    ids=["evit", "elvit"],
+    ids=["evit", "elvit", "cts"],
 )
 def test_dense_leaves_nothing_of_another_method(plan: MergePlan) -> None:
     """Settings that the method alone reads included: without it they would be refused."""
