@@ -184,7 +184,7 @@ class MergeAfterMlp(nn.Module):
 
     def __init__(self, block: Block) -> None:
         super().__init__()
-        self.merge = block.merge
+        self.start_merge, self.merge, self.end_merge = block.start_merge, block.merge, block.end_merge
         block.merge = KeepTokens()
         self.block = block
 

@@ -219,7 +219,7 @@ def test_another_tail_is_refused(verified: Bundle, monkeypatch: pytest.MonkeyPat
     tails = {str(dense.path): (), str(verified.path): ("label_map",)}
     kind = type(runner(verified, CPU))
     monkeypatch.setattr(kind, "custom_operators", property(lambda self: tails[str(self.bundle.path)]))
-    with pytest.raises(BundleError, match=r"got another operator: run `algm-deploy build .*tiny --runtime"):
+    with pytest.raises(BundleError, match=r"got others: run `algm-deploy build .*tiny --runtime"):
         variant_runner(dense, CPU, verified)
 
 
