@@ -79,6 +79,7 @@ def bundle_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Bundle]
     return make
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "decoder", "output"),
     [

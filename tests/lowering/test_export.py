@@ -46,6 +46,7 @@ def test_runs_like_the_network(exported: Exports, configuration: str, blob_image
                 np.testing.assert_array_equal(value, reference)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "decoder"), [case for case in FAMILIES if case[1] != "mask_transformer"])
 def test_other_families_run_like_the_network(exported_toy: Callable[..., Any], family: str, decoder: str) -> None:
     """Decoders that unmerge by themselves, at several depths; no cls, or more tokens than that; random weights."""

@@ -70,6 +70,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_kind_of_bundle_passes(name: str, tiny_checkpoint: Path, tmp_path: Path, windows: Array) -> None:
     bundle = export(tiny_checkpoint, tmp_path / "bundle", None, VARIANTS[name]).bundle

@@ -61,6 +61,13 @@ def metric(client: Any, name: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
 
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 def test_health_and_metadata(client: Any) -> None:
     assert client.get("/v2/health/live") == (200, {"live": True})
     assert client.get("/v2/health/ready") == (200, {"ready": True})
@@ -278,12 +285,6 @@ def test_a_full_queue_says_so_and_forgets_who_left(
         ran.append(len(windows))
         return infer(self, windows, *rest, **named)
 
-    def until(condition: Callable[[], bool]) -> None:
-        end = time.monotonic() + 20
-        while not condition():
-            assert time.monotonic() < end
-            time.sleep(0.01)
-
     monkeypatch.setattr(Predictor, "infer", held)
     small = png_of(photos[0])
     with ThreadPoolExecutor(12) as pool:
@@ -413,8 +414,7 @@ def sent(port: int, content: bytes) -> socket.socket:
 def wait_for_request(port: int) -> None:
     """Until a picture waits for company or runs."""
     watcher = Client(port)
-    while not metric(watcher, "algm_pictures_waiting") and not metric(watcher, "algm_requests_running"):
-        time.sleep(0.01)
+    until(lambda: bool(metric(watcher, "algm_pictures_waiting") or metric(watcher, "algm_requests_running")))
 
 
 def test_a_killed_server_tells_its_clients_and_leaves_the_next_one_all_it_needs(
@@ -432,11 +432,11 @@ def test_a_killed_server_tells_its_clients_and_leaves_the_next_one_all_it_needs(
             assert connection.recv(100) == b""
         assert time.monotonic() - started < 5
     assert {path: path.read_bytes() for path in bundle.rglob("*") if path.is_file()} == files
-    with own_process(bundle, "--wait=2000", port=port) as (process, again):
+    with own_process(bundle, "--wait=5000", port=port) as (process, again):
         assert again == port
         with sent(port, content) as connection:
             wait_for_request(port)
-            process.send_signal(signal.SIGTERM)  # while the picture waits for company, for 2 s
+            process.send_signal(signal.SIGTERM)  # while the picture waits for company, for 5 s
             answer = connection.recv(100)
         assert answer.startswith(b"HTTP/1.1 200"), answer
         assert process.wait(30) == 0
@@ -471,9 +471,10 @@ def test_batches_have_few_sizes_and_lose_nobody(
     client: Any, photos: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     infer = Predictor.infer
-    go, ran = threading.Event(), []
+    held_back, go, ran = threading.Event(), threading.Event(), []
 
     def held(self: Predictor, windows: np.ndarray, *rest: Any, **named: Any) -> Any:
+        held_back.set()
         assert go.wait(30)
         ran.append(len(windows))
         return infer(self, windows, *rest, **named)
@@ -481,11 +482,9 @@ def test_batches_have_few_sizes_and_lose_nobody(
     monkeypatch.setattr(Predictor, "infer", held)
     with ThreadPoolExecutor(8) as pool:
         first = pool.submit(client.infer, pixels(photos[0]))
-        while metric(client, "algm_pictures_waiting") or not metric(client, "algm_requests_running"):
-            time.sleep(0.01)
+        assert held_back.wait(30)
         rest = [pool.submit(client.infer, pixels(photos[0])) for _ in range(7)]
-        while metric(client, "algm_pictures_waiting") < 7:
-            time.sleep(0.01)
+        until(lambda: metric(client, "algm_pictures_waiting") == 7)
         go.set()
         assert [one.result()[0] for one in (first, *rest)] == [200] * 8
     assert ran == [1, 4, 2, 1]

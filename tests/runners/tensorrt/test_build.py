@@ -346,6 +346,7 @@ def test_without_the_alias_the_parser_ends_the_process(rtx: None, models: Any) -
     assert ends["without"].returncode == -signal.SIGABRT
 
 
+@pytest.mark.slow
 def test_a_bundle_gets_its_engine(rtx: None, tiny_bundle: Bundle, tmp_path: Path) -> None:
     bundle = Bundle.open(shutil.copytree(tiny_bundle.path, tmp_path / "bundle"))
     TensorRTRtxRunner.build(bundle)
