@@ -44,6 +44,7 @@ class Batcher:
         self.predictor, self._wait_s, self._metrics = predictor, wait_s, metrics
         self._jobs: deque[_Job] = deque()
         self._changed = threading.Condition()
+        metrics.waiting.set_function(self._waiting)
         self._closed = False
         self._failures = 0
         self._thread = threading.Thread(target=self._work, name="batches", daemon=True)
@@ -68,9 +69,13 @@ class Batcher:
         job = _Job(picture, tuple(sorted(thresholds.items())), token_maps)
         with self._changed:
             self._jobs.append(job)
-            self._metrics.waiting.set(len(self._jobs))
             self._changed.notify_all()
         return job.future
+
+    def _waiting(self) -> int:
+        """Pictures that somebody waits for and no batch has taken yet."""
+        with self._changed:
+            return sum(not job.future.cancelled() for job in self._jobs)
 
     def _work(self) -> None:
         while batch := self._next():
@@ -92,7 +97,6 @@ class Batcher:
                     batch = self._taken(waiting)
                 else:
                     self._changed.wait(left)
-            self._metrics.waiting.set(len(self._jobs))
         now = time.perf_counter()
         for job in batch:
             self._metrics.queue_seconds.observe(now - job.arrived)

@@ -299,6 +299,7 @@ def test_a_full_queue_says_so_and_forgets_who_left(
         assert client.get("/v2/health/ready")[0] == 200
         leaving.close()
         until(lambda: metric(client, "algm_requests_running") == 8)
+        assert metric(client, "algm_pictures_waiting") == 0
         go.set()
         assert [one.result()[0] for one in first] == [200] * 8
     assert client.infer(encoded(*[small] * 4))[0] == 200
