@@ -54,8 +54,7 @@ class Runtime:
 
     `runner` is "module:class", imported on use. `rank` orders runtimes that use the same device, the fastest first.
     `extra`: it has one in pyproject.toml, under its own name. `fp8_needs_ranges`: it finds no scales while it runs.
-    `module_is_shared`: another package brings a module of
-    the same name that lacks what this runtime needs.
+    `module_is_shared`: another package brings a module of the same name that lacks what this runtime needs.
     """
 
     name: str
@@ -109,10 +108,10 @@ class Runtime:
         return "fp16" if precision == "fp8" and not self.fp8 else precision
 
     def executes(self, precision: Precision, calibrated: bool) -> bool:
-        """Whether it executes a bundle of that precision in that precision; `calibrated` on photos."""
+        """Whether it executes a bundle of that precision by units for it; `calibrated` on photos."""
         if precision == "int8":
             return self.int8
-        if precision == "fp8" and self.fp8_needs_ranges and not calibrated:
+        if precision == "fp8" and (self.simulates if calibrated else self.fp8_needs_ranges):
             return False
         return self.precision_of(precision) == precision
 
