@@ -243,7 +243,7 @@ def _keys_by_product(graph: onnx.GraphProto) -> None:
         tables[name] = numpy_helper.from_array(table.reshape(-1, side), name)
         mean.CopyFrom(helper.make_node("MatMul", [parts.input[0], name], [mean.output[0]], name=mean.name))
     for unread in ("Reshape", "Split") if tables else ():
-        read = {name for node in graph.node for name in node.input}
+        read = {name for node in graph.node for name in node.input} | {output.name for output in graph.output}
         kept = [node for node in graph.node if node.op_type != unread or not read.isdisjoint(node.output)]
         del graph.node[:]
         graph.node.extend(kept)

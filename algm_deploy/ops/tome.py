@@ -98,15 +98,17 @@ def onnx_body(
 ) -> list[Value]:
     """ToMe in standard ops: GBM's body with the r best instead of those that reach a threshold."""
     prefix, r, count = attributes["prefix"], attributes["r"], body.extent(tokens, 1)
-    known = isinstance(count, int)
-    every: Value = body.value(np.ones((1, count), bool)) if known else body("GreaterOrEqual", size, 0.0)  # type: ignore
+    known = count if isinstance(count, int) else None
+    every: Value = (
+        body("GreaterOrEqual", size, 0.0) if known is None else body.value(np.ones((1, known), bool))  # type: ignore[assignment]
+    )
     allowed = body("And", every, body("GreaterOrEqual", body.indices(count), prefix))
     best, match = onnx_similarity(body, keys, allowed, 0, WORST)
-    rank = body.rank(best, (count + 1) // 2 if isinstance(count, int) else None)
+    rank = body.rank(best, None if known is None else (known + 1) // 2)
     place = None if prefix else body("Sub", rank, r)
     inputs, attributes = (tokens, size, map), {"prefix": prefix, "semantics": SEMANTICS}
     merged = body("Less", rank, r)
-    return onnx_joined(body, inputs, every, merged, match, attributes, place, r if known else None)[:3]
+    return onnx_joined(body, inputs, every, merged, match, attributes, place, None if known is None else r)[:3]
 
 
 # --- NumPy reference -------------------------------------------------------------------------------------------------
