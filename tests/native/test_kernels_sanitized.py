@@ -28,9 +28,11 @@ from algm_deploy.native_libraries import cache_folder
 from algm_deploy.ops.kernel_library import (
     LabelMapParams,
     UnmergeParams,
+    attention_params,
     clap_params,
     deformable_attention_params,
     gbm_params,
+    gelu_params,
 )
 
 FLAGS = "-std=c++17 -O1 -g1 -fPIC -shared -ffp-contract=off -fsanitize=address,undefined -fno-sanitize-recover=all"
@@ -156,6 +158,8 @@ def test_huge_numbers_are_refused_before_anything_is_multiplied(kernels: Kernels
         ("gbm_decide", gbm_params((1, 17, 16), "float32", 16, **GBM), 9),
         ("unmerge", UnmergeParams(1, 17, 16, 16, 1, 0), 3),
         ("label_map", LabelMapParams(1, 17, 5, 4, 4, 8, 8, 1, 0, 1), 3),
+        ("attention", attention_params((1, 17, 24), "float32", 2, 0.5), 4),
+        ("gelu", gelu_params((1, 17, 16), "float32"), 3),
         (
             "deformable_attention",
             deformable_attention_params((1, 32, 2, 4), "float32", (1, 5, 2, 2, 4), (4, 6, 2, 4)),

@@ -123,7 +123,7 @@ def test_engines_of_other_families_with_an_adapter(
     assert all(p.dtypes == ("HALF",) for p in parsed.plugins if p.plugin == "deformable_attention")
     assert looks == 10
     assert "GRID_SAMPLE" not in parsed.layers
-    assert sum(parsed.layers["GATHER"].values()) >= (0 if plugin else 4 * looks)
+    assert plugin or sum(parsed.layers["GATHER"].values()) >= 4 * looks
     assert set(parsed.layers["CONVOLUTION"]) == {TYPES[precision]}
     record_property("support", f"algm {network.family}/{network.decoder} tensorrt-rtx builds")
 
