@@ -160,29 +160,35 @@ def differing(before: Ints, ours: Ints, other: Ints, stage: int, plan: MergePlan
     Merged windows, and tokens that stay, in another order count once for each that would have to be moved.
     """
     layer, prefix = plan.layers[stage], network.prefix
-    if plan.merge_in(layer) == "elvit":
-        return int((ours != other).sum()), len(ours)
-    if plan.merge_in(layer) == "evit":
-        return int((ours != other).sum()), plan.evit_counts(len(ours))[layer][0]
-    if plan.merge_in(layer) == "g2tm":
-        shared = [_shared(token_map, network.grid) for token_map in (ours, other)]
-        return max(int((shared[0] != shared[1]).sum()), int(not np.array_equal(ours, other))), len(shared[0])
-    if plan.merge_in(layer) == "mpm":
-        partners = [_partners(before, token_map, prefix) for token_map in (ours, other)]
-        return max(int((partners[0] != partners[1]).sum()), int(not np.array_equal(ours, other))), len(partners[0])
-    if plan.merge_in(layer) == "cts":
-        together = [_superpatches(token_map, network.grid) for token_map in (ours, other)]
-        return max(int((together[0] != together[1]).sum()), int(not np.array_equal(ours, other))), len(together[0])
-    if plan.merge_in(layer) == "clap":
+    merge = plan.merge_in(layer)
+    if merge == "clap":
         a, b = (_merged_windows(token_map, plan, network.grid) for token_map in (ours, other))
         count, total = len(np.setxor1d(a, b)), len(window_members(network.grid, plan.window))
-    else:
-        first = 0 if plan.merge_in(layer) == "tome" else first_source(plan.semantics, prefix)
+        count += _out_of_order(a, b)
+    elif merge in ("gbm", "tome"):
+        first = 0 if merge == "tome" else first_source(plan.semantics, prefix)
         one, two = (_join(before, token_map, prefix, first) for token_map in (ours, other))
         count, total = int((one.partners != two.partners).sum()), len(one.sources)
-        a, b = one.stays, two.stays
-    count += _out_of_order(a, b)
+        count += _out_of_order(one.stays, two.stays)
+    else:
+        made, wanted = (_decided(before, token_map, stage, plan, network) for token_map in (ours, other))
+        count, total = int((made != wanted).sum()), len(made)
     return (count if np.array_equal(ours, other) else max(count, 1)), total
+
+
+def _decided(before: Ints, token_map: Ints, stage: int, plan: MergePlan, network: Network) -> NDArray[np.generic]:
+    """What a merge without an order of its own decided, one by one."""
+    layer = plan.layers[stage]
+    merge = plan.merge_in(layer)
+    if merge == "evit":
+        return token_map[: plan.evit_counts(len(token_map))[layer][0]]
+    if merge == "g2tm":
+        return _shared(token_map, network.grid)
+    if merge == "mpm":
+        return _partners(before, token_map, network.prefix)
+    if merge == "cts":
+        return _superpatches(token_map, network.grid)
+    return token_map
 
 
 def _out_of_order(ours: Ints, other: Ints) -> int:
@@ -361,9 +367,7 @@ def cts_problems(facts: CtsFacts, token_map: Ints, grid: Size, prefix: int) -> l
 
 def _superpatches(token_map: Ints, grid: Size) -> NDArray[np.bool_]:
     """Which superpatches (M,) have one token for all their patches."""
-    rows = token_map[window_members(grid, (2, 2))]
-    shared: NDArray[np.bool_] = (rows == rows[:, :1]).all(1)
-    return shared
+    return _of_one_token(token_map[window_members(grid, (2, 2))])
 
 
 def _shared(token_map: Ints, grid: Size) -> NDArray[np.bool_]:
@@ -469,8 +473,14 @@ def _threshold_problems(
 def _merged_windows(token_map: Ints, plan: MergePlan, grid: Size) -> Ints:
     """The windows whose patches share a token, in the order of the tokens."""
     rows = token_map[window_members(grid, plan.window)]
-    merged = (rows == rows[:, :1]).all(1)
+    merged = _of_one_token(rows)
     return np.flatnonzero(merged)[np.argsort(rows[merged, 0])]
+
+
+def _of_one_token(rows: Ints) -> NDArray[np.bool_]:
+    """Which windows have one row for all their patches, given those of each (M, patches)."""
+    one: NDArray[np.bool_] = (rows == rows[:, :1]).all(1)
+    return one
 
 
 def _clap_map(windows: Ints, grid: Size, plan: MergePlan, prefix: int) -> Ints:
