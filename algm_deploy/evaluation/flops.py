@@ -90,7 +90,8 @@ def _counts(plan: MergePlan, network: Network, tokens_after_merge: Sequence[int]
 def _encoder(network: Network, plan: MergePlan, counts: dict[int, int], tokens: int) -> tuple[int, int, dict[int, int]]:
     """Encoder and merging multiply-adds, and the patch tokens that leave each block.
 
-    Merging sits between attention and MLP. The outputs are normalised, in the encoder or by the decoder.
+    Merging sits between attention and MLP, around each of them, or before or after the block. The outputs are
+    normalised, in the encoder or by the decoder.
     """
     encoder = merging = 0
     leaving, patches = {}, tokens
@@ -108,14 +109,9 @@ def _encoder(network: Network, plan: MergePlan, counts: dict[int, int], tokens: 
             merging += _sharing(network)
             tokens = counts[layer]
         encoder += attention(tokens + network.prefix, network.embed_dim)
-        if layer in counts and plan.method == "elvit":
+        if layer in counts and plan.method in ("elvit", "mpm"):
             encoder += mlp(tokens + network.prefix, network.embed_dim, network.mlp_width)
-            merging += _clustering(network, plan, tokens)
-            leaving[layer] = tokens = counts[layer]
-            continue
-        if layer in counts and plan.method == "mpm":
-            encoder += mlp(tokens + network.prefix, network.embed_dim, network.mlp_width)
-            merging += tokens * tokens * network.embed_dim
+            merging += _clustering(network, plan, tokens) if plan.method == "elvit" else tokens**2 * network.embed_dim
             leaving[layer] = tokens = counts[layer]
             continue
         if layer in counts and plan.method == "evit":
