@@ -36,6 +36,7 @@ from algm_deploy.fleet.opening import opening_of
 from algm_deploy.lowering.writing import write_bundle
 from algm_deploy.models.checkpoints.reading import VARIANT_FILE, read_checkpoint
 from algm_deploy.models.checkpoints.variant import settings_from_variant
+from algm_deploy.models.quantized import CALIBRATED
 from algm_deploy.parity.chain import verify as verify_chain
 from algm_deploy.parity.exchange import load_inputs, load_outputs, save_inputs, save_outputs
 from algm_deploy.parity.pairwise import Comparison, Standing, check_comparable, difference
@@ -64,7 +65,6 @@ from algm_deploy.timing.variants import executables
 
 REBUILD_PICTURES = 4
 CALIBRATION_PICTURES = 32
-CALIBRATED = ("int8", "fp8")
 Images = AnyPath | Sequence[AnyPath]
 """Pictures and folders of pictures; an empty list stands for the drawn scenes that ship."""
 

@@ -98,6 +98,8 @@ def e4m3_scale(largest: Tensor) -> Tensor:
 
 
 _LINEAR: dict[Precision, type[QuantizedLinear]] = {"int8": Int8Linear, "fp8": E4m3Linear}
+CALIBRATED = tuple(_LINEAR)
+"""Precisions whose products are in levels, for which ranges are measured on photos."""
 
 
 def in_graphs(precision: Precision) -> bool:
@@ -127,9 +129,9 @@ def quantized(model: Model, products: Iterable[QuantizedProduct], precision: Pre
     Raises:
         BundleError: a product that the network does not have, or a precision that has no levels.
     """
-    if precision not in _LINEAR:
+    if precision not in CALIBRATED:
         raise BundleError(
-            f"expected quantised products in a bundle in {' or '.join(_LINEAR)} alone, this one is in {precision}: "
+            f"expected quantised products in a bundle in {' or '.join(CALIBRATED)} alone, this one is in {precision}: "
             "export the bundle again"
         )
     copy = share_parameters(model)
