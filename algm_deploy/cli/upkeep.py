@@ -7,11 +7,12 @@ import argparse
 from algm_deploy.cli import arguments
 from algm_deploy.cli.saying import say
 from algm_deploy.recipe.reading import recipe, recipe_names, recipe_rows
+from algm_deploy.recipe.schema import DENSE
 
 
 def list_recipes(_: argparse.Namespace) -> int:
     """Recipes that come with the package."""
-    from algm_deploy.report.records import method_words
+    from algm_deploy.report.records import plan_name
     from algm_deploy.report.tables import text_table
 
     rows = []
@@ -21,12 +22,8 @@ def list_recipes(_: argparse.Namespace) -> int:
         plan, network = facts.merging, facts.network
         kinds = {"CLAP": plan.clap_layers, "GBM": plan.gbm_layers}
         layers = "; ".join(f"{kind} {arguments.listed(found)}" for kind, found in kinds.items() if found)
-        if plan.counts_in:
-            layers = method_words(plan)
-        if plan.method == "g2tm":
-            layers = f"G2TM {plan.g2tm_layer}"
-        if plan.method == "mpm":
-            layers = f"MPM {arguments.listed(plan.mpm_layers)}"
+        if plan.method != "algm":
+            layers = plan_name(plan, DENSE)
         tau = f"{plan.clap_threshold:g}" if plan.reads_clap_threshold else "-"
         published = facts.published.get("miou_percent")
         miou = f"{published:g}" if published else "-"

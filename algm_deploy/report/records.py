@@ -112,16 +112,15 @@ def method_words(plan: MergePlan) -> str:
         rows, columns = plan.elvit_grid
         return f"ELViT, {rows} x {columns} tokens after block {plan.elvit_layer}"
     if plan.method == "evit":
-        places = ", ".join(map(str, plan.evit_layers))
-        return f"EViT, {100 * plan.evit_keep:.3g} % in block{'s' * (len(plan.evit_layers) > 1)} {places}"
+        return f"EViT, {100 * plan.evit_keep:.3g} % in {_blocks(plan.evit_layers)}"
     if plan.method == "cts":
         return f"CTS, {plan.cts_shared} superpatches"
     return f"ToMe, {_tome_words(plan)}"
 
 
-def mpm_places(plan: MergePlan) -> str:
-    """Where pairs merge: `after blocks 2, 5`."""
-    return f"after block{'s' * (len(plan.mpm_layers) > 1)} {', '.join(map(str, plan.mpm_layers))}"
+def _blocks(layers: Sequence[int]) -> str:
+    """`block 4`, or `blocks 4, 7`."""
+    return f"block{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}"
 
 
 def _tome_words(plan: MergePlan) -> str:
@@ -159,7 +158,7 @@ def plan_name(plan: MergePlan, reference: MergePlan) -> str:
     if plan.counts_in:
         return method_words(plan)
     if plan.method == "mpm":
-        return f"MPM, {mpm_places(plan)}"
+        return f"MPM, after {_blocks(plan.mpm_layers)}"
     if plan.method == "g2tm":
         return f"G2TM in block {plan.g2tm_layer}, tau {plan.clap_threshold:.4g}"
     if plan.budgeted:
