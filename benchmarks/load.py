@@ -51,6 +51,7 @@ from algm_deploy.report.tables import text_table
 
 NETWORKS = ("dense", "thresholds", "budgets")
 CONNECTIONS = 64  # to a server: as many as its queue takes
+PATIENCE = 60  # seconds for an answer; a server that takes longer has none
 SOON = 0.3  # seconds in which all processes of the client have their photos and wait for the same moment
 COMMAND = (sys.executable, "-m", "algm_deploy")
 
@@ -204,7 +205,7 @@ class Servers:
         """What they count, and `cpu`: the seconds of processors that they took."""
         found: defaultdict[str, float] = defaultdict(float)
         for port, pid in zip(self.ports, self._pids, strict=True):
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE) as answer:
                 lines = [line.rsplit(" ", 1) for line in answer.read().decode().splitlines() if line[0] != "#"]
             for name, value in lines:
                 found[name] += float(value)
@@ -310,8 +311,10 @@ async def _sent(ports: Sequence[int], connections: int, rate: float, requests: i
         pool = pools[number % len(ports)]
         connection = await pool.get()
         try:
-            connection = connection or await asyncio.open_connection("127.0.0.1", ports[number % len(ports)])
-            if await ask(*connection, _photos[(seed + number) % len(_photos)]) == 200:
+            async with asyncio.timeout(PATIENCE):
+                connection = connection or await asyncio.open_connection("127.0.0.1", ports[number % len(ports)])
+                status = await ask(*connection, _photos[(seed + number) % len(_photos)])
+            if status == 200:
                 latencies[number] = time.perf_counter() - due[number]
         except (OSError, EOFError):
             connection = None
