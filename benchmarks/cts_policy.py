@@ -26,7 +26,9 @@ import torch.nn.functional as F
 import yaml
 from PIL import Image
 from torch import Tensor, nn
+from trained import write
 
+from algm_deploy.environment import device_name
 from algm_deploy.models.checkpoints.reading import read_variant
 from algm_deploy.models.deployed import NORMALIZATIONS
 from algm_deploy.models.policy import STRIDE, PolicyNet, convs
@@ -92,10 +94,10 @@ def train(options: argparse.Namespace) -> None:
             print(f"{steps} steps, loss {loss.item():.3f}", flush=True)
         done = (time.perf_counter() - start) / options.seconds
     model.eval()
-    record = {"device": torch.cuda.get_device_name() if device == "cuda" else "cpu", "steps": steps}
+    record: dict[str, Any] = {"device": device_name(device == "cuda"), "steps": steps}
     record |= {"seconds": round(time.perf_counter() - start, 1), "batch": options.batch}
     record |= {name: held_out(model, *(part.to(device) for part in split(options.data, name))) for name in HELD_OUT}
-    options.record.write_text(json.dumps(record, indent=1) + "\n")
+    write(record, options.record)
     torch.save({name: value.cpu() for name, value in published(model).items()}, options.policy)
     print(json.dumps(record))
 

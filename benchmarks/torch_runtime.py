@@ -39,14 +39,14 @@ from torch.nn.attention import SDPBackend
 
 from algm_deploy.bundle.records import VariantName
 from algm_deploy.bundle.signature import CLAP_THRESHOLD, GBM_THRESHOLD
-from algm_deploy.errors import BuildError, GateError
+from algm_deploy.errors import GateError
 from algm_deploy.merging import merge_inputs, replay_merging
 from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.fp8 import use_fp8
 from algm_deploy.models.loading import network_module
 from algm_deploy.models.scores import Scores, upsample_scores
 from algm_deploy.models.vit import MergeInputs, VitNetwork
-from algm_deploy.native_libraries import REBUILD
+from algm_deploy.native_libraries import require_library
 from algm_deploy.ops.attention import _BACKENDS
 from algm_deploy.ops.native_kernels import LIBRARY, use_kernels
 from algm_deploy.recipe.schema import Precision, Recipe, Size
@@ -99,8 +99,8 @@ def main() -> None:
     parser.add_argument("--only-compile", action="store_true", help="fill the compiler's cache and measure nothing")
     parser.add_argument("--scores", nargs="*", type=int, default=[], help="batches with scores beside labels")
     options = parser.parse_args()
-    if use_kernels() is None:
-        raise BuildError(f"expected a CUDA device and the kernel library: run `{REBUILD} {LIBRARY}` first")
+    require_library(LIBRARY)
+    use_kernels()
     write_record(options, network_record)
 
 
