@@ -67,8 +67,8 @@ from algm_deploy.runners.torch.graphs import Graphs
 from algm_deploy.runners.torch.layout import Layout, apart, bucket, every_patch, packed, with_front
 
 MOST_GRAPHS = 512
-"""Graphs kept. Token counts drawn like those of CamVid photos, in batches of 1 to 32, powers of two, meet about 220 in 300
-batches and 400 in 3000: tests/runners/torch/test_packed.py draws them."""
+"""Graphs kept. Token counts drawn like those of CamVid photos, in batches of 1 to 32, powers of two, meet about 220 in
+300 batches and 400 in 3000: tests/runners/torch/test_packed.py draws them."""
 MOST_BATCH_SIZES = 8
 """Batch sizes whose memory is kept; beyond it the one that was not needed for longest goes. Powers of two up to 128."""
 
