@@ -26,10 +26,10 @@ from algm_deploy.bundle.signature import merge_names
 from algm_deploy.errors import BundleError, DatasetError, ImageError
 from algm_deploy.evaluation.datasets import IGNORE, Dataset, Sample
 from algm_deploy.evaluation.flops import multiply_adds
-from algm_deploy.evaluation.metrics import Agreement, Confusion, agreement, confusion_matrix, quality
-from algm_deploy.pictures.preprocessing import preprocessing_fingerprint, read_photo
+from algm_deploy.evaluation.metrics import Confusion, confusion_matrix, quality
+from algm_deploy.pictures.preprocessing import preprocessing_fingerprint
 from algm_deploy.pictures.sliding import Prediction, ScoresOf, predict_labels
-from algm_deploy.recipe.schema import DENSE, MergePlan, Protocol, Recipe
+from algm_deploy.recipe.schema import DENSE, MergePlan, Recipe
 from algm_deploy.wording import first_few
 
 STATE_VERSION = 3
@@ -204,30 +204,6 @@ def evaluation_of(results: Sequence[ImageResult], dataset: Dataset, recipe: Reci
         },
         **facts,
     )
-
-
-def measure_agreement(
-    dataset: Dataset,
-    first: ScoresOf,
-    second: ScoresOf,
-    protocol: Protocol,
-    window_batch: int = 1,
-    progress: bool = True,
-) -> dict[str, Agreement]:
-    """Agreement between two networks on a data set's photos, labels unused: by slice, and under "all" for the whole.
-
-    Raises:
-        ImageError, GateError: as `predict_labels`; a photo that cannot be read ends the comparison.
-    """
-    classes = len(dataset.class_names)
-    counts: dict[str, Confusion] = {"all": np.zeros((classes, classes), np.int64)}
-    for sample in tqdm(dataset.samples, "agreement", unit="image", disable=None if progress else True):
-        photo = read_photo(sample.image_path)
-        maps = [predict_labels(photo, scores_of, protocol, window_batch).labels for scores_of in (first, second)]
-        counted = confusion_matrix(maps[0], maps[1], classes)
-        for name in {"all", sample.slice}:
-            counts[name] = counts.get(name, 0) + counted
-    return {name: agreement(confusion) for name, confusion in counts.items()}
 
 
 class StateFile:

@@ -33,14 +33,6 @@ class Quality:
     labelled_pixels: int
 
 
-@dataclass(frozen=True)
-class Agreement:
-    """How far two label maps agree: share of equal pixels in [0, 1], and the mIoU of one against the other."""
-
-    label_agreement: float
-    miou_percent: float
-
-
 def confusion_matrix(
     labels: NDArray[np.integer[Any]], prediction: NDArray[np.integer[Any]], classes: int, ignore: int | None = None
 ) -> Confusion:
@@ -74,12 +66,6 @@ def quality(confusion: Confusion) -> Quality:
         majority_guess_miou_percent=float(guess),
         labelled_pixels=pixels,
     )
-
-
-def agreement(confusion: Confusion) -> Agreement:
-    """Agreement of two runs, from the confusion matrix of one's labels against the other's (symmetric)."""
-    figures = quality(confusion)
-    return Agreement(figures.pixel_accuracy_percent / 100, figures.miou_percent)
 
 
 def _percent(part: Any, whole: Any) -> NDArray[np.float64]:

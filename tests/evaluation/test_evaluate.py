@@ -18,7 +18,7 @@ from algm_deploy.bundle.records import Evaluation, MergeTokens, tokens_by_merge
 from algm_deploy.bundle.signature import merge_names
 from algm_deploy.errors import BundleError, DatasetError, GateError
 from algm_deploy.evaluation.datasets import Dataset, Sample, open_dataset
-from algm_deploy.evaluation.evaluate import evaluate, measure_agreement
+from algm_deploy.evaluation.evaluate import evaluate
 from algm_deploy.evaluation.flops import multiply_adds
 from algm_deploy.pictures.preprocessing import Pixels, preprocessing_fingerprint
 from algm_deploy.recipe.conversion import converted
@@ -389,17 +389,6 @@ def test_a_network_with_more_classes_than_labels_is_refused(dataset: Dataset) ->
 
     with pytest.raises(GateError, match="prediction values"):
         run(dataset, four_classes)  # type: ignore[arg-type]
-
-
-# ------------------------------------------------------------------------------------------------------- agreement
-
-
-def test_agreement_of_two_networks_by_slice(dataset: Dataset) -> None:
-    found = measure_agreement(dataset, Reader(), Reader(weak_green=50), RECIPE.protocol, progress=False)
-    assert (found["day"].label_agreement, found["day"].miou_percent) == (1, 100)
-    assert found["night"].label_agreement < found["all"].label_agreement < 1
-    same = measure_agreement(dataset, Reader(), Reader(), RECIPE.protocol, progress=False)
-    assert {figures.label_agreement for figures in same.values()} == {1}
 
 
 # -------------------------------------------------------------------------------------------- what figures would hide

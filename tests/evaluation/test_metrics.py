@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from algm_deploy.errors import GateError
-from algm_deploy.evaluation.metrics import agreement, confusion_matrix, quality
+from algm_deploy.evaluation.metrics import confusion_matrix, quality
 
 
 def random_maps(seed: int, classes: int, ignore: int = 255) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
@@ -68,16 +68,6 @@ def test_nothing_labelled_is_not_a_figure() -> None:
     assert math.isnan(found.miou_percent)
     assert math.isnan(found.pixel_accuracy_percent)
     assert math.isnan(found.majority_guess_miou_percent)
-
-
-def test_agreement_is_symmetric_and_one_for_equal_maps() -> None:
-    labels, prediction = random_maps(4, 5)
-    first, second = np.minimum(labels, 4), prediction
-    one = agreement(confusion_matrix(first, second, 5))
-    assert one == agreement(confusion_matrix(second, first, 5))
-    assert one.label_agreement == pytest.approx((first == second).mean())
-    same = agreement(confusion_matrix(first, first, 5))
-    assert (same.label_agreement, same.miou_percent) == (1, 100)
 
 
 def test_maps_that_cannot_be_compared_are_refused() -> None:
