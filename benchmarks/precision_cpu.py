@@ -326,9 +326,9 @@ def samples_of(options: argparse.Namespace) -> tuple[Sample, ...]:
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
-    """Finished photos; a torn last line is of one that was not."""
+    """Finished photos, each once, even where two runs overlapped; a torn last line is of one that was not."""
     whole = path.read_text(encoding="utf-8").rpartition("\n")[0] if path.exists() else ""
-    return [json.loads(line) for line in whole.splitlines()]
+    return list({line["name"]: line for line in map(json.loads, whole.splitlines())}.values())
 
 
 if __name__ == "__main__":
