@@ -312,7 +312,8 @@ async def _sent(ports: Sequence[int], connections: int, rate: float, requests: i
         connection = await pool.get()
         try:
             async with asyncio.timeout(PATIENCE):
-                connection = connection or await asyncio.open_connection("127.0.0.1", ports[number % len(ports)])
+                if connection is None or connection[0].at_eof():  # the server closes those that were idle for long
+                    connection = await asyncio.open_connection("127.0.0.1", ports[number % len(ports)])
                 status = await ask(*connection, _photos[(seed + number) % len(_photos)])
             if status == 200:
                 latencies[number] = time.perf_counter() - due[number]

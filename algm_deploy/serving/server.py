@@ -25,6 +25,9 @@ from algm_deploy.serving.protocol import check_name
 # several times a batch, each a few tenths of a millisecond, and after each of them for its turn: 5 ms, Python's own
 # value, would be more than the network takes.
 _TURN_S = 0.0005
+# Seconds that an idle connection stays open. Proxies keep theirs for a minute; one that this side closes first costs
+# the request that is on its way.
+_KEEP_ALIVE_S = 75
 _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -126,6 +129,7 @@ def server(predictor: Predictor, settings: Settings, listening: Callable[[str], 
             access_log=False,
             server_header=False,
             proxy_headers=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=settings.grace_s,
         )
         yield Server(config, listening)

@@ -532,6 +532,12 @@ def test_threads_take_short_turns_while_a_server_runs_and_not_after(tiny_bundle:
         sys.setswitchinterval(before)
 
 
+def test_idle_connections_outlive_those_of_proxies(tiny_bundle: Bundle) -> None:
+    """nginx keeps its connections to a server for 60 seconds without a request; so do load balancers of clouds."""
+    with Predictor(tiny_bundle, "onnxruntime-cpu") as predictor, server(predictor, Settings(name="net"), print) as one:
+        assert one.config.timeout_keep_alive > 60
+
+
 def test_limits_have_defaults_that_fit_a_photo() -> None:
     limits = Limits()
     assert limits.body_bytes >= 12_000_000
