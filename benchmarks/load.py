@@ -383,7 +383,7 @@ def next_rate(tries: Sequence[dict[str, Any]], limit: float, options: argparse.N
     """Between the highest rate that kept the limit and the next that did not; None where they are close."""
     low = max((one["rate"] for one in tries if kept(one, limit)), default=options.rates[0])
     high = min((one["rate"] for one in tries if one["rate"] > low and not kept(one, limit)), default=options.rates[1])
-    return round(math.sqrt(low * high), 1) if high > low * (1 + options.within) else None
+    return float(f"{math.sqrt(low * high):.3g}") if high > low * (1 + options.within) else None
 
 
 def table(record: dict[str, Any]) -> str:
