@@ -70,7 +70,7 @@ def prove(
 ) -> Proof:
     """Builds a bundle for a runtime, opens, verifies, evaluates, times and reports it, and writes `folder`.
 
-    Where the runtime can also be built in parts (`build --stretches`), both forms are built and opened; the other steps
+    Where the runtime can also be built in parts (`build --in-parts`), both forms are built and opened; the other steps
     take the one that a user gets. A step that fails leaves out those that need it and is told, not raised. Where
     nothing here can execute what was built, the manifest says so.
 
@@ -158,7 +158,7 @@ def _built(bundle: Bundle, runtime: str) -> tuple[list[str], list[Engine]]:
     if not _in_parts(bundle, runtime):
         return build(bundle, runtime), _single(bundle, runtime)
     try:
-        lines = build(bundle, runtime, stretches=True)
+        lines = build(bundle, runtime, in_parts=True)
     except BuildError as error:
         lines = build(bundle, runtime)
         return [*lines, f"no engines of the parts between merges: {error}"], _single(bundle, runtime)
@@ -169,7 +169,7 @@ def _built(bundle: Bundle, runtime: str) -> tuple[list[str], list[Engine]]:
 
 def _in_parts(bundle: Bundle, runtime: str) -> bool:
     """Whether the bundle's network can be built in parts, too: not where token counts are known beforehand."""
-    return "stretches" in row_of(runtime).build_options and not bundle.recipe.merging.static
+    return "in_parts" in row_of(runtime).build_options and not bundle.recipe.merging.static
 
 
 def _single(bundle: Bundle, runtime: str) -> list[Engine]:

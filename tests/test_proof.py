@@ -70,11 +70,11 @@ def engine(layer: str) -> Engine:
     )
 
 
-def both_forms(bundle: Bundle, runtime: str, stretches: bool = False) -> list[str]:
+def both_forms(bundle: Bundle, runtime: str, in_parts: bool = False) -> list[str]:
     """Stands in for a builder."""
     if runtime == "tensorrt-rtx":
         bundle.record(engine("whole"))
-    if stretches:
+    if in_parts:
         merge = EngineMerge(kind="clap", inputs=("a",), outputs=("b",), attributes=())
         parts = (engine("part 1"), engine("part 2"))
         bundle.record(EngineStretches(runtime=runtime, engines=parts, merges=(merge,)))
@@ -165,8 +165,8 @@ def test_both_forms_are_built_and_opened(prove: Prove, folder: Path, monkeypatch
 def test_parts_that_are_refused_leave_the_single_engine(
     prove: Prove, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def build(bundle: Bundle, runtime: str, stretches: bool = False) -> list[str]:
-        if stretches:
+    def build(bundle: Bundle, runtime: str, in_parts: bool = False) -> list[str]:
+        if in_parts:
             raise BuildError("part 2 was refused")
         return both_forms(bundle, runtime)
 

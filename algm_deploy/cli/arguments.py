@@ -141,7 +141,7 @@ def budget(text: str) -> tuple[int | float, int | float]:
     parts = text.split(",")
     if len(parts) != 2:
         raise argparse.ArgumentTypeError(
-            f"expected CLAP,GBM as counts or shares, such as 110,156 or 0.43,0.23, got {text!r:.50}"
+            f"expected CLAP,GBM as counts or shares, such as 110,156 or 0.43,0.225, got {text!r:.50}"
         )
     clap, gbm = (int(part) if part.strip().isdecimal() and len(part) < 10 else finite(part) for part in parts)
     return clap, gbm
@@ -241,7 +241,7 @@ def ray(command: Parser) -> None:
     group.add_argument(
         "--workers",
         type=positive,
-        help="of the cluster; default: one for each GPU, or for each CPU where the runtime uses no GPU",
+        help="workers of the cluster; default: one for each GPU, or for each core where the runtime uses no GPU",
     )
 
 
@@ -257,7 +257,9 @@ def waiting(group: argparse._ArgumentGroup, queue: str) -> None:
     group.add_argument(
         "--queue", type=up_to(100_000), default=64, metavar="COUNT", help=f"how many {queue} (default 64)"
     )
-    group.add_argument("--max-megapixels", type=up_to(170), default=50, metavar="MP", help="of a picture (default 50)")
+    group.add_argument(
+        "--max-megapixels", type=up_to(170), default=50, metavar="MP", help="largest picture (default 50)"
+    )
 
 
 def as_json(command: Parser) -> None:
@@ -274,7 +276,7 @@ def talk(command: Parser) -> None:
 
 def settings(command: Parser) -> None:
     """What a bundle is exported with."""
-    command.add_argument("checkpoint", type=path, metavar="CHECKPOINT", help="a file, its folder, or that of its parts")
+    command.add_argument("checkpoint", type=path, metavar="CHECKPOINT", help="a file, or a folder with it or its parts")
     command.add_argument("-o", "--output", type=path, required=True, metavar="BUNDLE", help="folder to write")
     command.add_argument(
         "--recipe", type=word, help="recipe by name (see list) or TOML file; default: the checkpoint's variant.yml"
@@ -283,13 +285,13 @@ def settings(command: Parser) -> None:
         "--image-size",
         type=size,
         metavar="HxW",
-        help="input of the network in pixels; other than the protocol's window: photos are resized to it as a whole",
+        help="input of the network in pixels; where it is not the protocol's window, whole photos are resized to it",
     )
     tail = command.add_mutually_exclusive_group()
     tail.add_argument("--scores", action="store_true", help="output class scores (default)")
     tail.add_argument("--labels", action="store_true", help="output label maps only: fastest")
     command.add_argument(
-        "--precision", choices=get_args(Precision), help="of weights and tokens; default: the recipe's"
+        "--precision", choices=get_args(Precision), help="what large products are computed in; default: the recipe's"
     )
     command.add_argument(
         "--calibrate",
@@ -304,7 +306,7 @@ def settings(command: Parser) -> None:
     command.add_argument(
         "--set", type=word, action="append", default=[], metavar="KEY=VALUE", help="any setting of the recipe"
     )
-    group = command.add_argument_group("merging, instead of the recipe's; what a run may still change")
+    group = command.add_argument_group("merging, instead of the recipe's")
     group.add_argument(
         "--tau", type=finite, help="threshold of CLAP, or of G2TM: the lower, the more merges; above 1 nothing does"
     )
@@ -315,7 +317,7 @@ def settings(command: Parser) -> None:
         type=budget,
         metavar="CLAP,GBM",
         help="instead of thresholds: merge the most similar windows and tokens of every picture, as many as this says, "
-        "in counts (110,156) or shares (0.43,0.23); not the paper's rule, and no run changes it",
+        "in counts (110,156) or shares (0.43,0.225); not the paper's rule, and no run changes it",
     )
 
 

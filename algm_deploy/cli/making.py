@@ -26,7 +26,7 @@ def demo_flags(command: arguments.Parser) -> None:
 
 
 def demo(options: argparse.Namespace) -> int:
-    """The whole product on an embedded synthetic example."""
+    """The whole product on a small network that ships."""
     from algm_deploy.demo.run import demonstrate
 
     say(
@@ -106,11 +106,11 @@ def _engine_flags(command: arguments.Parser) -> None:
     group.add_argument("--opt-batch", type=arguments.positive, help="batch it is tuned for; default: the largest")
     group.add_argument("--level", type=int, choices=range(6), help="optimisation level of the builder")
     group.add_argument(
-        "--stretches",
+        "--in-parts",
         action="store_true",
         help="build one engine for each part between merges as well, which runs where the single engine fails",
     )
-    group.add_argument("--workspace-mib", type=arguments.positive, help="scratch memory the builder may plan with")
+    group.add_argument("--workspace-mib", type=arguments.positive, help="scratch memory that the engine may take")
     group.add_argument(
         "--timing-cache", type=arguments.path, help="tensorrt only: file of measured times, read and written"
     )
@@ -165,7 +165,7 @@ def _given_engine_options(runtime: str, options: argparse.Namespace) -> dict[str
     """
     from algm_deploy.runners.registry import row_of
 
-    flags = ("level", "workspace_mib", "timing_cache", "version_compatible", "hardware_compatible", "stretches")
+    flags = ("level", "workspace_mib", "timing_cache", "version_compatible", "hardware_compatible", "in_parts")
     said = {name: getattr(options, name) for name in flags}
     said |= {"precision": options.engine_precision, "batches": options.opt_batch}
     said["compute_capabilities"] = options.compute_capabilities

@@ -35,7 +35,7 @@ def verify_flags(command: arguments.Parser) -> None:
 
 
 def verify(options: argparse.Namespace) -> int:
-    """Parity chain of a bundle on a runtime."""
+    """Proof that a runtime computes what PyTorch computes: the parity chain of a bundle."""
     from algm_deploy.bundle.store import Bundle
 
     bundle = Bundle.open(options.bundle)
@@ -162,7 +162,7 @@ def bench_flags(command: arguments.Parser) -> None:
 
 
 def bench(options: argparse.Namespace) -> int:
-    """Speed beside the dense network, by protocol."""
+    """Speed with merging, without, and with tokens dropped instead of merged."""
     from algm_deploy.bundle.store import Bundle
 
     bundle = Bundle.open(options.bundle)
@@ -282,7 +282,7 @@ def compare_flags(command: arguments.Parser) -> None:
 
 
 def compare(options: argparse.Namespace) -> int:
-    """Where two runtimes, or two bundles, part: merge decisions and labels of the same pictures."""
+    """Where two runtimes, or two bundles, differ: merge decisions and labels of the same pictures."""
     from algm_deploy.deployment import compare
 
     if options.table or len(options.others) > 1:

@@ -31,7 +31,9 @@ AIMS = {"reference": ("reference", "drop"), "best": (), "gmacs": ("target",), "t
 
 def add_tune(commands: Any) -> None:
     """Adds `tune` to the commands, and to it a command for each search."""
-    about = "A threshold, a budget or a place to merge at from your data, or what merging does to attention"
+    about = (
+        "A threshold, a precision, a budget or a place to merge at, from your data; or what merging does to attention"
+    )
     tune = commands.add_parser("tune", help=about[0].lower() + about[1:], description=about)
     searches = tune.add_subparsers(dest="search", required=True, metavar="SEARCH")
     for run, add_flags, output in (
@@ -264,7 +266,7 @@ def tune_precision(options: argparse.Namespace) -> int:
 
 
 def tune_budget(options: argparse.Namespace) -> int:
-    """The budget that serves an aim, each as much as a threshold merges on average, beside it; runs in PyTorch."""
+    """The budget that serves an aim, beside the threshold that merges as much on average; runs in PyTorch."""
     from algm_deploy.report.tuning import trade_offs, write_sheet
     from algm_deploy.timing.protocols import check_verified
     from algm_deploy.tuning import budgets, thresholds

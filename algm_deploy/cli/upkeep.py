@@ -54,7 +54,7 @@ def native_flags(command: arguments.Parser) -> None:
         type=arguments.word,
         nargs="*",
         metavar="LIBRARY",
-        help="kernels (for PyTorch), trt_plugin, ort_custom_op; default: all",
+        help="kernels (for PyTorch), trt_plugin (TensorRT), ort_custom_op (ONNX Runtime); default: all",
     )
     command.add_argument(
         "--architectures",

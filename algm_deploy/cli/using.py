@@ -119,7 +119,7 @@ def serve_flags(command: arguments.Parser) -> None:
         "--host", type=arguments.word, default="127.0.0.1", help="address to listen on; default: this machine alone"
     )
     command.add_argument("--port", type=arguments.port, default=8080, help="0 takes a free one (default 8080)")
-    command.add_argument("--name", type=arguments.word, help="of the model in addresses; default: the folder's name")
+    command.add_argument("--name", type=arguments.word, help="model's name in addresses; default: the folder's name")
     arguments.runtime(command)
     arguments.device(command)
     arguments.thresholds(command)
@@ -127,9 +127,13 @@ def serve_flags(command: arguments.Parser) -> None:
     group.add_argument(
         "--batch", type=arguments.positive, help="windows that go through the network at once; default: the bundle's"
     )
-    arguments.waiting(group, "pictures that wait or run at a time; further ones are told to come again")
+    arguments.waiting(group, "pictures may wait or run at a time; further ones are told to come again")
     group.add_argument(
-        "--max-request", type=arguments.up_to(4096), default=32, metavar="MIB", help="of a request's body (default 32)"
+        "--max-request",
+        type=arguments.up_to(4096),
+        default=32,
+        metavar="MIB",
+        help="largest body of a request (default 32)",
     )
     group.add_argument(
         "--grace",
@@ -183,20 +187,25 @@ def serve_repository_flags(command: arguments.Parser) -> None:
         "--backend",
         choices=TRITON_BACKENDS,
         default=TRITON_BACKENDS[0],
-        help="of Triton: python takes photos, and thresholds with each; the others windows, at one operating point "
-        "(default python)",
+        help="backend of Triton: python takes photos, and thresholds with each; the others take windows, their thresholds "
+        "are fixed here (default python)",
     )
-    command.add_argument("--name", type=arguments.word, help="of the model in addresses; default: the folder's name")
+    command.add_argument("--name", type=arguments.word, help="model's name in addresses; default: the folder's name")
     arguments.runtime(command)
     command.add_argument(
-        "--device", choices=("cpu", "cuda"), help="of the server's machine; default: the runtime's usual one here"
+        "--device",
+        choices=("cpu", "cuda"),
+        help="on the server's machine; default: the runtime's usual one here",
     )
     arguments.thresholds(command)
     group = command.add_argument_group("batches and limits")
     group.add_argument(
-        "--instances", type=arguments.up_to(64), default=1, help="of the network, on each GPU or the CPU (default 1)"
+        "--instances",
+        type=arguments.up_to(64),
+        default=1,
+        help="networks that run on each GPU, or on the CPU (default 1)",
     )
-    arguments.waiting(group, "requests that wait; further ones are refused")
+    arguments.waiting(group, "requests may wait; further ones are refused")
     command.add_argument(
         "--seen-at",
         type=arguments.path,

@@ -251,7 +251,7 @@ _ROWS = (
             "timing_cache",
             "version_compatible",
             "hardware_compatible",
-            "stretches",
+            "in_parts",
         ),
         fp8=True,
         fp8_needs_ranges=True,
@@ -268,7 +268,7 @@ _ROWS = (
         segments="engines/tensorrt-rtx.stretch-*.engine",
         devices=("cuda",),
         rank=2,
-        build_options=("precision", "batches", "level", "workspace_mib", "compute_capabilities", "stretches"),
+        build_options=("precision", "batches", "level", "workspace_mib", "compute_capabilities", "in_parts"),
         capabilities=("7.5", "8.6", "8.9", "12.0", "12.1"),  # it refuses others, data-centre generations among them
         fp8=True,
         fp8_needs_ranges=True,

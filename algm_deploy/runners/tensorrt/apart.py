@@ -88,6 +88,6 @@ def _crash(code: int, log: Path, kept: Path, runtime: str) -> str:
     killed = ", as the system does when memory runs out," if code == -signal.SIGKILL else ""
     return (
         f"expected {runtime} to build the engine, its builder {ended}{killed} while it {step}: its log is "
-        f"{kept}; try another --level, another release of TensorRT, or --stretches, which also builds the network in "
+        f"{kept}; try another --level, another release of TensorRT, or --in-parts, which also builds the network in "
         "parts"
     )

@@ -119,8 +119,8 @@ def build_with_stretches(
     plan = bundle.recipe.merging
     if plan.static:
         raise BuildError(
-            "expected merges whose token counts depend on the picture, which --stretches cuts the network at, those of "
-            "this network are known beforehand and need no cut: leave --stretches out"
+            "expected merges whose token counts depend on the picture, which --in-parts cuts the network at, those of "
+            "this network are known beforehand and need no cut: leave --in-parts out"
         )
     job = _prepared(bundle, runtime, options, precision)
     refused = None
@@ -518,7 +518,7 @@ def _build(trt: Any, builder: Any, network: Any, config: Any, log: Log, progress
     if engine is None:
         raise BuildError(
             f"TensorRT could not build the engine: {'; '.join(log.errors[before:]) or 'it gave no reason'}; try "
-            "another --level, or --stretches, which also builds the network in parts"
+            "another --level, or --in-parts, which also builds the network in parts"
         )
     return bytes(engine)
 

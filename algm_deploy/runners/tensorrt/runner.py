@@ -175,12 +175,12 @@ class TensorRTRunner(Runner):
 
     @classmethod
     def build(cls, bundle: Bundle, **options: Any) -> list[str]:
-        """Builds the engine; `options` are `precision`, `stretches` and the fields of `EngineOptions`."""
+        """Builds the engine; `options` are `precision`, `in_parts` and the fields of `EngineOptions`."""
         cls.row().check_options(options)
         precision, largest = options.pop("precision", None), bundle.recipe.max_batch
-        stretches = options.pop("stretches", False)
+        in_parts = options.pop("in_parts", False)
         chosen = EngineOptions(**{"batches": (1, largest, largest), **options})
-        if not stretches:
+        if not in_parts:
             built = build_engine(bundle, cls.runtime, chosen, precision)
             return _told(bundle, {cls.row().own: built})
         single, parts = build_with_stretches(bundle, cls.runtime, chosen, precision)
@@ -213,7 +213,7 @@ class TensorRTRunner(Runner):
     def build_command(self) -> str:
         """The command that builds anew what the bundle holds."""
         both = self._parts_alone or self.bundle.found(EngineStretches, self.runtime) is not None
-        return f"{super().build_command}{' --stretches' if both else ''}"
+        return f"{super().build_command}{' --in-parts' if both else ''}"
 
     @property
     def executable(self) -> str:

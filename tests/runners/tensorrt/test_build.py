@@ -353,7 +353,7 @@ def test_a_bundle_gets_its_engine(rtx: None, tiny_bundle: Bundle, tmp_path: Path
     (first,) = bundle.manifest.engines
     assert first.compute_capabilities == RTX_TARGETS
     # Building again replaces; for a single GPU, which takes less time.
-    lines = TensorRTRtxRunner.build(bundle, stretches=True, compute_capabilities=("8.9",))
+    lines = TensorRTRtxRunner.build(bundle, in_parts=True, compute_capabilities=("8.9",))
     assert lines[0].endswith("bundle/engines/tensorrt-rtx.engine")
     assert "tensorrt-rtx" in lines[1]
     assert lines[2] == "plugins in the network: clap, gbm, unmerge"
@@ -592,7 +592,7 @@ def test_refused_options_say_why(options: dict[str, Any], runtime: str, message:
 def test_every_option_of_an_engine_is_one_of_a_runtime() -> None:
     """And a runner's `build` takes them by name, as the command line hands them on."""
     known = {name for row in RUNTIMES.values() for name in row.build_options}
-    assert known == {"precision", "stretches", *(field.name for field in fields(EngineOptions))}
+    assert known == {"precision", "in_parts", *(field.name for field in fields(EngineOptions))}
 
 
 def test_a_runner_builds_with_the_options_of_its_row(tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,7 +162,7 @@ def built(labels_bundle: Bundle, copied: Any, engines: Any) -> Callable[..., Any
 
     def make(single: Callable[[Path], bytes]) -> tuple[Bundle, list[str], dict[str, Any]]:
         bundle, asked = copied(labels_bundle), engines(single)
-        lines = TensorRTRunner.build(bundle, stretches=True, batches=(1, 2, 2))
+        lines = TensorRTRunner.build(bundle, in_parts=True, batches=(1, 2, 2))
         return Bundle.open(bundle.path), lines, asked
 
     return make
@@ -232,7 +232,7 @@ def test_parts_run_where_the_single_engine_fails(
         assert said in str(run.refused)
     (line,) = caplog.messages
     assert said in line
-    assert single is breaks or "--stretches`" in line, "what rebuilds it rebuilds both forms"
+    assert single is breaks or "--in-parts`" in line, "what rebuilds it rebuilds both forms"
     assert line.endswith("meanwhile the engines of its parts run, with the merges between them")
 
 
@@ -270,7 +270,7 @@ def test_parts_run_where_they_are_asked_for(built: Any, labels_bundle: Bundle) -
     with TensorRTRunner(bundle, parts=True, cuda=HostDevice()) as run:
         assert run.executable == PARTS[0]
         assert run.refused is None
-    with pytest.raises(BundleError, match=r"no engine of the parts between merges .* --stretches`"):
+    with pytest.raises(BundleError, match=r"no engine of the parts between merges .* --in-parts`"):
         TensorRTRunner(labels_bundle, parts=True, cuda=HostDevice()).__enter__()
 
 
@@ -295,5 +295,5 @@ def test_a_single_engine_built_later_goes_first(built: Any, engines: Any) -> Non
 def test_budgets_have_nothing_to_cut_at(tiny_export: Callable[..., Bundle], copied: Any) -> None:
     settings = {"merging.clap": "budget", "merging.clap_budget": 5, "merging.gbm": "budget", "merging.gbm_budget": 0.3}
     bundle = copied(tiny_export(settings | {"output": "labels"}))
-    with pytest.raises(BuildError, match="known beforehand and need no cut: leave --stretches out"):
-        TensorRTRunner.build(bundle, stretches=True)
+    with pytest.raises(BuildError, match="known beforehand and need no cut: leave --in-parts out"):
+        TensorRTRunner.build(bundle, in_parts=True)
