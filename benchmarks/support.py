@@ -67,13 +67,13 @@ Claims = Mapping[str, list[str]]  # claim -> tests that passed with it
 HEAD = """\
 # What runs where
 
-Made by `benchmarks/support.py` from tests that passed and from committed records; a test fails where this page says
-anything else. The tests run at toy size, a few blocks of small width: what a row says of a runtime was seen with the
-row's family and decoder.
+Whether a network was ever seen on the runtime that you want, and by what evidence. Most of it was seen **at toy size**: a few
+blocks of small width, of the row's family and decoder. `benchmarks/support.py` makes this page from tests that passed
+and from committed records; a test fails where it says anything else.
 
 | word | meaning |
 |---|---|
-| verified | exported, and all six links of the parity chain passed |
+| verified | exported, and all six links of the [parity chain](parity.md) passed |
 | compared | {networks} of 512 x 512 pixels, 150 classes and random weights were executed on an \
 {device}, their label maps compared with PyTorch's |
 | equals | PyTorch gives what the published modules give on the same weights, with merging |
