@@ -67,9 +67,9 @@ Claims = Mapping[str, list[str]]  # claim -> tests that passed with it
 HEAD = """\
 # What runs where
 
-Whether a network was ever seen on the runtime that you want, and by what evidence. Most of it was seen **at toy size**: a few
-blocks of small width, of the row's family and decoder. `benchmarks/support.py` makes this page from tests that passed
-and from committed records; a test fails where it says anything else.
+Whether a network was ever seen on the runtime that you want, and by what evidence. Most of it was seen **at toy
+size**: a few blocks of small width, of the row's family and decoder. `benchmarks/support.py` makes this page from tests
+that passed and from committed records; a test fails where it says anything else.
 
 | word | meaning |
 |---|---|

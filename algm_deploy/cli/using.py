@@ -187,8 +187,8 @@ def serve_repository_flags(command: arguments.Parser) -> None:
         "--backend",
         choices=TRITON_BACKENDS,
         default=TRITON_BACKENDS[0],
-        help="Triton's: python takes photos, and thresholds with each; the others take windows, and their thresholds are "
-        "fixed here (default python)",
+        help="Triton's: python takes photos, and thresholds with each; the others take windows, and their thresholds "
+        "are fixed here (default python)",
     )
     command.add_argument("--name", type=arguments.word, help="model's name in addresses; default: the folder's name")
     arguments.runtime(command)
