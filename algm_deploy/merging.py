@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ from algm_deploy.models.vit import SLOTS, Block, KeepTokens, MergeInputs, Model,
 from algm_deploy.ops.clap import rows_left
 from algm_deploy.ops.gbm import most_joins
 from algm_deploy.ops.tome import most_merges
-from algm_deploy.recipe.schema import DENSE, MergePlan, Network, Recipe, Size, fresh_merges, merged_parts
+from algm_deploy.recipe.schema import DENSE, Merge, MergePlan, Network, Recipe, Size, fresh_merges
 
 
 def insert_merging(model: Model, plan: MergePlan) -> Model:
@@ -50,8 +50,7 @@ def insert_merging(model: Model, plan: MergePlan) -> Model:
     merged = share_parameters(model)
     encoder = merged.encoder
     _check_plan(plan, len(merged.blocks), encoder.grid)
-    encoder.outlet = KeepTokens()
-    encoder.shares = plan.method == "cts" and bool(plan.layers)
+    encoder.outlet, encoder.shares = KeepTokens(), False
     if merged.network.architecture.adapter:
         encoder.outlet = Unmerge(encoder.prefix)
         encoder.regroup = Remerge(encoder.prefix) if plan.between_groups == "remerge" else KeepTokens()
@@ -59,47 +58,28 @@ def insert_merging(model: Model, plan: MergePlan) -> Model:
         block.proportional = block.weighs = False
         for slot in SLOTS.values():
             setattr(block, slot, KeepTokens())
-    fresh = fresh_merges(plan, merged.network)
-    budgets = merge_budgets(plan, encoder.grid, encoder.prefix, fresh)
-    for layer in plan.clap_layers:
-        merged.blocks[layer - 1].merge = Clap(plan, encoder.grid, encoder.prefix, budgets.get(layer, 0))
-    for layer in plan.gbm_layers:
-        merged.blocks[layer - 1].merge = Gbm(plan, layer, encoder.prefix, budgets.get(layer, 0))
-    if plan.method == "elvit":
-        _fill(merged, plan, lambda _: Elvit(plan, encoder.grid, encoder.prefix))
-        encoder.outlet = Restore(encoder.prefix)
-    elif plan.method == "g2tm":
-        _fill(merged, plan, lambda _: G2tm(encoder.grid, encoder.prefix))
-    elif plan.method == "mpm" and plan.layers:
-        _fill(merged, plan, lambda _: Mpm(encoder.prefix))
-        encoder.outlet = Unmerge(encoder.prefix)
-    elif plan.method == "cts":
-        _fill(merged, plan, lambda _: Cts(encoder.grid, encoder.prefix, plan.cts_shared))
-    elif plan.method == "evit" and plan.layers:
-        _fill_evit(merged, plan, lambda _, *counts: Evit(*counts))
-        encoder.outlet = Unmerge(encoder.prefix)
-    elif plan.counts_in:
-        merges = tome_merges(plan, encoder.grid[0] * encoder.grid[1], encoder.prefix, fresh)
-        _fill(merged, plan, lambda index: Tome(merges[plan.layers[index]], encoder.prefix))
-    if plan.method == "tome" and plan.layers:
-        count_sizes(merged)
+    if plan.layers:
+        _prepare(merged, plan)
+    _fill(merged, plan, lambda kind: _KINDS[kind].merge)
     return merged
 
 
-def _fill(model: VitNetwork, plan: MergePlan, merge: Callable[[int], nn.Module]) -> None:
-    """Puts a module, given the index of the merge, into every slot in which the plan merges."""
-    for index, (layer, part) in enumerate(plan.places):
-        setattr(model.blocks[layer - 1], SLOTS[part], merge(index))
-
-
-def _fill_evit(model: VitNetwork, plan: MergePlan, merge: Callable[..., nn.Module]) -> None:
-    """The same for EViT: the module is made of the index, patches, rows, how many of them stay, and prefix."""
-    encoder = model.encoder
-    patches = encoder.grid[0] * encoder.grid[1]
-    counts = plan.evit_counts(patches)
-    _fill(model, plan, lambda index: merge(index, patches, *counts[plan.layers[index]], encoder.prefix))
+def _prepare(model: VitNetwork, plan: MergePlan) -> None:
+    """What the merges of a plan need beside them: what they compare, and that the decoder gets every patch."""
+    encoder, row = model.encoder, plan.row
+    encoder.shares = row.compares == "policy"
+    if row.compares == "keys":
+        count_patches(model)
     for layer in plan.layers:
-        cast(Block, model.blocks[layer - 1]).weighs = True
+        cast(Block, model.blocks[layer - 1]).weighs = row.compares == "cls"
+    if row.restores and row.lasting:
+        encoder.outlet = _KINDS[row.merge].outlet(encoder.prefix)
+
+
+def _fill(model: VitNetwork, plan: MergePlan, of: Callable[[Merge], Fills]) -> None:
+    """Puts modules into every slot in which the plan merges; `of` tells what makes those of a merge."""
+    for index, (layer, part) in enumerate(plan.places):
+        setattr(model.blocks[layer - 1], SLOTS[part], of(plan.merge_in(layer))(plan, model.network, index))
 
 
 def deployed(model: VitNetwork, recipe: Recipe, rows: Mapping[int, int] = {}) -> Deployed:
@@ -139,7 +119,7 @@ def tome_merges(plan: MergePlan, patches: int, prefix: int, fresh: Sequence[bool
     """
     merges, left = {}, patches
     for index, layer in enumerate(plan.layers):
-        if plan.method == "tome_blockwise":
+        if not plan.row.lasting:
             merges[layer] = min(int((prefix + patches) * plan.tome_share[layer - 1]), most_merges(patches, 0))
         else:
             left = patches if any(fresh[index : index + 1]) else left
@@ -155,7 +135,7 @@ def merge_budgets(plan: MergePlan, grid: Size, prefix: int, fresh: Sequence[bool
     """
     budgets = {}
     patches = grid[0] * grid[1]
-    for index, layer in enumerate(plan.layers if plan.method == "algm" else ()):
+    for index, layer in enumerate(plan.layers):
         patches = grid[0] * grid[1] if any(fresh[index : index + 1]) else patches
         if layer in plan.clap_layers and plan.clap == "budget":
             windows = (grid[0] // plan.window[0]) * (grid[1] // plan.window[1])
@@ -173,11 +153,10 @@ def _counted(budget: int | float, of: int, most: int) -> int:
     return min(budget if isinstance(budget, int) else math.floor(budget * of + 0.5), most)
 
 
-def count_sizes(merged: VitNetwork) -> None:
-    """What ToMe changes beside the merges, in place: attention counts patches, and the decoder gets all of them."""
-    for block in cast(Iterable[Block], merged.blocks):
+def count_patches(model: VitNetwork) -> None:
+    """Makes attention count the patches of every token, in place, and hand on its keys."""
+    for block in cast(Iterable[Block], model.blocks):
         block.proportional = True
-    merged.encoder.outlet = Unmerge(merged.encoder.prefix)
 
 
 def replay_merging(model: Model, plan: MergePlan) -> Model:
@@ -189,39 +168,29 @@ def replay_merging(model: Model, plan: MergePlan) -> Model:
     choosing = (module for module in replaying.modules() if isinstance(module, MaskedLayer))
     for index, layer in enumerate(choosing):
         layer.choose = ReplayChoice(index)
-    prefix, grid = replaying.encoder.prefix, replaying.encoder.grid
-    if plan.method == "elvit":
-        _fill(replaying, plan, lambda index: ElvitReplay(index, plan, grid, prefix))
-        return replaying
-    if plan.method == "cts":
-        _fill(replaying, plan, lambda index: CtsReplay(index, grid, prefix))
-        return replaying
-    if plan.method == "evit":
-        _fill_evit(replaying, plan, EvitReplay)
-        return replaying
-    plain = plan.mpm_layers or (plan.gbm_layers if plan.semantics == "paper" else ())
-    _fill(replaying, plan, lambda index: Replay(index, prefix, weighted=plan.layers[index] not in plain))
+    _fill(replaying, plan, lambda kind: _KINDS[kind].replay)
     return replaying
 
 
 def truncate(model: Model, rows: Mapping[int, int], plan: MergePlan = DENSE) -> Model:
     """A copy of `model` that keeps the first `rows[layer]` rows, prefix counted, in each of these 1-based layers.
 
-    Of `plan` it keeps what is no merge: with ToMe, attention by sizes and a decoder that gets every patch; blockwise,
-    that attention and MLP give every row a result; with ELViT, EViT and MPM, that the decoder gets every
-    patch; where something needs every patch between groups of blocks, that it gets them, and how many go on from there.
+    Of `plan` it keeps what is no merge: with ToMe, attention by sizes, and blockwise that attention and MLP give every
+    row a result; that the decoder gets every patch, where it does; where something needs every patch between groups of
+    blocks, that it gets them, and how many go on from there.
     """
-    truncated, method = share_parameters(model), plan.method
+    truncated, row = share_parameters(model), plan.row
+    encoder = truncated.encoder
     if truncated.network.architecture.adapter:
-        truncated.encoder.outlet = Unmerge(truncated.encoder.prefix)
-        truncated.encoder.regroup = KeepAsMany() if plan.between_groups == "remerge" else KeepTokens()
+        encoder.outlet = Unmerge(encoder.prefix)
+        encoder.regroup = KeepAsMany() if plan.between_groups == "remerge" else KeepTokens()
     for layer, count in rows.items():
-        for part in merged_parts(method):
-            setattr(truncated.blocks[layer - 1], SLOTS[part], KeepFirst(count, truncated.encoder.prefix))
-    if method == "tome":
-        count_sizes(truncated)
-    elif method in ("elvit", "evit", "mpm"):
-        truncated.encoder.outlet = Unmerge(truncated.encoder.prefix)
+        for part in row.parts:
+            setattr(truncated.blocks[layer - 1], SLOTS[part], KeepFirst(count, encoder.prefix))
+    if row.compares == "keys":
+        count_patches(truncated)
+    if row.restores and row.lasting:
+        encoder.outlet = Unmerge(encoder.prefix)
     return truncated
 
 
@@ -245,3 +214,63 @@ def _check_plan(plan: MergePlan, depth: int, grid: Size) -> None:
         raise PlanError(
             f"a CLAP window of {plan.window[0]}x{plan.window[1]} patches does not fit a grid of {grid[0]}x{grid[1]}"
         )
+
+
+# --- what merges in a slot --------------------------------------------------------------------------------------------
+
+Fills = Callable[[MergePlan, Network, int], nn.Module]
+"""Of a plan, a network and the index of a merge the module for its slot."""
+
+
+class _Kind(NamedTuple):
+    """What makes the modules of a merge and of its replay, and, where the decoder gets every patch, that gives it."""
+
+    merge: Fills
+    replay: Fills
+    outlet: type[Unmerge | Restore] = Unmerge
+
+
+def _clap(plan: MergePlan, network: Network, index: int) -> Clap:
+    return Clap(plan, network.grid, network.prefix, merges_in(plan, plan.layers[index], network))
+
+
+def _gbm(plan: MergePlan, network: Network, index: int) -> Gbm:
+    layer = plan.layers[index]
+    return Gbm(plan, layer, network.prefix, merges_in(plan, layer, network))
+
+
+def _tome(plan: MergePlan, network: Network, index: int) -> Tome:
+    return Tome(merges_in(plan, plan.layers[index], network), network.prefix)
+
+
+def _replay(weighted: Callable[[MergePlan], bool] = lambda plan: True) -> Fills:
+    """A replay of token maps; `weighted`: a token counts by the patches it stands for."""
+    return lambda plan, network, index: Replay(index, network.prefix, weighted(plan))
+
+
+def _evit_counts(plan: MergePlan, network: Network, index: int) -> tuple[int, int, int, int]:
+    """Patches, rows, how many of them stay, and prefix."""
+    patches = network.grid[0] * network.grid[1]
+    return patches, *plan.evit_counts(patches)[plan.layers[index]], network.prefix
+
+
+_KINDS: dict[Merge, _Kind] = {
+    "clap": _Kind(_clap, _replay()),
+    "gbm": _Kind(_gbm, _replay(lambda plan: plan.semantics != "paper")),
+    "tome": _Kind(_tome, _replay()),
+    "elvit": _Kind(
+        lambda plan, network, _: Elvit(plan, network.grid, network.prefix),
+        lambda plan, network, index: ElvitReplay(index, plan, network.grid, network.prefix),
+        Restore,
+    ),
+    "evit": _Kind(
+        lambda plan, network, index: Evit(*_evit_counts(plan, network, index)),
+        lambda plan, network, index: EvitReplay(index, *_evit_counts(plan, network, index)),
+    ),
+    "g2tm": _Kind(lambda plan, network, _: G2tm(network.grid, network.prefix), _replay()),
+    "mpm": _Kind(lambda plan, network, _: Mpm(network.prefix), _replay(lambda plan: False)),
+    "cts": _Kind(
+        lambda plan, network, _: Cts(network.grid, network.prefix, plan.cts_shared),
+        lambda plan, network, index: CtsReplay(index, network.grid, network.prefix),
+    ),
+}

@@ -405,7 +405,7 @@ def given_thresholds(bundle: Bundle, tau: float | None, gbm: float | None, dense
         return given
     if given:
         raise BundleError("expected dense, which merges nothing, or a threshold (tau, gbm), got both: leave one out")
-    if plan.counts_in and plan.layers:
+    if plan.row.counts_in and plan.layers:
         raise BundleError(
             "expected merges that wait for a similarity, those of this bundle take a constant number of tokens: export "
             "with --dense for the dense network"

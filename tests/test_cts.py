@@ -88,7 +88,7 @@ def test_it_has_a_name_and_no_thresholds() -> None:
     assert plan_name(PLAN, DENSE) == "CTS, 3 superpatches"
     assert plan_in_force(PLAN, {}) == PLAN
     assert PLAN.static
-    assert PLAN.standing
+    assert PLAN.row.standing
     assert not replace(PLAN, cts_shared=0).layers
 
 

@@ -50,7 +50,7 @@ def merge_names(plan: MergePlan) -> tuple[str, ...]:
 
     So `clap_1`, `gbm_5`, `tome_1`, `tome_1_attention`.
     """
-    names = ((plan.merge_in(layer), str(layer), "" if plan.lasting else part) for layer, part in plan.places)
+    names = ((plan.merge_in(layer), str(layer), "" if plan.row.lasting else part) for layer, part in plan.places)
     return tuple("_".join(filter(None, name)) for name in names)
 
 

@@ -61,7 +61,7 @@ def multiply_adds(network: Network, plan: MergePlan, tokens_after_merge: Sequenc
     counts = _counts(plan, network, tokens_after_merge)
     encoder, merging, leaving = _encoder(network, plan, counts, patches)
     levels = [leaving[layer] for layer in network.stages or (network.encoder_depth,)]
-    if plan.restores:
+    if plan.row.restores:
         merging += _restoring(network, plan, patches, levels)
         levels = [patches] * len(levels)
     height, width = network.image_size
@@ -101,7 +101,7 @@ def _encoder(network: Network, plan: MergePlan, counts: dict[int, int], tokens: 
                 tokens = patches
             elif tokens < patches:
                 merging += patches * network.embed_dim
-        if layer in counts and not plan.lasting:
+        if layer in counts and not plan.row.lasting:
             both, similarities = _around(network, counts[layer], tokens)
             encoder, merging, leaving[layer] = encoder + both, merging + similarities, tokens
             continue

@@ -79,7 +79,7 @@ def write_onnxruntime_onnx(
     counts = rewrite(model, provider, custom_operators, single_image(bundle.recipe, provider))
     files = {file: model}
     plan = bundle.recipe.merging
-    if segment_files and custom_operators and (plan.batch == "per_image" or plan.static) and not plan.counts_in:
+    if segment_files and custom_operators and (plan.batch == "per_image" or plan.static) and not plan.row.counts_in:
         files |= {segment_files.replace("*", str(index)): part for index, part in enumerate(segments(model))}
     made_from = {ONNX: bundle.files[ONNX].sha256}
     for name, written in files.items():

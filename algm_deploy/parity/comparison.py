@@ -463,7 +463,7 @@ def output_problem(
     if plan.method == "evit":
         told = (record_problem([m[i] for m in maps], outputs["token_counts"][i], plan, prefix) for i in range(images))
         return next(filter(None, told), None)
-    if not plan.standing:
+    if not plan.row.standing:
         return _part_map_problem(maps, outputs["token_counts"], prefix)
     for image in range(images):
         if problem := map_problem([m[image] for m in maps], prefix, fresh):

@@ -114,7 +114,7 @@ def _adapter_nodes(network: Network, plan: MergePlan, outlet: dict[str, Any] | N
             nodes.append({"operator": "remerge", "prefix": network.prefix})
         for layer in range(start, end + 1):
             nodes += _block_nodes(network, plan, layer)
-            merged = merged or (plan.lasting and layer in plan.layers)
+            merged = merged or (plan.row.lasting and layer in plan.layers)
         nodes += [unmerge] * merged + [extractor] * (LAST_EXTRACTORS if end == network.depth else 1)
     return nodes
 
@@ -147,7 +147,7 @@ def _block_nodes(network: Network, plan: MergePlan, layer: int) -> list[dict[str
         return [merge, attention]
     if kind == "evit":
         return [attention, attention | {"operator": "cls_attention"}, merge]
-    if plan.lasting:
+    if plan.row.lasting:
         return [attention, merge]
     return [merge, attention, _UNMERGE, merge, _UNMERGE]
 

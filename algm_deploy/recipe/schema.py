@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from algm_deploy.errors import PlanError, RecipeError
 from algm_deploy.recipe.families import Architecture, architecture
@@ -22,6 +22,7 @@ GbmRule = Literal["adaptive", "fixed", "budget"]
 Method = Literal["algm", "tome", "tome_blockwise", "elvit", "evit", "g2tm", "mpm", "cts"]
 Merge = Literal["clap", "gbm", "tome", "elvit", "evit", "g2tm", "mpm", "cts"]
 Part = Literal["", "attention", "mlp", "end", "start"]
+Compared = Literal["tokens", "keys", "cls", "policy"]
 BetweenGroups = Literal["unmerge", "remerge"]
 Resize = Literal["double", "single"]
 Output = Literal["labels", "scores"]
@@ -191,40 +192,309 @@ def patch_margins(size: Size, patch_size: int) -> tuple[Size, Size]:
     return (rows // 2, rows - rows // 2), (columns // 2, columns - columns // 2)
 
 
-# The setting in which a method that merges as many tokens in every picture counts them.
-_COUNTED: dict[Method, str] = {
-    "tome": "tome_r",
-    "tome_blockwise": "tome_share",
-    "elvit": "elvit_layer",
-    "evit": "evit_layers",
-    "cts": "cts_shared",
+# --- methods ----------------------------------------------------------------------------------------------------------
+
+
+class MergeMethod:
+    """What is asked of a merge method: a subclass and an entry of `METHODS` each, whose settings stand in `MergePlan`.
+
+    Other rooms have a row for each too: the modules of `merging.py`, its multiply-adds in `evaluation/flops.py`, what
+    parity holds it to in `parity/merges/`, its words in `report/methods.py`.
+
+    `merge` is the operator that merges, by which merges are named, and `settings` are those that no other method reads.
+    `counts_in`: the setting by which it merges as many tokens in every picture, such as `tome_r`; empty where pictures
+    differ. `unstoppable`: why no threshold stops it, for people; empty where one does. `parts`: those of a block that
+    it merges tokens for, `end` where it merges after the block and `start` before it, or the one empty part where it
+    merges between attention and MLP. `compares`: tokens, or the keys of attention that counts patches, the attention of
+    cls, or the answer of a policy network. `lasting`: tokens that merged stay so; otherwise they are back after the
+    part of the block they merged for. `standing`: one token stands for each patch, which the token maps name; otherwise
+    several do, each in part. `restores`: the decoder gets every patch, as it does not know of the method; else it works
+    on merged tokens. `alone`: every picture merges by itself, whatever batch it is in.
+    """
+
+    merge: ClassVar[Merge]
+    settings: ClassVar[tuple[str, ...]] = ()
+    counts_in: ClassVar[str] = ""
+    unstoppable: ClassVar[str] = ""
+    parts: ClassVar[tuple[Part, ...]] = ("",)
+    compares: ClassVar[Compared] = "tokens"
+    lasting: ClassVar[bool] = True
+    standing: ClassVar[bool] = True
+    restores: ClassVar[bool] = True
+    alone: ClassVar[bool] = False
+
+    def layers(self, plan: MergePlan) -> tuple[int, ...]:
+        """The 1-based blocks that merge, in any order."""
+        raise NotImplementedError
+
+    def merge_in(self, plan: MergePlan, layer: int) -> Merge:
+        """What merges in one of `layers`."""
+        return self.merge
+
+    def check(self, plan: MergePlan) -> None:
+        """Raises `PlanError` for settings of its own that say nothing it can do."""
+
+    def check_network(self, plan: MergePlan, network: Network) -> None:
+        """Raises `RecipeError` for a network in which a plan that merges cannot."""
+
+    def reads_clap_threshold(self, plan: MergePlan) -> bool:
+        """Whether a merge waits for `clap_threshold`."""
+        return False
+
+    def static(self, plan: MergePlan) -> bool:
+        """Whether every picture keeps the same number of tokens, known without it."""
+        return bool(self.counts_in) or not plan.layers
+
+    def in_force(self, plan: MergePlan, clap: float, gbm: float) -> MergePlan:
+        """The plan with these thresholds; plans without merging are all equal."""
+        return plan if plan.layers else DENSE
+
+
+class _Algm(MergeMethod):
+    """CLAP in a layer and GBM in later ones, each by its rule."""
+
+    restores = False
+
+    def layers(self, plan: MergePlan) -> tuple[int, ...]:
+        return *plan.clap_layers, *plan.gbm_layers
+
+    def merge_in(self, plan: MergePlan, layer: int) -> Merge:
+        return "clap" if layer in plan.clap_layers else "gbm"
+
+    def reads_clap_threshold(self, plan: MergePlan) -> bool:
+        return bool(plan.clap_layers) and plan.clap != "budget"
+
+    def static(self, plan: MergePlan) -> bool:
+        return not plan.reads_clap_threshold and (not plan.gbm_layers or plan.gbm == "budget")
+
+    def in_force(self, plan: MergePlan, clap: float, gbm: float) -> MergePlan:
+        clap_layers = plan.clap_layers if clap < math.inf or plan.clap == "budget" else ()
+        gbm_layers = plan.gbm_layers if gbm < math.inf or plan.gbm == "budget" else ()
+        if not clap_layers and not gbm_layers:
+            return DENSE
+        return replace(plan, clap_layers=clap_layers, gbm_layers=gbm_layers, clap_threshold=clap, gbm_threshold=gbm)
+
+
+class _Counted(MergeMethod):
+    """A method that merges as many tokens in every picture, which one of its settings counts block by block."""
+
+    unstoppable = "those of this bundle take a constant number of tokens"
+
+    def layers(self, plan: MergePlan) -> tuple[int, ...]:
+        return tuple(layer for layer, count in enumerate(getattr(plan, self.counts_in), 1) if count)
+
+
+class _Tome(_Counted):
+    """The baseline: `tome_r` says how many tokens vanish in each block from the first, none after its end."""
+
+    merge, settings, counts_in = "tome", ("tome_r",), "tome_r"
+    compares = "keys"
+
+    def check(self, plan: MergePlan) -> None:
+        if any(r < 0 for r in plan.tome_r):
+            raise PlanError(f"merging.tome_r counts the tokens that vanish in each block, got {plan.tome_r}")
+
+
+class _TomeBlockwise(_Counted):
+    """Merges that do not last: attention runs on fewer tokens, then every token is back, and so for the MLP.
+
+    `tome_share` says for each block from the first which share of the sequence, prefix counted, is merged away for
+    both, none after its end. It is rounded down, and at most half.
+    """
+
+    merge, settings, counts_in = "tome", ("tome_share",), "tome_share"
+    parts, lasting = ("attention", "mlp"), False
+
+    def check(self, plan: MergePlan) -> None:
+        if not all(0 <= share <= 0.5 for share in plan.tome_share):
+            raise PlanError(
+                f"expected merging.tome_share as shares from 0 to 0.5, one a block, got {plan.tome_share}: at most "
+                "half of the tokens can merge with another"
+            )
+
+
+class _Elvit(_Counted):
+    """After block `elvit_layer` the patches become the centroids of a grid of `elvit_grid` (rows, columns).
+
+    In each of `elvit_iterations` every patch is shared out among the centroids at most half of `elvit_window` away,
+    nearer ones more, sharply as `elvit_temperature` says. For the decoder every patch is restored from its
+    `elvit_neighbours` nearest centroids; `semantics` says how they are weighted (`ops/elvit.py`).
+    """
+
+    merge, counts_in = "elvit", "elvit_layer"
+    settings = (
+        "elvit_layer",
+        "elvit_grid",
+        "elvit_neighbours",
+        "elvit_iterations",
+        "elvit_window",
+        "elvit_temperature",
+    )
+    parts, standing = ("end",), False
+
+    def layers(self, plan: MergePlan) -> tuple[int, ...]:
+        return (plan.elvit_layer,) if plan.elvit_layer else ()
+
+    def check(self, plan: MergePlan) -> None:
+        _check_layer("elvit_layer", plan.elvit_layer)
+        if plan.elvit_layer and min(plan.elvit_grid) < 1:
+            raise PlanError(
+                f"expected merging.elvit_grid as rows and columns of tokens, such as [28, 28], got {plan.elvit_grid}"
+            )
+        if plan.elvit_window < 1 or plan.elvit_window % 2 == 0:
+            raise PlanError(f"expected an odd number as merging.elvit_window, got {plan.elvit_window}")
+        if plan.elvit_neighbours < 1 or not 0 <= plan.elvit_iterations <= 100 or not 0 < plan.elvit_temperature < 1e6:
+            raise PlanError(
+                "expected merging.elvit_neighbours from 1, merging.elvit_iterations from 0 to 100 and a positive "
+                f"merging.elvit_temperature, got {plan.elvit_neighbours}, {plan.elvit_iterations} and "
+                f"{plan.elvit_temperature}"
+            )
+
+    def check_network(self, plan: MergePlan, network: Network) -> None:
+        (rows, columns), grid = plan.elvit_grid, network.grid
+        if rows > grid[0] or columns > grid[1] or plan.elvit_grid == grid:
+            raise RecipeError(f"expected a merging.elvit_grid smaller than the grid {grid}, got {plan.elvit_grid}")
+        if plan.elvit_neighbours > rows * columns:
+            raise RecipeError(
+                f"expected merging.elvit_neighbours up to the {rows * columns} tokens of merging.elvit_grid, got "
+                f"{plan.elvit_neighbours}"
+            )
+
+
+class _Evit(_Counted):
+    """The share `evit_keep` of the tokens that cls attends to most stays in each block of `evit_layers`, rounded up.
+
+    One more token holds the others. For the decoder those are given the result of the kept token that was nearest to
+    them (`ops/evit.py`).
+    """
+
+    merge, settings, counts_in = "evit", ("evit_layers", "evit_keep"), "evit_layers"
+    compares, standing = "cls", False
+
+    def layers(self, plan: MergePlan) -> tuple[int, ...]:
+        return plan.evit_layers
+
+    def check(self, plan: MergePlan) -> None:
+        _check_layers("evit_layers", plan.evit_layers)
+        if not 0 < plan.evit_keep < 1:
+            raise PlanError(f"expected merging.evit_keep as a share between 0 and 1, got {plan.evit_keep}")
+
+    def check_network(self, plan: MergePlan, network: Network) -> None:
+        if not network.prefix:
+            raise RecipeError(
+                f"method evit keeps what cls attends to, and the decoder {network.decoder} has a network without cls: "
+                "take another method"
+            )
+        if network.architecture.adapter:
+            raise RecipeError(
+                f"method evit leaves patches out for good, and between its groups of blocks the {network.family} "
+                "reads every patch: take another method"
+            )
+        for layer, (rows, keep) in plan.evit_counts(network.grid[0] * network.grid[1]).items():
+            if keep >= rows:
+                raise RecipeError(
+                    f"expected a merging.evit_keep that leaves out one of the {rows} tokens of block {layer}, got "
+                    f"{plan.evit_keep}"
+                )
+
+
+class _G2tm(MergeMethod):
+    """In block `g2tm_layer` patches that touch merge where their cosine similarity is above `clap_threshold`.
+
+    Those they merge with do likewise: every group that is connected so becomes one token (`ops/g2tm.py`). The rule is
+    that threshold, so the number of tokens changes with the picture.
+    """
+
+    merge, settings = "g2tm", ("g2tm_layer",)
+    restores, alone = False, True
+
+    def layers(self, plan: MergePlan) -> tuple[int, ...]:
+        return (plan.g2tm_layer,) if plan.g2tm_layer else ()
+
+    def check(self, plan: MergePlan) -> None:
+        _check_layer("g2tm_layer", plan.g2tm_layer)
+
+    def reads_clap_threshold(self, plan: MergePlan) -> bool:
+        return bool(plan.layers)
+
+    def in_force(self, plan: MergePlan, clap: float, gbm: float) -> MergePlan:
+        return replace(plan, clap_threshold=clap) if plan.layers and clap < math.inf else DENSE
+
+
+class _Mpm(MergeMethod):
+    """Two tokens that are each other's most similar one become one after each block of `mpm_layers` (`ops/mpm.py`).
+
+    How many find each other changes with the picture, and no setting decides it.
+    """
+
+    merge, settings = "mpm", ("mpm_layers",)
+    unstoppable = "MPM merges every pair that finds each other"
+    parts, alone = ("end",), True
+
+    def layers(self, plan: MergePlan) -> tuple[int, ...]:
+        return plan.mpm_layers
+
+    def check(self, plan: MergePlan) -> None:
+        _check_layers("mpm_layers", plan.mpm_layers)
+
+
+class _Cts(_Counted):
+    """The `cts_shared` superpatches, 2x2 patches, that a policy network finds likeliest to show one class.
+
+    Each has one token from the first block on, made of its pixels at half the size (`ops/cts.py`). The network has to
+    have that policy network, `network.policy`.
+    """
+
+    merge, settings, counts_in = "cts", ("cts_shared",), "cts_shared"
+    parts, compares, restores = ("start",), "policy", False
+
+    def layers(self, plan: MergePlan) -> tuple[int, ...]:
+        return (1,) if plan.cts_shared else ()
+
+    def check(self, plan: MergePlan) -> None:
+        if plan.cts_shared < 0:
+            raise PlanError(f"merging.cts_shared counts the superpatches that share a token, got {plan.cts_shared}")
+
+    def check_network(self, plan: MergePlan, network: Network) -> None:
+        rows, columns = network.grid
+        if not network.policy:
+            raise RecipeError(
+                "method cts shares the tokens that a policy network names, and this network has none: export a "
+                "checkpoint that was trained with CTS, whose variant.yml names it, or set network.policy"
+            )
+        if plan.cts_shared > rows // 2 * (columns // 2):
+            raise RecipeError(
+                f"expected merging.cts_shared up to the {rows // 2 * (columns // 2)} superpatches of the grid "
+                f"{network.grid}, got {plan.cts_shared}"
+            )
+
+
+METHODS: dict[Method, MergeMethod] = {
+    "algm": _Algm(),
+    "tome": _Tome(),
+    "tome_blockwise": _TomeBlockwise(),
+    "elvit": _Elvit(),
+    "evit": _Evit(),
+    "g2tm": _G2tm(),
+    "mpm": _Mpm(),
+    "cts": _Cts(),
 }
-# Where in a block a method merges, if not between attention and MLP: for each of these parts, or after the block, or
-# before it.
-_PARTS: dict[Method, tuple[Part, ...]] = {
-    "tome_blockwise": ("attention", "mlp"),
-    "elvit": ("end",),
-    "mpm": ("end",),
-    "cts": ("start",),
-}
+_READERS = {setting: method for method, row in METHODS.items() for setting in row.settings}
 
 
-def merged_parts(method: Method) -> tuple[Part, ...]:
-    """The parts of a block that a method merges tokens for, `end` where it merges after the block and `start` before
-    it, or the one empty part where it merges between attention and MLP."""
-    return _PARTS.get(method, ("",))
+def _check_layer(name: str, layer: int) -> None:
+    if layer < 0:
+        raise PlanError(f"expected merging.{name} from 1, or 0 to merge nowhere, got {layer}")
 
 
-def _reader(setting: str) -> str:
-    """The method that alone reads a setting of the merge plan, or none."""
-    counted = {name: method for method, name in _COUNTED.items()}
-    named = setting.partition("_")[0]
-    return counted.get(setting) or (named if named in ("elvit", "evit", "g2tm", "mpm", "cts") else "")
+def _check_layers(name: str, layers: tuple[int, ...]) -> None:
+    if sorted(set(layers)) != list(layers) or min(layers, default=1) < 1:
+        raise PlanError(f"expected ascending blocks from 1 as merging.{name}, got {layers}")
 
 
 def method_settings() -> tuple[str, ...]:
     """The settings of the merge plan that one method alone reads."""
-    return tuple(item.name for item in fields(MergePlan) if _reader(item.name))
+    return tuple(item.name for item in fields(MergePlan) if item.name in _READERS)
 
 
 @dataclass(frozen=True)
@@ -238,32 +508,8 @@ class MergePlan:
     whatever the picture. A budget is a count if it is a whole number, else a share of the windows, or of the patch
     tokens that reach the merge.
 
-    With method `tome`, the baseline, `tome_r` says how many tokens vanish in each block from the first, none after its
-    end; of everything else nothing is read, and `clap_layers` and `gbm_layers` are empty.
-
-    With method `tome_blockwise` merges do not last: attention runs on fewer tokens, then every token is back, and so
-    for the MLP. `tome_share` says for each block from the first which share of the sequence, prefix counted, is merged
-    away for both, none after its end. It is rounded down, and at most half. Nothing else is read either.
-
-    With method `elvit` the patches become, after block `elvit_layer`, the centroids of a grid of `elvit_grid` (rows,
-    columns): in each of `elvit_iterations` every patch is shared out among the centroids at most half of `elvit_window`
-    away, nearer ones more, sharply as `elvit_temperature` says. For the decoder every patch is restored from its
-    `elvit_neighbours` nearest centroids; `semantics` says how they are weighted (`ops/elvit.py`).
-
-    With method `evit` the share `evit_keep` of the tokens that cls attends to most stays in each block of
-    `evit_layers`, rounded up, and one more token holds the others. For the decoder those are given the result of the
-    kept token that was nearest to them (`ops/evit.py`).
-
-    With method `g2tm` patches that touch merge in block `g2tm_layer` where their cosine similarity is above
-    `clap_threshold`, and those they merge with likewise: every group that is connected so becomes one token
-    (`ops/g2tm.py`). The rule is that threshold, so the number of tokens changes with the picture.
-
-    With method `mpm` two tokens that are each other's most similar one become one after each block of `mpm_layers`
-    (`ops/mpm.py`). How many find each other changes with the picture, and no setting decides it.
-
-    With method `cts` the `cts_shared` superpatches, 2x2 patches, that a policy network finds likeliest to show one
-    class have one token each from the first block on, made of their pixels at half the size (`ops/cts.py`). The network
-    has to have that policy network, `network.policy`.
+    With another `method` than `algm`, `clap_layers` and `gbm_layers` are empty, and only the settings are read that the
+    method's row, `row`, tells of.
 
     `between_groups` matters where something else takes part between groups of blocks and needs every patch, as in
     ViT-Adapter: by `unmerge` the next group starts with every patch and whatever it merges itself; by `remerge` what
@@ -341,76 +587,27 @@ class MergePlan:
         if self.method != "algm" and "budget" in (self.clap, self.gbm):
             raise PlanError(
                 f"method {self.method} has neither CLAP nor GBM, got a budget for them: set "
-                f"merging.{self.counts_in or 'clap_threshold'} instead"
+                f"merging.{self.row.counts_in or 'clap_threshold'} instead"
             )
         for item in fields(self):
-            value, reader = getattr(self, item.name), _reader(item.name)
-            if reader and self.method != reader and value != item.default:
+            value, reader = getattr(self, item.name), _READERS.get(item.name, self.method)
+            if reader != self.method and value != item.default:
                 raise PlanError(f"merging.{item.name} is read by method {reader}, got {value} for {self.method}")
-        if self.method == "elvit":
-            self._check_elvit()
-        self._check_layers("evit_layers", self.evit_layers)
-        self._check_layers("mpm_layers", self.mpm_layers)
-        self._check_evit_and_g2tm()
-        if self.cts_shared < 0:
-            raise PlanError(f"merging.cts_shared counts the superpatches that share a token, got {self.cts_shared}")
-        if any(r < 0 for r in self.tome_r):
-            raise PlanError(f"merging.tome_r counts the tokens that vanish in each block, got {self.tome_r}")
-        if not all(0 <= share <= 0.5 for share in self.tome_share):
-            raise PlanError(
-                f"expected merging.tome_share as shares from 0 to 0.5, one a block, got {self.tome_share}: at most "
-                "half of the tokens can merge with another"
-            )
-
-    def _check_elvit(self) -> None:
-        if self.elvit_layer < 0:
-            raise PlanError(f"expected merging.elvit_layer from 1, or 0 to merge nowhere, got {self.elvit_layer}")
-        if self.elvit_layer and min(self.elvit_grid) < 1:
-            raise PlanError(
-                f"expected merging.elvit_grid as rows and columns of tokens, such as [28, 28], got {self.elvit_grid}"
-            )
-        if self.elvit_window < 1 or self.elvit_window % 2 == 0:
-            raise PlanError(f"expected an odd number as merging.elvit_window, got {self.elvit_window}")
-        if self.elvit_neighbours < 1 or not 0 <= self.elvit_iterations <= 100 or not 0 < self.elvit_temperature < 1e6:
-            raise PlanError(
-                "expected merging.elvit_neighbours from 1, merging.elvit_iterations from 0 to 100 and a positive "
-                f"merging.elvit_temperature, got {self.elvit_neighbours}, {self.elvit_iterations} and "
-                f"{self.elvit_temperature}"
-            )
-
-    @staticmethod
-    def _check_layers(name: str, layers: tuple[int, ...]) -> None:
-        if sorted(set(layers)) != list(layers) or min(layers, default=1) < 1:
-            raise PlanError(f"expected ascending blocks from 1 as merging.{name}, got {layers}")
-
-    def _check_evit_and_g2tm(self) -> None:
-        if not 0 < self.evit_keep < 1:
-            raise PlanError(f"expected merging.evit_keep as a share between 0 and 1, got {self.evit_keep}")
-        if self.g2tm_layer < 0:
-            raise PlanError(f"expected merging.g2tm_layer from 1, or 0 to merge nowhere, got {self.g2tm_layer}")
-        if self.method in ("g2tm", "mpm") and self.batch != "per_image":
+        self.row.check(self)
+        if self.row.alone and self.batch != "per_image":
             raise PlanError(
                 f"method {self.method} merges every image alone, got merging.batch {self.batch}: set it to per_image"
             )
 
     @property
-    def counts_in(self) -> str:
-        """The setting by which a method merges as many tokens in every picture, such as `tome_r`; empty for others."""
-        return _COUNTED.get(self.method, "")
+    def row(self) -> MergeMethod:
+        """What is to be known of the plan's method."""
+        return METHODS[self.method]
 
     @property
     def places(self) -> tuple[tuple[int, Part], ...]:
         """Of every merge in the order they run its 1-based layer, and the part of the block it ends with, if one."""
-        if self.method in ("elvit", "g2tm"):
-            layers: tuple[int, ...] = tuple(filter(None, (self.elvit_layer, self.g2tm_layer)))
-        elif self.method in ("evit", "mpm"):
-            layers = (*self.evit_layers, *self.mpm_layers)
-        elif self.method == "cts":
-            layers = (1,) if self.cts_shared else ()
-        else:
-            counted = getattr(self, self.counts_in) if self.counts_in else ()
-            layers = (*self.clap_layers, *self.gbm_layers, *(layer for layer, count in enumerate(counted, 1) if count))
-        return tuple((layer, part) for layer in sorted(layers) for part in merged_parts(self.method))
+        return tuple((layer, part) for layer in sorted(self.row.layers(self)) for part in self.row.parts)
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -418,33 +615,21 @@ class MergePlan:
         return tuple(layer for layer, _ in self.places)
 
     @property
-    def lasting(self) -> bool:
-        """Whether tokens that merged stay so; otherwise they are back after the part of the block they merged for."""
-        return self.method != "tome_blockwise"
-
-    @property
-    def standing(self) -> bool:
-        """Whether one token stands for each patch, which the token maps name; otherwise several do, each in part."""
-        return self.method not in ("elvit", "evit")
-
-    @property
-    def restores(self) -> bool:
-        """Whether the decoder gets every patch, as it does not know of the method; else it works on merged tokens."""
-        return self.method == "mpm" or (bool(self.counts_in) and self.method != "cts")
-
-    @property
     def reads_clap_threshold(self) -> bool:
         """Whether a merge waits for `clap_threshold`: CLAP, or G2TM."""
-        if self.method == "g2tm":
-            return bool(self.layers)
-        return bool(self.clap_layers) and self.clap != "budget"
+        return self.row.reads_clap_threshold(self)
 
     @property
     def static(self) -> bool:
         """Whether every picture keeps the same number of tokens, known without it: by budgets, or by counts."""
-        if self.mpm_layers:
-            return False
-        return not self.reads_clap_threshold and (not self.gbm_layers or self.gbm == "budget")
+        return self.row.static(self)
+
+    @property
+    def unstoppable(self) -> str:
+        """Why no threshold stops the merges, for people; empty where one does, or nothing merges."""
+        if not self.layers:
+            return ""
+        return "those of this bundle have a budget" if self.budgeted else self.row.unstoppable
 
     @property
     def budgeted(self) -> bool:
@@ -461,11 +646,7 @@ class MergePlan:
 
     def merge_in(self, layer: int) -> Merge:
         """What merges in one of `layers`."""
-        if self.method in ("elvit", "evit", "g2tm", "mpm", "cts"):
-            return self.method
-        if self.counts_in:
-            return "tome"
-        return "clap" if layer in self.clap_layers else "gbm"
+        return self.row.merge_in(self, layer)
 
 
 DENSE = MergePlan(clap_layers=(), gbm_layers=())
@@ -473,7 +654,7 @@ DENSE = MergePlan(clap_layers=(), gbm_layers=())
 
 def fresh_merges(plan: MergePlan, network: Network) -> tuple[bool, ...]:
     """Of every merge in the order they run, whether every patch reaches it, whatever merged before."""
-    if not plan.lasting or not plan.layers:
+    if not plan.row.lasting or not plan.layers:
         return (True,) * len(plan.layers)
     again = plan.between_groups == "unmerge"
     group = [next(i for i, (_, end) in enumerate(network.groups) if layer <= end) for layer in plan.layers]
@@ -569,11 +750,10 @@ class Recipe:
             raise RecipeError(
                 f"expected a merging.window within the grid {self.network.grid}, got {self.merging.window}"
             )
-        self._check_elvit()
-        self._check_evit()
-        self._check_cts()
+        if self.merging.layers:
+            self.merging.row.check_network(self.merging, self.network)
         if self.merging.between_groups == "remerge" and (
-            not self.network.architecture.adapter or not self.merging.lasting or not self.merging.standing
+            not self.network.architecture.adapter or not self.merging.row.lasting or not self.merging.row.standing
         ):
             raise RecipeError(
                 'expected merging.between_groups = "remerge" for ViT-Adapter and a method whose tokens stand for '
@@ -582,55 +762,6 @@ class Recipe:
         for key, listed in (("class_names", self.class_names), ("palette", self.palette)):
             if listed and len(listed) != self.network.classes:
                 raise RecipeError(f"expected {key} for {self.network.classes} classes, got {len(listed)}")
-
-    def _check_elvit(self) -> None:
-        plan, grid = self.merging, self.network.grid
-        if plan.method != "elvit" or not plan.layers:
-            return
-        rows, columns = plan.elvit_grid
-        if rows > grid[0] or columns > grid[1] or plan.elvit_grid == grid:
-            raise RecipeError(f"expected a merging.elvit_grid smaller than the grid {grid}, got {plan.elvit_grid}")
-        if plan.elvit_neighbours > rows * columns:
-            raise RecipeError(
-                f"expected merging.elvit_neighbours up to the {rows * columns} tokens of merging.elvit_grid, got "
-                f"{plan.elvit_neighbours}"
-            )
-
-    def _check_evit(self) -> None:
-        plan, network = self.merging, self.network
-        if plan.method != "evit" or not plan.layers:
-            return
-        if not network.prefix:
-            raise RecipeError(
-                f"method evit keeps what cls attends to, and the decoder {network.decoder} has a network without cls: "
-                "take another method"
-            )
-        if network.architecture.adapter:
-            raise RecipeError(
-                f"method evit leaves patches out for good, and between its groups of blocks the {network.family} "
-                "reads every patch: take another method"
-            )
-        for layer, (rows, keep) in plan.evit_counts(network.grid[0] * network.grid[1]).items():
-            if keep >= rows:
-                raise RecipeError(
-                    f"expected a merging.evit_keep that leaves out one of the {rows} tokens of block {layer}, got "
-                    f"{plan.evit_keep}"
-                )
-
-    def _check_cts(self) -> None:
-        plan, (rows, columns) = self.merging, self.network.grid
-        if plan.method != "cts" or not plan.layers:
-            return
-        if not self.network.policy:
-            raise RecipeError(
-                "method cts shares the tokens that a policy network names, and this network has none: export a "
-                "checkpoint that was trained with CTS, whose variant.yml names it, or set network.policy"
-            )
-        if plan.cts_shared > rows // 2 * (columns // 2):
-            raise RecipeError(
-                f"expected merging.cts_shared up to the {rows // 2 * (columns // 2)} superpatches of the grid "
-                f"{self.network.grid}, got {plan.cts_shared}"
-            )
 
 
 def _check_ranges(section: str, facts: object, **ranges: tuple[float, float]) -> None:

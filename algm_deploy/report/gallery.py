@@ -88,7 +88,7 @@ def draw_gallery(bundle: Bundle, runtime: str, photos: Sequence[Photo], progress
                 continue
             drawn.append(photo)
             panels = [Panel("Photo", _size(pixels), pixels)]
-            if plan.layers and plan.standing:
+            if plan.layers and plan.row.standing:
                 panels, _ = token_panels(predictors[0], pixels, predictions[0], similarity_of)
             panels += _results(pixels, predictions, photo.labels, classes)
             examples.append(Example(photo.name, tuple(panels)))

@@ -149,7 +149,7 @@ class PictureWriter:
             OVERLAY: overlay(pixels, prediction.labels, self.classes),
         }
         plan = self.predictor.bundle.recipe.merging
-        if plan.layers and plan.standing:
+        if plan.layers and plan.row.standing:
             panels, columns = token_panels(self.predictor, pixels, prediction, self.similarity_of)
             captions = (
                 TOKENS_CAPTION,

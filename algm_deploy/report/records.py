@@ -84,7 +84,7 @@ def plan_in_force(plan: MergePlan, thresholds: Mapping[str, float | str]) -> Mer
 
     Thresholds may be texts, as JSON has no infinity. A merge that waits for an infinite similarity is none.
     """
-    if plan.counts_in:
+    if plan.row.counts_in:
         return plan if plan.layers else DENSE
     clap, gbm = (
         float(np.float32(thresholds.get(name, default)))
@@ -124,7 +124,7 @@ def _blocks(layers: Sequence[int]) -> str:
 
 
 def _tome_words(plan: MergePlan) -> str:
-    if plan.lasting:
+    if plan.row.lasting:
         return f"r {_by_block(list(map(str, plan.tome_r)), plan)}"
     return f"{_by_block([f'{100 * share:.3g} %' for share in plan.tome_share], plan)}, each by itself"
 
@@ -155,7 +155,7 @@ def plan_name(plan: MergePlan, reference: MergePlan) -> str:
     """Short name of a plan beside others: its threshold or budget, and where it otherwise differs from `reference`."""
     if not plan.layers:
         return "dense"
-    if plan.counts_in:
+    if plan.row.counts_in:
         return method_words(plan)
     if plan.method == "mpm":
         return f"MPM, after {_blocks(plan.mpm_layers)}"

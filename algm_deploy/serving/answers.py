@@ -37,7 +37,7 @@ class Answers:
     @property
     def outputs(self) -> tuple[str, ...]:
         """Names of the outputs that this network has."""
-        pictured = (TOKENS_PNG,) if self.merges and self._predictor.bundle.recipe.merging.standing else ()
+        pictured = (TOKENS_PNG,) if self.merges and self._predictor.bundle.recipe.merging.row.standing else ()
         return LABELS, LABELS_PNG, *pictured, *((TOKEN_COUNTS,) if self.merges else ()), PATCHES
 
     def prepared(self, asked: Asked) -> list[Pending]:
