@@ -405,20 +405,9 @@ def given_thresholds(bundle: Bundle, tau: float | None, gbm: float | None, dense
         return given
     if given:
         raise BundleError("expected dense, which merges nothing, or a threshold (tau, gbm), got both: leave one out")
-    if plan.row.counts_in and plan.layers:
+    if plan.unstoppable:
         raise BundleError(
-            "expected merges that wait for a similarity, those of this bundle take a constant number of tokens: export "
-            "with --dense for the dense network"
-        )
-    if plan.method == "mpm" and plan.layers:
-        raise BundleError(
-            "expected merges that wait for a similarity, MPM merges every pair that finds each other: export with "
-            "--dense for the dense network"
-        )
-    if plan.budgeted:
-        raise BundleError(
-            "expected merges that wait for a similarity, those of this bundle have a budget: export with --dense for "
-            "the dense network"
+            f"expected merges that wait for a similarity, {plan.unstoppable}: export with --dense for the dense network"
         )
     return dict.fromkeys(defaults, np.inf)
 

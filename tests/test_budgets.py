@@ -22,7 +22,8 @@ from algm_deploy.predictor import Predictor
 from algm_deploy.recipe.schema import MergePlan, Recipe
 from algm_deploy.report.page import write_report
 from algm_deploy.report.pictures import _chosen
-from algm_deploy.report.records import budget_words, plan_in_force, plan_name
+from algm_deploy.report.plans import budget_words, plan_name
+from algm_deploy.report.records import plan_in_force
 from algm_deploy.runners.contract import runner
 from algm_deploy.runners.onnxruntime import runner as onnxruntime
 from algm_deploy.timing.protocols import Request

@@ -27,7 +27,8 @@ from algm_deploy.parity.graph import graph_facts, graph_problems
 from algm_deploy.parity.replay import Replays, cts_facts
 from algm_deploy.recipe.reading import resolve, with_method
 from algm_deploy.recipe.schema import DENSE, MergePlan, Network, Protocol, Recipe
-from algm_deploy.report.records import plan_in_force, plan_name
+from algm_deploy.report.plans import plan_name
+from algm_deploy.report.records import plan_in_force
 from algm_deploy.runners.contract import runner
 from algm_deploy.wording import merge_titles
 

@@ -24,7 +24,8 @@ from algm_deploy.parity.graph import graph_facts, graph_problems
 from algm_deploy.parity.replay import Replays, evit_facts
 from algm_deploy.recipe.reading import flatten
 from algm_deploy.recipe.schema import DENSE, Network, Protocol, Recipe
-from algm_deploy.report.records import plan_in_force, plan_name
+from algm_deploy.report.plans import plan_name
+from algm_deploy.report.records import plan_in_force
 from algm_deploy.runners.contract import Array, runner
 from algm_deploy.wording import merge_titles
 

@@ -21,7 +21,8 @@ from algm_deploy.parity.graph import graph_facts, graph_problems
 from algm_deploy.predictor import Predictor
 from algm_deploy.recipe.reading import flatten
 from algm_deploy.recipe.schema import DENSE, MergePlan, Network, Protocol, Recipe
-from algm_deploy.report.records import plan_in_force, plan_name
+from algm_deploy.report.plans import plan_name
+from algm_deploy.report.records import plan_in_force
 
 PLAN = MergePlan((), (), method="g2tm", g2tm_layer=2, clap_threshold=0.4)
 NETWORK = Network("segmenter", 64, 4, 1, 5, (96, 96))

@@ -20,7 +20,8 @@ from algm_deploy.parity.decisions import MpmFacts, differing, mpm_problems
 from algm_deploy.predictor import Predictor
 from algm_deploy.recipe.reading import flatten
 from algm_deploy.recipe.schema import DENSE, MergePlan, Network, Protocol, Recipe
-from algm_deploy.report.records import plan_in_force, plan_name
+from algm_deploy.report.plans import plan_name
+from algm_deploy.report.records import plan_in_force
 
 PLAN = MergePlan((), (), method="mpm", mpm_layers=(2, 3))
 NETWORK = Network("segmenter", 64, 4, 1, 5, (96, 96))

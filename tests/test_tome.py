@@ -32,7 +32,8 @@ from algm_deploy.parity.replay import Replays, tome_facts
 from algm_deploy.predictor import Predictor
 from algm_deploy.recipe.reading import flatten, recipe
 from algm_deploy.recipe.schema import DENSE, MergePlan, Network, Protocol, Recipe
-from algm_deploy.report.records import plan_in_force, plan_name
+from algm_deploy.report.plans import plan_name
+from algm_deploy.report.records import plan_in_force
 from algm_deploy.runners.contract import runner
 from algm_deploy.runners.torch.packed import why_not
 from algm_deploy.timing.variants import variant_network

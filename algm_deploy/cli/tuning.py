@@ -433,7 +433,7 @@ def _given(plan: MergePlan, bundle: Bundle) -> Mapping[str, float]:
 
 def _told(evaluate: Evaluate, base: MergePlan, whose: str = "") -> Evaluate:
     """The same, each plan once, with a line about it as soon as it is known: a search takes long."""
-    from algm_deploy.report.records import plan_name
+    from algm_deploy.report.plans import plan_name
     from algm_deploy.tuning.trial import miou_of
 
     @cache

@@ -7,12 +7,11 @@ import argparse
 from algm_deploy.cli import arguments
 from algm_deploy.cli.saying import say
 from algm_deploy.recipe.reading import recipe, recipe_names, recipe_rows
-from algm_deploy.recipe.schema import DENSE
 
 
 def list_recipes(_: argparse.Namespace) -> int:
     """Recipes that come with the package."""
-    from algm_deploy.report.records import plan_name
+    from algm_deploy.report.plans import listed_merges
     from algm_deploy.report.tables import text_table
 
     rows = []
@@ -20,14 +19,12 @@ def list_recipes(_: argparse.Namespace) -> int:
     for name in names:
         facts = recipe(name)
         plan, network = facts.merging, facts.network
-        kinds = {"CLAP": plan.clap_layers, "GBM": plan.gbm_layers}
-        layers = "; ".join(f"{kind} {arguments.listed(found)}" for kind, found in kinds.items() if found)
-        if plan.method != "algm":
-            layers = plan_name(plan, DENSE)
         tau = f"{plan.clap_threshold:g}" if plan.reads_clap_threshold else "-"
         published = facts.published.get("miou_percent")
         miou = f"{published:g}" if published else "-"
-        rows.append((name, facts.protocol.dataset, "x".join(map(str, network.image_size)), layers, tau, miou))
+        rows.append(
+            (name, facts.protocol.dataset, "x".join(map(str, network.image_size)), listed_merges(plan), tau, miou)
+        )
     say(text_table(("recipe", "dataset", "input", "merging layers", "tau", "published mIoU %"), rows))
     return 0
 

@@ -19,18 +19,16 @@ from algm_deploy.errors import BundleError
 from algm_deploy.report import tables
 from algm_deploy.report.gallery import Gallery
 from algm_deploy.report.html import render
+from algm_deploy.report.plans import budget_words, plan_name, told_merges
 from algm_deploy.report.plots import Histogram, Scatter, Series
 from algm_deploy.report.published import Published, published_beside, read_published
 from algm_deploy.report.records import (
     Measured,
     baseline,
-    budget_words,
     comparable,
     joined,
     measured,
-    method_words,
     plan_in_force,
-    plan_name,
 )
 from algm_deploy.report.tuning import tuning_page
 from algm_deploy.runners.registry import RUNTIMES
@@ -76,7 +74,7 @@ def report_page(
     """The page as one HTML text."""
     report = Report(bundle, beside, published_beside(bundle.recipe, published))
     found = [tuning_page(one) for one in bundle.manifest.tunings]
-    shared = {"tables": tables, "counted": counted, "method_words": method_words, "budget_words": budget_words}
+    shared = {"tables": tables, "counted": counted, "told_merges": told_merges, "budget_words": budget_words}
     shared["thresholds"] = threshold_defaults(bundle.recipe.merging)
     return render("report.jinja", report=report, gallery=gallery, tuning_pages=found, **shared)
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from math import inf
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -84,93 +83,11 @@ def plan_in_force(plan: MergePlan, thresholds: Mapping[str, float | str]) -> Mer
 
     Thresholds may be texts, as JSON has no infinity. A merge that waits for an infinite similarity is none.
     """
-    if plan.row.counts_in:
-        return plan if plan.layers else DENSE
     clap, gbm = (
         float(np.float32(thresholds.get(name, default)))
         for name, default in ((CLAP_THRESHOLD, plan.clap_threshold), (GBM_THRESHOLD, plan.gbm_threshold))
     )
-    if plan.method == "mpm":
-        return plan if plan.layers else DENSE
-    if plan.method == "g2tm":
-        return replace(plan, clap_threshold=clap) if plan.layers and clap < inf else DENSE
-    clap_layers = plan.clap_layers if clap < inf or plan.clap == "budget" else ()
-    gbm_layers = plan.gbm_layers if gbm < inf or plan.gbm == "budget" else ()
-    if not clap_layers and not gbm_layers:
-        return DENSE
-    return replace(plan, clap_layers=clap_layers, gbm_layers=gbm_layers, clap_threshold=clap, gbm_threshold=gbm)
-
-
-_TOLD_BY_BUDGETS = ("clap", "clap_budget", "gbm_budget")
-
-
-def method_words(plan: MergePlan) -> str:
-    """A method that merges as many tokens in every picture, in words: `ToMe, r 16 in 12 blocks`, `ToMe, 20 % in 24
-    blocks, each by itself`, or block by block; `ELViT, 28 x 28 tokens after block 10`; `EViT, 70 % in blocks 4, 7`;
-    `CTS, 103 superpatches`."""
-    if plan.method == "elvit":
-        rows, columns = plan.elvit_grid
-        return f"ELViT, {rows} x {columns} tokens after block {plan.elvit_layer}"
-    if plan.method == "evit":
-        return f"EViT, {100 * plan.evit_keep:.3g} % in {_blocks(plan.evit_layers)}"
-    if plan.method == "cts":
-        return f"CTS, {plan.cts_shared} superpatches"
-    return f"ToMe, {_tome_words(plan)}"
-
-
-def _blocks(layers: Sequence[int]) -> str:
-    """`block 4`, or `blocks 4, 7`."""
-    return f"block{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}"
-
-
-def _tome_words(plan: MergePlan) -> str:
-    if plan.row.lasting:
-        return f"r {_by_block(list(map(str, plan.tome_r)), plan)}"
-    return f"{_by_block([f'{100 * share:.3g} %' for share in plan.tome_share], plan)}, each by itself"
-
-
-def _by_block(counts: Sequence[str], plan: MergePlan) -> str:
-    """What is counted in each block, once where all that merge count alike."""
-    layers = list(dict.fromkeys(plan.layers))
-    merging = {counts[layer - 1] for layer in layers}
-    if len(merging) != 1:
-        return ", ".join(counts)
-    return f"{merging.pop()} in " + (f"block {layers[0]}" if len(layers) == 1 else f"{len(layers)} blocks")
-
-
-def budget_words(plan: MergePlan) -> str:
-    """Budgets in words: `110 windows, 156 tokens`, or `43 % of the windows, 23 % of the tokens`."""
-    parts = (
-        (plan.clap_layers, plan.clap, plan.clap_budget, "windows"),
-        (plan.gbm_layers, plan.gbm, plan.gbm_budget, "tokens"),
-    )
-    return ", ".join(
-        f"{budget} {things}" if isinstance(budget, int) else f"{100 * budget:.3g} % of the {things}"
-        for layers, rule, budget, things in parts
-        if layers and rule == "budget"
-    )
-
-
-def plan_name(plan: MergePlan, reference: MergePlan) -> str:
-    """Short name of a plan beside others: its threshold or budget, and where it otherwise differs from `reference`."""
-    if not plan.layers:
-        return "dense"
-    if plan.row.counts_in:
-        return method_words(plan)
-    if plan.method == "mpm":
-        return f"MPM, after {_blocks(plan.mpm_layers)}"
-    if plan.method == "g2tm":
-        return f"G2TM in block {plan.g2tm_layer}, tau {plan.clap_threshold:.4g}"
-    if plan.budgeted:
-        parts = [f"budget {budget_words(plan)}"]
-    else:
-        parts = [f"tau {plan.clap_threshold:.4g}"] if plan.clap_layers else [f"GBM only, x {plan.gbm_threshold:.4g}"]
-    for item in fields(plan):
-        value = getattr(plan, item.name)
-        differs = reference.layers and value != getattr(reference, item.name)
-        if differs and item.name != CLAP_THRESHOLD and item.name not in _TOLD_BY_BUDGETS and value != "budget":
-            parts.append(f"{item.name} {_text(value)}")
-    return ", ".join(parts)
+    return plan.row.in_force(plan, clap, gbm)
 
 
 def comparable(rows: Sequence[Measured[Evaluation]]) -> list[list[Measured[Evaluation]]]:
@@ -203,7 +120,3 @@ def joined(
         if fitting:
             pairs.append((max(fitting, key=lambda row: (row.runtime == one.runtime, row.record.images)), one))
     return pairs
-
-
-def _text(value: Any) -> str:
-    return "+".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -20,8 +20,9 @@ from algm_deploy.bundle.records import (
 from algm_deploy.environment import Environment
 from algm_deploy.parity.pairwise import Comparison
 from algm_deploy.recipe.schema import MergePlan
+from algm_deploy.report.plans import plan_name
 from algm_deploy.report.published import NO_REDUCTION, Published
-from algm_deploy.report.records import Measured, baseline, may_share_row, plan_name
+from algm_deploy.report.records import Measured, baseline, may_share_row
 from algm_deploy.wording import counted, dataset_title, merge_titles
 
 Row = Sequence[str]

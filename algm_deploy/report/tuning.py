@@ -26,8 +26,8 @@ from algm_deploy.bundle.records import (
 from algm_deploy.bundle.signature import CLAP_THRESHOLD
 from algm_deploy.report.gallery import Example
 from algm_deploy.report.html import render
+from algm_deploy.report.plans import budget_words
 from algm_deploy.report.plots import Histogram, Scatter, Series
-from algm_deploy.report.records import budget_words
 from algm_deploy.report.tables import shown, text_table, with_difference
 from algm_deploy.tuning.search import Goal
 from algm_deploy.wording import counted, dataset_title, merge_titles

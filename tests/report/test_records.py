@@ -10,6 +10,7 @@ import pytest
 from algm_deploy.bundle.records import Evaluation, Speed, TokenHistograms
 from algm_deploy.recipe.reading import recipe
 from algm_deploy.recipe.schema import DENSE, MergePlan, Protocol
+from algm_deploy.report.plans import plan_name
 from algm_deploy.report.records import (
     Artifact,
     Measured,
@@ -18,7 +19,6 @@ from algm_deploy.report.records import (
     joined,
     may_share_row,
     plan_in_force,
-    plan_name,
 )
 from algm_deploy.report.tables import joined_table
 
