@@ -72,7 +72,7 @@ def _prepare(model: VitNetwork, plan: MergePlan) -> None:
         count_patches(model)
     for layer in plan.layers:
         cast(Block, model.blocks[layer - 1]).weighs = row.compares == "cls"
-    if row.restores and row.lasting:
+    if row.restores:
         encoder.outlet = _KINDS[row.merge].outlet(encoder.prefix)
 
 
@@ -189,7 +189,7 @@ def truncate(model: Model, rows: Mapping[int, int], plan: MergePlan = DENSE) -> 
             setattr(truncated.blocks[layer - 1], SLOTS[part], KeepFirst(count, encoder.prefix))
     if row.compares == "keys":
         count_patches(truncated)
-    if row.restores and row.lasting:
+    if row.restores:
         encoder.outlet = Unmerge(encoder.prefix)
     return truncated
 

@@ -10,15 +10,16 @@ The published tables call these multiply-adds "GFLOPs"; in floating-point operat
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from algm_deploy.errors import PlanError
 from algm_deploy.models.loading import network_class
 from algm_deploy.models.multiply_adds import BILINEAR, NORM, attention, mlp
 from algm_deploy.models.policy import policy_multiply_adds
 from algm_deploy.ops.cts import MEMBERS
-from algm_deploy.recipe.schema import MergePlan, Network, fresh_merges
+from algm_deploy.recipe.schema import Merge, MergePlan, Network, fresh_merges
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def multiply_adds(network: Network, plan: MergePlan, tokens_after_merge: Sequenc
     encoder, merging, leaving = _encoder(network, plan, counts, patches)
     levels = [leaving[layer] for layer in network.stages or (network.encoder_depth,)]
     if plan.row.restores:
-        merging += _restoring(network, plan, patches, levels)
+        merging += sum(_COSTS[plan.row.merge].restore(network, left) for left in levels if left < patches)
         levels = [patches] * len(levels)
     height, width = network.image_size
     return MultiplyAdds(
@@ -94,7 +95,7 @@ def _encoder(network: Network, plan: MergePlan, counts: dict[int, int], tokens: 
     normalised, in the encoder or by the decoder.
     """
     encoder = merging = 0
-    leaving, patches = {}, tokens
+    leaving, patches, parts = {}, tokens, plan.row.parts
     for layer in range(1, network.encoder_depth + 1):
         if layer > 1 and layer in (start for start, _ in network.groups):
             if plan.between_groups == "unmerge":
@@ -105,22 +106,12 @@ def _encoder(network: Network, plan: MergePlan, counts: dict[int, int], tokens: 
             both, similarities = _around(network, counts[layer], tokens)
             encoder, merging, leaving[layer] = encoder + both, merging + similarities, tokens
             continue
-        if layer in counts and plan.method == "cts":
-            merging += _sharing(network)
-            tokens = counts[layer]
-        encoder += attention(tokens + network.prefix, network.embed_dim)
-        if layer in counts and plan.method in ("elvit", "mpm"):
-            encoder += mlp(tokens + network.prefix, network.embed_dim, network.mlp_width)
-            merging += _clustering(network, plan, tokens) if plan.method == "elvit" else tokens**2 * network.embed_dim
-            leaving[layer] = tokens = counts[layer]
-            continue
-        if layer in counts and plan.method == "evit":
-            merging += _choosing(network, tokens, counts[layer] - 1)
-        elif layer in counts and plan.merge_in(layer) not in ("clap", "g2tm", "cts"):
-            # ToMe compares the mean over heads of keys.
-            merging += _similarities(network, tokens, network.heads if plan.method == "tome" else 1)
-        leaving[layer] = tokens = counts.get(layer, tokens)
-        encoder += mlp(tokens + network.prefix, network.embed_dim, network.mlp_width)
+        left = counts.get(layer, tokens)
+        if layer in counts:
+            merging += _COSTS[plan.merge_in(layer)].merge(network, plan, tokens, left)
+        encoder += attention((left if "start" in parts else tokens) + network.prefix, network.embed_dim)
+        encoder += mlp((tokens if "end" in parts else left) + network.prefix, network.embed_dim, network.mlp_width)
+        leaving[layer] = tokens = left
     return encoder, merging, leaving
 
 
@@ -152,14 +143,31 @@ def _sharing(network: Network) -> int:
     return policy_multiply_adds(network.image_size) + embedding
 
 
-def _restoring(network: Network, plan: MergePlan, patches: int, levels: Sequence[int]) -> int:
-    """Multiply-adds of restoring every patch from the tokens of each level; a copy of one token costs none."""
-    if plan.method != "elvit":
-        return 0
-    return sum(patches * tokens * network.embed_dim for tokens in levels if tokens < patches)
-
-
 def _similarities(network: Network, patches: int, heads: int = 1) -> int:
     """Multiply-adds of the similarities of one half of a sequence to the other, of rows as wide as one of `heads`."""
     sequence = patches + network.prefix
     return (sequence - sequence // 2) * (sequence // 2) * (network.embed_dim // heads)
+
+
+class _Cost(NamedTuple):
+    """Multiply-adds of a merge, by network, plan, and the patch tokens before and after it; and of restoring every
+    patch from so many tokens for the decoder, where a copy of one costs none."""
+
+    merge: Callable[[Network, MergePlan, int, int], int] = lambda network, plan, tokens, left: 0
+    restore: Callable[[Network, int], int] = lambda network, left: 0
+
+
+_COSTS: dict[Merge, _Cost] = {
+    "clap": _Cost(),
+    "gbm": _Cost(lambda network, plan, tokens, left: _similarities(network, tokens)),
+    # ToMe compares the mean over heads of keys.
+    "tome": _Cost(lambda network, plan, tokens, left: _similarities(network, tokens, network.heads)),
+    "elvit": _Cost(
+        lambda network, plan, tokens, left: _clustering(network, plan, tokens),
+        lambda network, left: network.grid[0] * network.grid[1] * left * network.embed_dim,
+    ),
+    "evit": _Cost(lambda network, plan, tokens, left: _choosing(network, tokens, left - 1)),
+    "g2tm": _Cost(),
+    "mpm": _Cost(lambda network, plan, tokens, left: tokens * tokens * network.embed_dim),
+    "cts": _Cost(lambda network, plan, tokens, left: _sharing(network)),
+}

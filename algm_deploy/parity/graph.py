@@ -92,7 +92,8 @@ def _encoder_nodes(recipe: Recipe) -> list[dict[str, Any]]:
     for layer in range(1, network.encoder_depth + 1):
         nodes += _block_nodes(network, plan, layer)
         handed_on = layer in (network.stages or (network.encoder_depth,))
-        if outlet and handed_on and (plan.method != "elvit" or layer >= plan.elvit_layer):
+        # What is made of several tokens is restored behind the merge alone.
+        if outlet and handed_on and (outlet is _UNMERGE or layer >= plan.layers[0]):
             nodes.append(outlet)
     return nodes
 
@@ -127,29 +128,23 @@ def _pixel_nodes(network: Network) -> list[dict[str, Any]]:
 
 def _outlet_node(network: Network, plan: MergePlan) -> dict[str, Any] | None:
     """What hands every patch to the decoder, where the decoder does not unmerge itself."""
-    if plan.method in ("tome", "evit", "mpm") and plan.layers:
-        return _UNMERGE
-    if plan.method == "elvit" and plan.layers:
-        return {"operator": "elvit_restore", "prefix": network.prefix}
-    return None
+    if not plan.layers or not plan.row.restores:
+        return None
+    return {"operator": "elvit_restore", "prefix": network.prefix} if plan.row.merge == "elvit" else _UNMERGE
 
 
 def _block_nodes(network: Network, plan: MergePlan, layer: int) -> list[dict[str, Any]]:
     """The nodes of a block: its attention, and the merge where the plan has one."""
-    attention = _attention_node(network)
-    if plan.method == "tome" and plan.layers:
+    attention, row = _attention_node(network), plan.row
+    if row.compares == "keys" and plan.layers:
         attention["operator"] = "proportional_attention"
     if layer not in plan.layers:
         return [attention]
-    kind = plan.merge_in(layer)
-    merge = _MERGES[kind](network, plan, layer)
-    if kind == "cts":
-        return [merge, attention]
-    if kind == "evit":
-        return [attention, attention | {"operator": "cls_attention"}, merge]
-    if plan.row.lasting:
-        return [attention, merge]
-    return [merge, attention, _UNMERGE, merge, _UNMERGE]
+    merge = _MERGES[plan.merge_in(layer)](network, plan, layer)
+    if not row.lasting:
+        return [merge, attention, _UNMERGE, merge, _UNMERGE]
+    told = [attention | {"operator": "cls_attention"}] if row.compares == "cls" else []
+    return [merge, attention] if "start" in row.parts else [attention, *told, merge]
 
 
 def _clap_node(network: Network, plan: MergePlan, layer: int) -> dict[str, Any]:

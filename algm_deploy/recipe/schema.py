@@ -199,17 +199,18 @@ class MergeMethod:
     """What is asked of a merge method: a subclass and an entry of `METHODS` each, whose settings stand in `MergePlan`.
 
     Other rooms have a row for each too: the modules of `merging.py`, its multiply-adds in `evaluation/flops.py`, what
-    parity holds it to in `parity/merges/`, its words in `report/methods.py`.
+    parity holds it to in `parity/merges/`, its words in `report/plans.py`.
 
-    `merge` is the operator that merges, by which merges are named, and `settings` are those that no other method reads.
-    `counts_in`: the setting by which it merges as many tokens in every picture, such as `tome_r`; empty where pictures
-    differ. `unstoppable`: why no threshold stops it, for people; empty where one does. `parts`: those of a block that
-    it merges tokens for, `end` where it merges after the block and `start` before it, or the one empty part where it
-    merges between attention and MLP. `compares`: tokens, or the keys of attention that counts patches, the attention of
-    cls, or the answer of a policy network. `lasting`: tokens that merged stay so; otherwise they are back after the
-    part of the block they merged for. `standing`: one token stands for each patch, which the token maps name; otherwise
-    several do, each in part. `restores`: the decoder gets every patch, as it does not know of the method; else it works
-    on merged tokens. `alone`: every picture merges by itself, whatever batch it is in.
+    `merge` is the operator that merges, by which merges are named, where there is one alone. `settings` are those that
+    no other method reads. `counts_in`: the setting by which it merges as many tokens in every picture, such as
+    `tome_r`; empty where pictures differ. `unstoppable`: why no threshold stops it, for people; empty where one does.
+    `parts`: those of a block that it merges tokens for, `end` where it merges after the block and `start` before it, or
+    the one empty part where it merges between attention and MLP. `compares`: tokens, or the keys of attention that
+    counts patches, the attention of cls, or the answer of a policy network. `lasting`: tokens that merged stay so;
+    otherwise they are back after the part of the block they merged for. `standing`: one token stands for each patch,
+    which the token maps name; otherwise several do, each in part. `restores`: every patch is restored for the decoder,
+    which does not know of the method; else it works on the tokens that are left. `alone`: every picture merges by
+    itself, whatever batch it is in.
     """
 
     merge: ClassVar[Merge]
@@ -303,7 +304,7 @@ class _TomeBlockwise(_Counted):
     """
 
     merge, settings, counts_in = "tome", ("tome_share",), "tome_share"
-    parts, lasting = ("attention", "mlp"), False
+    parts, lasting, restores = ("attention", "mlp"), False, False
 
     def check(self, plan: MergePlan) -> None:
         if not all(0 <= share <= 0.5 for share in plan.tome_share):
