@@ -26,7 +26,9 @@ from tqdm import tqdm
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.deployment import export, verify
 from algm_deploy.environment import environment
-from algm_deploy.parity.replay import Replays, clap_facts, gbm_facts
+from algm_deploy.parity.merges.clap import clap_facts
+from algm_deploy.parity.merges.gbm import gbm_facts
+from algm_deploy.parity.replay import Replays
 from algm_deploy.pictures.preprocessing import read_photo
 from algm_deploy.predictor import network_canvas
 from algm_deploy.recipe.schema import Recipe

@@ -17,7 +17,8 @@ from algm_deploy.cli import main
 from algm_deploy.deployment import bench, build, export, verify
 from algm_deploy.errors import BundleError
 from algm_deploy.ops import reference
-from algm_deploy.parity.decisions import ClapFacts, GbmFacts, clap_problems, gbm_problems
+from algm_deploy.parity.merges.clap import ClapFacts, clap_problems
+from algm_deploy.parity.merges.gbm import GbmFacts, gbm_problems
 from algm_deploy.predictor import Predictor
 from algm_deploy.recipe.schema import MergePlan, Recipe
 from algm_deploy.report.page import write_report

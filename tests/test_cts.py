@@ -22,9 +22,10 @@ from algm_deploy.models.checkpoints.reading import read_checkpoint
 from algm_deploy.models.checkpoints.variant import settings_from_variant
 from algm_deploy.models.policy import PolicyNet, policy_multiply_adds
 from algm_deploy.parity.chain import verify
-from algm_deploy.parity.decisions import cts_problems, differing
 from algm_deploy.parity.graph import graph_facts, graph_problems
-from algm_deploy.parity.replay import Replays, cts_facts
+from algm_deploy.parity.merges import differing
+from algm_deploy.parity.merges.cts import cts_facts, cts_problems
+from algm_deploy.parity.replay import Replays
 from algm_deploy.recipe.reading import resolve, with_method
 from algm_deploy.recipe.schema import DENSE, MergePlan, Network, Protocol, Recipe
 from algm_deploy.report.plans import plan_name

@@ -19,9 +19,9 @@ from algm_deploy.evaluation.flops import multiply_adds
 from algm_deploy.lowering.tensorrt import write_tensorrt_onnx
 from algm_deploy.parity.chain import verify
 from algm_deploy.parity.comparison import output_problem
-from algm_deploy.parity.decisions import elvit_problems
 from algm_deploy.parity.graph import graph_facts, graph_problems
-from algm_deploy.parity.replay import Replays, elvit_facts
+from algm_deploy.parity.merges.elvit import elvit_facts, elvit_problems
+from algm_deploy.parity.replay import Replays
 from algm_deploy.predictor import Predictor
 from algm_deploy.recipe.reading import flatten, recipe
 from algm_deploy.recipe.schema import DENSE, MergePlan, Network, Protocol, Recipe

@@ -19,9 +19,9 @@ from algm_deploy.evaluation.flops import multiply_adds
 from algm_deploy.lowering.tensorrt import write_tensorrt_onnx
 from algm_deploy.parity.chain import verify
 from algm_deploy.parity.comparison import output_problem
-from algm_deploy.parity.decisions import evit_problems
 from algm_deploy.parity.graph import graph_facts, graph_problems
-from algm_deploy.parity.replay import Replays, evit_facts
+from algm_deploy.parity.merges.evit import evit_facts, evit_problems
+from algm_deploy.parity.replay import Replays
 from algm_deploy.recipe.reading import flatten
 from algm_deploy.recipe.schema import DENSE, Network, Protocol, Recipe
 from algm_deploy.report.plans import plan_name

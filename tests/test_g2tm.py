@@ -16,8 +16,8 @@ from algm_deploy.errors import ExportError, PlanError
 from algm_deploy.evaluation.flops import multiply_adds
 from algm_deploy.lowering.tensorrt import write_tensorrt_onnx
 from algm_deploy.parity.chain import verify
-from algm_deploy.parity.decisions import G2tmFacts, g2tm_problems
 from algm_deploy.parity.graph import graph_facts, graph_problems
+from algm_deploy.parity.merges.g2tm import G2tmFacts, g2tm_problems
 from algm_deploy.predictor import Predictor
 from algm_deploy.recipe.reading import flatten
 from algm_deploy.recipe.schema import DENSE, MergePlan, Network, Protocol, Recipe

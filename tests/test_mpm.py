@@ -16,7 +16,8 @@ from algm_deploy.errors import BundleError, ExportError, PlanError
 from algm_deploy.evaluation.flops import multiply_adds
 from algm_deploy.lowering.tensorrt import write_tensorrt_onnx
 from algm_deploy.parity.chain import verify
-from algm_deploy.parity.decisions import MpmFacts, differing, mpm_problems
+from algm_deploy.parity.merges import differing
+from algm_deploy.parity.merges.mpm import MpmFacts, mpm_problems
 from algm_deploy.predictor import Predictor
 from algm_deploy.recipe.reading import flatten
 from algm_deploy.recipe.schema import DENSE, MergePlan, Network, Protocol, Recipe

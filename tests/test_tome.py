@@ -26,9 +26,10 @@ from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.loading import network_class
 from algm_deploy.models.vit import VitNetwork
 from algm_deploy.parity.chain import verify
-from algm_deploy.parity.decisions import map_problem, tome_problems
+from algm_deploy.parity.decisions import map_problem
 from algm_deploy.parity.graph import graph_facts, graph_problems
-from algm_deploy.parity.replay import Replays, tome_facts
+from algm_deploy.parity.merges.tome import tome_facts, tome_problems
+from algm_deploy.parity.replay import Replays
 from algm_deploy.predictor import Predictor
 from algm_deploy.recipe.reading import flatten, recipe
 from algm_deploy.recipe.schema import DENSE, MergePlan, Network, Protocol, Recipe

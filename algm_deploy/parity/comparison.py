@@ -13,39 +13,10 @@ import numpy as np
 
 from algm_deploy.bundle.records import Link
 from algm_deploy.bundle.signature import Signature, mask_names
-from algm_deploy.parity.decisions import (
-    Cells,
-    Ints,
-    clap_problems,
-    cts_problems,
-    differing,
-    elvit_problems,
-    evit_problems,
-    g2tm_problems,
-    gbm_problems,
-    map_problem,
-    mask_problems,
-    mpm_problems,
-    record_problem,
-    tome_problems,
-)
-from algm_deploy.parity.replay import (
-    Doubles,
-    Error,
-    Replayed,
-    clap_facts,
-    cts_facts,
-    elvit_facts,
-    error_of,
-    evit_facts,
-    g2tm_facts,
-    gbm_facts,
-    mask_facts,
-    mpm_facts,
-    tome_facts,
-    torch_maps,
-)
-from algm_deploy.recipe.schema import MergePlan, Network, Recipe, fresh_merges
+from algm_deploy.parity.decisions import Cells, Ints, mask_problems
+from algm_deploy.parity.merges import differing, merge_at, torch_maps
+from algm_deploy.parity.replay import Doubles, Error, Replayed, error_of, mask_facts
+from algm_deploy.recipe.schema import MergePlan, Network, Recipe
 from algm_deploy.runners.contract import Array
 
 ERROR_FACTOR = 2.0  # a runtime may err twice as much as PyTorch in the same precision
@@ -282,31 +253,10 @@ class Decisions:
 
     def _problems(self, stage: int, group: list[Decided], plan: MergePlan) -> list[list[str]]:
         network, replays, maps = self._network, [one.replayed for one in group], [one.maps[stage] for one in group]
-        merge = plan.merge_in(plan.layers[stage])
-        if merge == "clap":
-            clap = clap_facts(replays, stage, plan, network)
-            return [clap_problems(f, m, plan, network.grid, network.prefix) for f, m in zip(clap, maps, strict=True)]
-        if merge == "elvit":
-            elvit = elvit_facts(replays, stage, plan, network)
-            return [elvit_problems(f, m, network.prefix) for f, m in zip(elvit, maps, strict=True)]
-        if merge == "evit":
-            evit = evit_facts(replays, stage, plan, network)
-            return [evit_problems(f, m, network.prefix) for f, m in zip(evit, maps, strict=True)]
-        if merge == "cts":
-            cts = cts_facts(replays, stage, plan)
-            return [cts_problems(f, m, network.grid, network.prefix) for f, m in zip(cts, maps, strict=True)]
-        if merge == "g2tm":
-            g2tm = g2tm_facts(replays, stage, plan, network)
-            return [g2tm_problems(f, m, network.grid, network.prefix) for f, m in zip(g2tm, maps, strict=True)]
+        merge = merge_at(plan, stage)
+        facts = merge.facts(replays, stage, plan, network)
         before = [replay.truth[stage].map[0].numpy() for replay in replays]
-        if merge == "mpm":
-            mpm = mpm_facts(replays, stage, plan, network)
-            return [mpm_problems(f, b, m, network.prefix) for f, b, m in zip(mpm, before, maps, strict=True)]
-        if merge == "tome":
-            tome = tome_facts(replays, stage, plan, network)
-            return [tome_problems(f, b, m, network.prefix) for f, b, m in zip(tome, before, maps, strict=True)]
-        gbm = gbm_facts(replays, stage, plan, network)
-        return [gbm_problems(f, b, m, plan, network.prefix) for f, b, m in zip(gbm, before, maps, strict=True)]
+        return [merge.problems(f, b, m, plan, network) for f, b, m in zip(facts, before, maps, strict=True)]
 
     def link(self, expected: int, count_difference: int | None) -> Link:
         """The outcome; `expected` images had to be compared. The largest difference of token counts to PyTorch that
@@ -459,28 +409,7 @@ def output_problem(
         if outputs[name].max() > 1:
             return f"expected zeros and ones in {name}, got {outputs[name].max()}"
     maps = [outputs[f"token_map_{name}"] for name in signature.merges]
-    prefix, fresh = network.prefix, fresh_merges(plan, network)
-    if plan.method == "evit":
-        told = (record_problem([m[i] for m in maps], outputs["token_counts"][i], plan, prefix) for i in range(images))
-        return next(filter(None, told), None)
-    if not plan.row.standing:
-        return _part_map_problem(maps, outputs["token_counts"], prefix)
-    for image in range(images):
-        if problem := map_problem([m[image] for m in maps], prefix, fresh):
-            return f"image {image} of {images}: {problem}"
-    counts = [m.max(1) + 1 - prefix for m in maps]
-    if any((outputs["token_counts"][:, i] != count).any() for i, count in enumerate(counts)):
-        return "the token counts contradict the token maps"
-    return None
-
-
-def _part_map_problem(maps: Sequence[Array], counts: Array, prefix: int) -> str | None:
-    """The same of maps (B, N) that name for each patch one of the tokens that stand for it in part."""
-    for index, token_map in enumerate(maps):
-        row = token_map - prefix
-        if (row < 0).any() or (row >= counts[:, index, None]).any():
-            return f"token map {index} names tokens that the token counts do not have"
-    return None
+    return merge_at(plan, 0).maps_problem(maps, outputs["token_counts"], plan, network) if plan.layers else None
 
 
 def unexplained_labels(labels: Array, scores: Doubles, noise: float) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
@@ -14,12 +13,11 @@ import onnx
 from algm_deploy.bundle.signature import Signature, Tensor, signature_of
 from algm_deploy.errors import BundleError
 from algm_deploy.lowering.portable import operator_of
-from algm_deploy.merging import merges_in
 from algm_deploy.models.vit_adapter import LAST_EXTRACTORS
 from algm_deploy.ops.schema import DOMAIN
+from algm_deploy.parity.merges import MERGES
+from algm_deploy.parity.merges.common import UNMERGE
 from algm_deploy.recipe.schema import Merge, MergePlan, Network, Recipe, feature_grids
-
-_UNMERGE: dict[str, Any] = {"operator": "unmerge", "prefix": 0}
 
 
 def graph_facts(path: Path) -> dict[str, Any]:
@@ -93,14 +91,14 @@ def _encoder_nodes(recipe: Recipe) -> list[dict[str, Any]]:
         nodes += _block_nodes(network, plan, layer)
         handed_on = layer in (network.stages or (network.encoder_depth,))
         # What is made of several tokens is restored behind the merge alone.
-        if outlet and handed_on and (outlet is _UNMERGE or layer >= plan.layers[0]):
+        if outlet and handed_on and (outlet is UNMERGE or layer >= plan.layers[0]):
             nodes.append(outlet)
     return nodes
 
 
 def _adapter_nodes(network: Network, plan: MergePlan, outlet: dict[str, Any] | None) -> list[dict[str, Any]]:
     """The nodes of a ViT-Adapter's encoder: around every group of blocks patches and features look at each other."""
-    unmerge = outlet or _UNMERGE
+    unmerge = outlet or UNMERGE
     patches, features = [network.grid], feature_grids(network.grid)
     injector, extractor = (
         {"operator": "deformable_attention", "shapes": [side for grid in grids for side in grid]}
@@ -130,7 +128,7 @@ def _outlet_node(network: Network, plan: MergePlan) -> dict[str, Any] | None:
     """What hands every patch to the decoder, where the decoder does not unmerge itself."""
     if not plan.layers or not plan.row.restores:
         return None
-    return {"operator": "elvit_restore", "prefix": network.prefix} if plan.row.merge == "elvit" else _UNMERGE
+    return MERGES[plan.row.merge].outlet(network)
 
 
 def _block_nodes(network: Network, plan: MergePlan, layer: int) -> list[dict[str, Any]]:
@@ -140,73 +138,11 @@ def _block_nodes(network: Network, plan: MergePlan, layer: int) -> list[dict[str
         attention["operator"] = "proportional_attention"
     if layer not in plan.layers:
         return [attention]
-    merge = _MERGES[plan.merge_in(layer)](network, plan, layer)
+    merge = MERGES[plan.merge_in(layer)].node(plan, layer, network)
     if not row.lasting:
-        return [merge, attention, _UNMERGE, merge, _UNMERGE]
+        return [merge, attention, UNMERGE, merge, UNMERGE]
     told = [attention | {"operator": "cls_attention"}] if row.compares == "cls" else []
     return [merge, attention] if "start" in row.parts else [attention, *told, merge]
-
-
-def _clap_node(network: Network, plan: MergePlan, layer: int) -> dict[str, Any]:
-    where = {"grid": list(network.grid), "window": list(plan.window), "order": plan.order}
-    return {"operator": "clap", "rule": plan.clap, **where, **_merge_rules(network, plan, layer)}
-
-
-def _gbm_node(network: Network, plan: MergePlan, layer: int) -> dict[str, Any]:
-    return {"operator": "gbm", "rule": plan.gbm, "divisor": float(layer), **_merge_rules(network, plan, layer)}
-
-
-def _merge_rules(network: Network, plan: MergePlan, layer: int) -> dict[str, Any]:
-    rules = {"prefix": network.prefix, "semantics": plan.semantics, "batch": plan.batch}
-    return rules | {"budget": merges_in(plan, layer, network)}
-
-
-def _tome_node(network: Network, plan: MergePlan, layer: int) -> dict[str, Any]:
-    return {"operator": "tome", "r": merges_in(plan, layer, network), "prefix": network.prefix}
-
-
-def _elvit_node(network: Network, plan: MergePlan, layer: int) -> dict[str, Any]:
-    return {
-        "operator": "elvit",
-        "grid": list(network.grid),
-        "centroids": list(plan.elvit_grid),
-        "prefix": network.prefix,
-        "iterations": plan.elvit_iterations,
-        "window": plan.elvit_window,
-        "temperature": plan.elvit_temperature,
-        "neighbours": plan.elvit_neighbours,
-        "semantics": plan.semantics,
-    }
-
-
-def _g2tm_node(network: Network, plan: MergePlan, layer: int) -> dict[str, Any]:
-    return {"operator": "g2tm", "grid": list(network.grid), "prefix": network.prefix}
-
-
-def _mpm_node(network: Network, plan: MergePlan, layer: int) -> dict[str, Any]:
-    return {"operator": "mpm", "prefix": network.prefix}
-
-
-def _evit_node(network: Network, plan: MergePlan, layer: int) -> dict[str, Any]:
-    patches = network.grid[0] * network.grid[1]
-    rows, keep = plan.evit_counts(patches)[layer]
-    return {"operator": "evit", "patches": patches, "rows": rows, "keep": keep, "prefix": network.prefix}
-
-
-def _cts_node(network: Network, plan: MergePlan, layer: int) -> dict[str, Any]:
-    return {"operator": "cts", "grid": list(network.grid), "prefix": network.prefix, "shared": plan.cts_shared}
-
-
-_MERGES: dict[Merge, Callable[[Network, MergePlan, int], dict[str, Any]]] = {
-    "clap": _clap_node,
-    "gbm": _gbm_node,
-    "tome": _tome_node,
-    "elvit": _elvit_node,
-    "evit": _evit_node,
-    "g2tm": _g2tm_node,
-    "mpm": _mpm_node,
-    "cts": _cts_node,
-}
 
 
 def _attention_node(network: Network) -> dict[str, Any]:

@@ -7,15 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from algm_deploy.parity.decisions import (
-    ClapFacts,
-    GbmFacts,
-    clap_problems,
-    differing,
-    gbm_problems,
-    map_problem,
-    tome_problems,
-)
+from algm_deploy.parity.decisions import map_problem
+from algm_deploy.parity.merges import differing
+from algm_deploy.parity.merges.clap import ClapFacts, clap_problems
+from algm_deploy.parity.merges.gbm import GbmFacts, gbm_problems
+from algm_deploy.parity.merges.tome import tome_problems
 from algm_deploy.recipe.schema import MergePlan, Network
 
 GRID, PREFIX = (4, 4), 1  # four windows of 2x2
