@@ -60,7 +60,7 @@ def insert_merging(model: Model, plan: MergePlan) -> Model:
             setattr(block, slot, KeepTokens())
     if plan.layers:
         _prepare(merged, plan)
-    _fill(merged, plan, lambda kind: _KINDS[kind].merge)
+    _fill(merged, plan, lambda kind: KINDS[kind].merge)
     return merged
 
 
@@ -73,7 +73,7 @@ def _prepare(model: VitNetwork, plan: MergePlan) -> None:
     for layer in plan.layers:
         cast(Block, model.blocks[layer - 1]).weighs = row.compares == "cls"
     if row.restores:
-        encoder.outlet = _KINDS[row.merge].outlet(encoder.prefix)
+        encoder.outlet = KINDS[row.merge].outlet(encoder.prefix)
 
 
 def _fill(model: VitNetwork, plan: MergePlan, of: Callable[[Merge], Fills]) -> None:
@@ -168,7 +168,7 @@ def replay_merging(model: Model, plan: MergePlan) -> Model:
     choosing = (module for module in replaying.modules() if isinstance(module, MaskedLayer))
     for index, layer in enumerate(choosing):
         layer.choose = ReplayChoice(index)
-    _fill(replaying, plan, lambda kind: _KINDS[kind].replay)
+    _fill(replaying, plan, lambda kind: KINDS[kind].replay)
     return replaying
 
 
@@ -222,7 +222,7 @@ Fills = Callable[[MergePlan, Network, int], nn.Module]
 """Of a plan, a network and the index of a merge the module for its slot."""
 
 
-class _Kind(NamedTuple):
+class Kind(NamedTuple):
     """What makes the modules of a merge and of its replay, and, where the decoder gets every patch, that gives it."""
 
     merge: Fills
@@ -254,22 +254,22 @@ def _evit_counts(plan: MergePlan, network: Network, index: int) -> tuple[int, in
     return patches, *plan.evit_counts(patches)[plan.layers[index]], network.prefix
 
 
-_KINDS: dict[Merge, _Kind] = {
-    "clap": _Kind(_clap, _replay()),
-    "gbm": _Kind(_gbm, _replay(lambda plan: plan.semantics != "paper")),
-    "tome": _Kind(_tome, _replay()),
-    "elvit": _Kind(
+KINDS: dict[Merge, Kind] = {
+    "clap": Kind(_clap, _replay()),
+    "gbm": Kind(_gbm, _replay(lambda plan: plan.semantics != "paper")),
+    "tome": Kind(_tome, _replay()),
+    "elvit": Kind(
         lambda plan, network, _: Elvit(plan, network.grid, network.prefix),
         lambda plan, network, index: ElvitReplay(index, plan, network.grid, network.prefix),
         Restore,
     ),
-    "evit": _Kind(
+    "evit": Kind(
         lambda plan, network, index: Evit(*_evit_counts(plan, network, index)),
         lambda plan, network, index: EvitReplay(index, *_evit_counts(plan, network, index)),
     ),
-    "g2tm": _Kind(lambda plan, network, _: G2tm(network.grid, network.prefix), _replay()),
-    "mpm": _Kind(lambda plan, network, _: Mpm(network.prefix), _replay(lambda plan: False)),
-    "cts": _Kind(
+    "g2tm": Kind(lambda plan, network, _: G2tm(network.grid, network.prefix), _replay()),
+    "mpm": Kind(lambda plan, network, _: Mpm(network.prefix), _replay(lambda plan: False)),
+    "cts": Kind(
         lambda plan, network, _: Cts(network.grid, network.prefix, plan.cts_shared),
         lambda plan, network, index: CtsReplay(index, network.grid, network.prefix),
     ),

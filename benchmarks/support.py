@@ -26,7 +26,7 @@ from xml.etree import ElementTree
 from algm_deploy.environment import environment
 from algm_deploy.recipe.families import architectures
 from algm_deploy.recipe.reading import recipe, recipe_names
-from algm_deploy.recipe.schema import Recipe
+from algm_deploy.recipe.schema import Method, Recipe
 from algm_deploy.report.tables import markdown_table
 from algm_deploy.runners.registry import RUNTIMES
 
@@ -89,6 +89,16 @@ or a network of full size with random weights, [full_size_h200.json](../benchmar
 [camvid_miou.json](../benchmarks/records/camvid_miou.json).
 """
 
+OTHERS: dict[Method, str] = {
+    "tome": "ToMe, the baseline",
+    "tome_blockwise": "ToMe around attention and MLP",
+    "elvit": "ELViT",
+    "evit": "EViT",
+    "g2tm": "G2TM",
+    "mpm": "MPM",
+    "cts": "CTS",
+}
+
 
 def claims_in(files: Iterable[Path]) -> dict[str, list[str]]:
     """The claims of tests that passed, from JUnit files."""
@@ -121,20 +131,7 @@ def page(claims: Claims) -> str:
             HEAD.format(networks=_listed(gpu["networks"]), device=device),
             "## ALGM\n",
             markdown_table(("recipe", "data set", "pictures", *RUNTIMES), rows),
-            "\n## ToMe, the baseline\n",
-            others("tome"),
-            "\n## ToMe around attention and MLP\n",
-            others("tome_blockwise"),
-            "\n## ELViT\n",
-            others("elvit"),
-            "\n## EViT\n",
-            others("evit"),
-            "\n## G2TM\n",
-            others("g2tm"),
-            "\n## MPM\n",
-            others("mpm"),
-            "\n## CTS\n",
-            others("cts"),
+            *(part for method, title in OTHERS.items() for part in (f"\n## {title}\n", others(method))),
             TAIL,
         )
     )

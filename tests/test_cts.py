@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from toys import checkpoint_state, toy
+from toys import checkpoint_state, outputs_of, toy
 
 from algm_deploy.bundle.signature import signature_of
 from algm_deploy.bundle.store import Bundle
@@ -30,7 +30,6 @@ from algm_deploy.recipe.reading import resolve, with_method
 from algm_deploy.recipe.schema import DENSE, MergePlan, Network, Protocol, Recipe
 from algm_deploy.report.plans import plan_name
 from algm_deploy.report.records import plan_in_force
-from algm_deploy.runners.contract import runner
 from algm_deploy.wording import merge_titles
 
 PLAN = MergePlan((), (), method="cts", cts_shared=3)
@@ -151,8 +150,7 @@ def test_another_graph_is_found_out(bundle: Bundle) -> None:
 def test_wrong_choices_are_found_out(bundle: Bundle) -> None:
     network, prefix = bundle.recipe.network, bundle.recipe.network.prefix
     images = parity_windows(bundle.recipe, [], 1)
-    with runner(bundle, "onnxruntime-cpu") as run:
-        told = run.infer({"image": images}, ["token_map_cts_1"])["token_map_cts_1"][0]
+    told = outputs_of(bundle, 1)["token_map_cts_1"][0]
     (facts,) = cts_facts([Replays(bundle, images, "fp32")(0, [told])], 0, PLAN)
     assert cts_problems(facts, told, network.grid, prefix) == []
     best = facts.score.argmax()

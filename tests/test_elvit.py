@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from toys import CONSTANT_COUNTS
+from toys import CONSTANT_COUNTS, outputs_of
 
 from algm_deploy.bundle.signature import signature_of
 from algm_deploy.bundle.store import Bundle
@@ -27,7 +27,7 @@ from algm_deploy.recipe.reading import flatten, recipe
 from algm_deploy.recipe.schema import DENSE, MergePlan, Network, Protocol, Recipe
 from algm_deploy.report.plans import plan_name
 from algm_deploy.report.records import plan_in_force
-from algm_deploy.runners.contract import Array, runner
+from algm_deploy.runners.contract import Array
 from algm_deploy.wording import merge_titles
 
 PLAN = CONSTANT_COUNTS["elvit"]
@@ -41,9 +41,7 @@ def bundle(tiny_export: Callable[..., Bundle]) -> Bundle:
 
 @pytest.fixture(scope="module")
 def outputs(bundle: Bundle) -> dict[str, Array]:
-    with runner(bundle, "onnxruntime-cpu") as run:
-        images = parity_windows(bundle.recipe, [], 2)
-        return dict(run.infer({"image": images}, [tensor.name for tensor in bundle.signature.outputs]))
+    return outputs_of(bundle)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from toys import CONSTANT_COUNTS
+from toys import CONSTANT_COUNTS, outputs_of
 
 from algm_deploy.bundle.signature import signature_of
 from algm_deploy.bundle.store import Bundle
@@ -35,7 +35,6 @@ from algm_deploy.recipe.reading import flatten, recipe
 from algm_deploy.recipe.schema import DENSE, MergePlan, Network, Protocol, Recipe
 from algm_deploy.report.plans import plan_name
 from algm_deploy.report.records import plan_in_force
-from algm_deploy.runners.contract import runner
 from algm_deploy.runners.torch.packed import why_not
 from algm_deploy.timing.variants import variant_network
 from algm_deploy.wording import merge_titles
@@ -129,8 +128,7 @@ def test_the_chain_holds_around_parts(around: Bundle, record_property: Callable[
     images = parity_windows(around.recipe, [], 2)
     report = verify(around, "onnxruntime-cpu", images, progress=False)
     assert [(link.name, link.measured) for link in report.links if not link.passed] == []
-    with runner(around, "onnxruntime-cpu") as run:
-        found = run.infer({"image": images}, [tensor.name for tensor in around.signature.outputs])
+    found = outputs_of(around)
     assert found["token_counts"].tolist() == [[45, 45, 32, 32]] * 2
     assert not np.array_equal(found["token_map_tome_1_attention"], found["token_map_tome_1_mlp"])
     record_property("support", "tome_blockwise segmenter/mask_transformer onnxruntime-cpu verified")
@@ -147,10 +145,8 @@ def test_a_graph_of_another_share_is_found_out(around: Bundle, share: tuple[floa
 def test_the_map_of_another_part_is_found_out(around: Bundle) -> None:
     """And one that a merge before it does not nest in is not, as all tokens come back in between."""
     images = parity_windows(around.recipe, [], 1)
-    with runner(around, "onnxruntime-cpu") as run:
-        names = around.signature.merges
-        found = run.infer({"image": images}, [tensor.name for tensor in around.signature.outputs])
-    maps = [found[f"token_map_{name}"][0] for name in names]
+    found = outputs_of(around, 1)
+    maps = [found[f"token_map_{name}"][0] for name in around.signature.merges]
     assert "splits tokens" in (map_problem(maps, 1) or "")
     assert map_problem(maps, 1, (True,) * len(maps)) is None
     replayed, network = Replays(around, images, "fp32")(0, maps), around.recipe.network

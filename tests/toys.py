@@ -11,12 +11,15 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from algm_deploy.bundle.store import Bundle
+from algm_deploy.deployment import parity_windows
 from algm_deploy.merging import insert_merging
 from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.loading import network_class, network_module, parameter_shapes
 from algm_deploy.models.naming import Naming
 from algm_deploy.recipe.reading import recipe
 from algm_deploy.recipe.schema import MergePlan, Network, Output, Recipe, Size
+from algm_deploy.runners.contract import Array, runner
 
 # By family and decoder, a recipe of the package. Those of the first two rows differ from it, see `toy`.
 RECIPES = {
@@ -158,6 +161,13 @@ def deployed_toy(
     weights = _naming(network).translated(checkpoint_state(network), parameter_shapes(network), grids)
     model = network_module(network, weights, dtype)
     return Deployed(insert_merging(model, plan), network, output).eval()
+
+
+def outputs_of(bundle: Bundle, images: int = 2) -> dict[str, Array]:
+    """All outputs of ONNX Runtime for the pictures that `verify` takes."""
+    with runner(bundle, "onnxruntime-cpu") as run:
+        names = [tensor.name for tensor in bundle.signature.outputs]
+        return dict(run.infer({"image": parity_windows(bundle.recipe, [], images)}, names))
 
 
 def pictures(network: Network, images: int = 3) -> np.ndarray:

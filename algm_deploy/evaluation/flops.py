@@ -63,7 +63,7 @@ def multiply_adds(network: Network, plan: MergePlan, tokens_after_merge: Sequenc
     encoder, merging, leaving = _encoder(network, plan, counts, patches)
     levels = [leaving[layer] for layer in network.stages or (network.encoder_depth,)]
     if plan.row.restores:
-        merging += sum(_COSTS[plan.row.merge].restore(network, left) for left in levels if left < patches)
+        merging += sum(COSTS[plan.row.merge].restore(network, left) for left in levels if left < patches)
         levels = [patches] * len(levels)
     height, width = network.image_size
     return MultiplyAdds(
@@ -108,7 +108,7 @@ def _encoder(network: Network, plan: MergePlan, counts: dict[int, int], tokens: 
             continue
         left = counts.get(layer, tokens)
         if layer in counts:
-            merging += _COSTS[plan.merge_in(layer)].merge(network, plan, tokens, left)
+            merging += COSTS[plan.merge_in(layer)].merge(network, plan, tokens, left)
         encoder += attention((left if "start" in parts else tokens) + network.prefix, network.embed_dim)
         encoder += mlp((tokens if "end" in parts else left) + network.prefix, network.embed_dim, network.mlp_width)
         leaving[layer] = tokens = left
@@ -149,7 +149,7 @@ def _similarities(network: Network, patches: int, heads: int = 1) -> int:
     return (sequence - sequence // 2) * (sequence // 2) * (network.embed_dim // heads)
 
 
-class _Cost(NamedTuple):
+class Cost(NamedTuple):
     """Multiply-adds of a merge, by network, plan, and the patch tokens before and after it; and of restoring every
     patch from so many tokens for the decoder, where a copy of one costs none."""
 
@@ -157,17 +157,17 @@ class _Cost(NamedTuple):
     restore: Callable[[Network, int], int] = lambda network, left: 0
 
 
-_COSTS: dict[Merge, _Cost] = {
-    "clap": _Cost(),
-    "gbm": _Cost(lambda network, plan, tokens, left: _similarities(network, tokens)),
+COSTS: dict[Merge, Cost] = {
+    "clap": Cost(),
+    "gbm": Cost(lambda network, plan, tokens, left: _similarities(network, tokens)),
     # ToMe compares the mean over heads of keys.
-    "tome": _Cost(lambda network, plan, tokens, left: _similarities(network, tokens, network.heads)),
-    "elvit": _Cost(
+    "tome": Cost(lambda network, plan, tokens, left: _similarities(network, tokens, network.heads)),
+    "elvit": Cost(
         lambda network, plan, tokens, left: _clustering(network, plan, tokens),
         lambda network, left: network.grid[0] * network.grid[1] * left * network.embed_dim,
     ),
-    "evit": _Cost(lambda network, plan, tokens, left: _choosing(network, tokens, left - 1)),
-    "g2tm": _Cost(),
-    "mpm": _Cost(lambda network, plan, tokens, left: tokens * tokens * network.embed_dim),
-    "cts": _Cost(lambda network, plan, tokens, left: _sharing(network)),
+    "evit": Cost(lambda network, plan, tokens, left: _choosing(network, tokens, left - 1)),
+    "g2tm": Cost(),
+    "mpm": Cost(lambda network, plan, tokens, left: tokens * tokens * network.embed_dim),
+    "cts": Cost(lambda network, plan, tokens, left: _sharing(network)),
 }

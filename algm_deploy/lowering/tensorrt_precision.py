@@ -7,15 +7,17 @@ fp16 or bf16; what decides or accumulates stays fp32: sizes, thresholds, norms a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
+from onnx.defs import OpSchema
 
 from algm_deploy.errors import ExportError
 from algm_deploy.lowering.portable import operator_of
+from algm_deploy.ops.schema import SCHEMAS
 from algm_deploy.recipe.schema import Precision
 
 ONNX_TYPE: dict[Precision, int] = {
@@ -33,19 +35,6 @@ _FLOAT32_OPS = frozenset(
 )
 # These stay fp32 behind a value that is fp32: the smallest norm that a division accepts (1e-12) is zero in fp16.
 _FOLLOW_FLOAT32 = frozenset({"Clip", "Div", "Max"})
-# Inputs of the merging operators that are fp32 whatever the tokens are, and their fp32 outputs.
-_FLOAT32_INPUTS = {
-    "clap": (1, 2),
-    "gbm": (1, 4),
-    "tome": (1,),
-    "proportional_attention": (1,),
-    "elvit_restore": (1,),
-    "evit": (2,),
-    "cts": (1,),
-    "deformable_attention": (1, 2),
-    "remerge": (2,),
-}
-_FLOAT32_OUTPUTS = {"clap": (1,), "gbm": (1,), "tome": (1,), "elvit": (2,), "cls_attention": (0,), "cts": (1,)}
 # What an operator reads in fp32 is no better than the arithmetic before it: a place of deformable attention, off by a
 # rounding of bf16, is another one. Nodes of these kinds before such an input compute in fp32 too.
 _EXACT_INPUTS = {"deformable_attention": (1,)}
@@ -149,8 +138,8 @@ def _retype_node(node: onnx.NodeProto, out: _Retyped) -> None:
     new = onnx.NodeProto()
     new.CopyFrom(node)
     compute = _compute_type(node, out)
-    operator = operator_of(node.op_type)
-    kept_in, kept_out = _FLOAT32_INPUTS.get(operator, ()), _FLOAT32_OUTPUTS.get(operator, ())
+    schema = SCHEMAS.get(operator_of(node.op_type))
+    kept_in, kept_out = (_float32(schema.inputs), _float32(schema.outputs)) if schema else ((), ())
     for i, name in enumerate(node.input):
         if name:
             new.input[i] = out.read(name, TensorProto.FLOAT if i in kept_in else compute)
@@ -159,6 +148,11 @@ def _retype_node(node: onnx.NodeProto, out: _Retyped) -> None:
             new.output[i] = out.write(name, TensorProto.FLOAT if i in kept_out else compute)
     _retype_attributes(new, node, compute, out)
     out.nodes.append(new)
+
+
+def _float32(parameters: Sequence[OpSchema.FormalParameter]) -> tuple[int, ...]:
+    """Places of an operator's inputs or outputs that are fp32 whatever the tokens are."""
+    return tuple(i for i, parameter in enumerate(parameters) if parameter.type_str == "tensor(float)")
 
 
 def _compute_type(node: onnx.NodeProto, out: _Retyped) -> int:

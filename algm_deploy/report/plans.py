@@ -10,7 +10,7 @@ from algm_deploy.bundle.signature import CLAP_THRESHOLD
 from algm_deploy.recipe.schema import DENSE, MergePlan, Method
 
 
-class _Words(NamedTuple):
+class Words(NamedTuple):
     """What tells of a plan of one method: beside others, given the plan it is compared with; and in a report, by a
     sentence of all merges."""
 
@@ -20,7 +20,7 @@ class _Words(NamedTuple):
 
 def plan_name(plan: MergePlan, reference: MergePlan) -> str:
     """Short name of a plan beside others: its threshold or budget, and where it otherwise differs from `reference`."""
-    return _WORDS[plan.method].name(plan, reference) if plan.layers else "dense"
+    return WORDS[plan.method].name(plan, reference) if plan.layers else "dense"
 
 
 def listed_merges(plan: MergePlan) -> str:
@@ -33,7 +33,7 @@ def listed_merges(plan: MergePlan) -> str:
 
 def told_merges(plan: MergePlan) -> str:
     """What merges, where and how, of a plan that merges: `CLAP in block 1, windows of 2 x 2; GBM in block 5, fixed`."""
-    return _WORDS[plan.method].told(plan)
+    return WORDS[plan.method].told(plan)
 
 
 def budget_words(plan: MergePlan) -> str:
@@ -76,14 +76,14 @@ def _algm_told(plan: MergePlan) -> str:
     return "; ".join(clap + [f"GBM in block {layer}, {plan.gbm}" for layer in plan.gbm_layers])
 
 
-def _counted(words: Callable[[MergePlan], str], note: Callable[[MergePlan], str] = lambda plan: "") -> _Words:
+def _counted(words: Callable[[MergePlan], str], note: Callable[[MergePlan], str] = lambda plan: "") -> Words:
     """Of a method that merges as many tokens in every picture, in the same `words` everywhere; `note`: how, for a
     report."""
 
     def told(plan: MergePlan) -> str:
         return "; ".join(filter(None, (f"{words(plan)}: as many tokens merge, whatever the picture", note(plan))))
 
-    return _Words(lambda plan, _: words(plan), told)
+    return Words(lambda plan, _: words(plan), told)
 
 
 def _by_block(counts: Sequence[str], plan: MergePlan) -> str:
@@ -103,8 +103,8 @@ def _joined(values: Sequence[int], separator: str = ", ") -> str:
     return separator.join(map(str, values))
 
 
-_WORDS: dict[Method, _Words] = {
-    "algm": _Words(_algm_name, _algm_told),
+WORDS: dict[Method, Words] = {
+    "algm": Words(_algm_name, _algm_told),
     "tome": _counted(lambda plan: f"ToMe, r {_by_block([str(r) for r in plan.tome_r], plan)}"),
     "tome_blockwise": _counted(
         lambda plan: f"ToMe, {_by_block([f'{100 * share:.3g} %' for share in plan.tome_share], plan)}, each by itself",
@@ -123,11 +123,11 @@ _WORDS: dict[Method, _Words] = {
             "one more holds the others, and each of those is restored from the nearest that stayed for the decoder"
         ),
     ),
-    "g2tm": _Words(
+    "g2tm": Words(
         lambda plan, _: f"G2TM in block {plan.g2tm_layer}, tau {plan.clap_threshold:.4g}",
         lambda plan: f"G2TM in block {plan.g2tm_layer}",
     ),
-    "mpm": _Words(
+    "mpm": Words(
         lambda plan, _: f"MPM, after {_in_blocks(plan.mpm_layers)}",
         lambda plan: "; ".join(f"MPM after block {layer}" for layer in plan.mpm_layers),
     ),

@@ -14,7 +14,15 @@ from algm_deploy.models.vit import Tokens
 from algm_deploy.ops import reference
 from algm_deploy.ops.clap import clap_decisions, clap_rows, window_members, window_similarity
 from algm_deploy.parity.decisions import Flags, Floats, Ints
-from algm_deploy.parity.merges.common import MergeParity, count_problems, least_of, lowest, measured, threshold_problems
+from algm_deploy.parity.merges.common import (
+    MergeParity,
+    count_problems,
+    least_of,
+    lowest,
+    measured,
+    of_one_token,
+    threshold_problems,
+)
 from algm_deploy.parity.replay import Replayed
 from algm_deploy.recipe.schema import MergePlan, Network, Size
 
@@ -112,7 +120,7 @@ def _decisions(plan: MergePlan, layer: int, network: Network, before: Ints, afte
 def _merged_windows(token_map: Ints, plan: MergePlan, grid: Size) -> Ints:
     """The windows whose patches share a token, in the order of the tokens."""
     rows = token_map[window_members(grid, plan.window)]
-    merged = (rows == rows[:, :1]).all(1)
+    merged = of_one_token(rows)
     return np.flatnonzero(merged)[np.argsort(rows[merged, 0])]
 
 

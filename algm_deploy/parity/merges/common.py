@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from algm_deploy.models.vit import Tokens
-from algm_deploy.parity.decisions import Floats, Ints, map_problem
+from algm_deploy.parity.decisions import Flags, Floats, Ints, map_problem
 from algm_deploy.parity.replay import NOISE_FACTOR, NOISE_FLOOR, Replayed
 from algm_deploy.recipe.schema import MergePlan, Network, fresh_merges
 
@@ -109,6 +109,12 @@ def largest_difference(given: list[NDArray[Any]], exact: list[NDArray[Any]]) -> 
 
 
 # --- of decisions -----------------------------------------------------------------------------------------------------
+
+
+def of_one_token(rows: Ints) -> Flags:
+    """Which windows have one row for all their patches, given those of each (M, patches)."""
+    one: Flags = (rows == rows[:, :1]).all(1)
+    return one
 
 
 def out_of_order(ours: Sequence[int] | Ints, other: Sequence[int] | Ints) -> int:

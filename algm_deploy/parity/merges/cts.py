@@ -14,7 +14,7 @@ from algm_deploy.ops import reference
 from algm_deploy.ops.clap import window_members
 from algm_deploy.ops.cts import cts_rows, cts_shared, reference_sources
 from algm_deploy.parity.decisions import Flags, Floats, Ints
-from algm_deploy.parity.merges.common import MergeParity, count_problems, keys_of, measured
+from algm_deploy.parity.merges.common import MergeParity, count_problems, keys_of, measured, of_one_token
 from algm_deploy.parity.replay import NOISE_FLOOR, Replayed
 from algm_deploy.recipe.schema import MergePlan, Network, Size
 
@@ -48,9 +48,7 @@ def cts_problems(facts: CtsFacts, token_map: Ints, grid: Size, prefix: int) -> l
 
 def _superpatches(token_map: Ints, grid: Size) -> Flags:
     """Which superpatches (M,) have one token for all their patches."""
-    rows = token_map[window_members(grid, (2, 2))]
-    shared: Flags = (rows == rows[:, :1]).all(1)
-    return shared
+    return of_one_token(token_map[window_members(grid, (2, 2))])
 
 
 def _node(plan: MergePlan, layer: int, network: Network) -> dict[str, Any]:
