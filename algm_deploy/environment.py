@@ -112,6 +112,16 @@ def cuda_devices() -> tuple[Device, ...]:
     return tuple(Device(one.name, f"{one.major}.{one.minor}", one.total_memory) for one in found)
 
 
+def cuda_capability() -> str | None:
+    """Compute capability of torch's current CUDA device, such as "9.0"; None where torch can use none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    major, minor = torch.cuda.get_device_capability()
+    return f"{major}.{minor}"
+
+
 def device_name(cuda: bool, index: int | None = None) -> str:
     """The CUDA device of this index, by default torch's current one; without `cuda`, or without any, the processor."""
     found = cuda_devices() if cuda else ()

@@ -24,7 +24,8 @@ from algm_deploy.bundle.records import Engine
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.environment import environment
 from algm_deploy.report.tables import markdown_table, tuned_rows
-from algm_deploy.runners.tensorrt.build import RTX_TARGETS, EngineOptions, build_engine, build_with_stretches
+from algm_deploy.runners.tensorrt.build import build_engine, build_with_stretches
+from algm_deploy.runners.tensorrt.engine import RTX_TARGETS, EngineOptions
 
 HEADER = (
     "network",

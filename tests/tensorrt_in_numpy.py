@@ -12,7 +12,7 @@ import torch
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
-from algm_deploy.lowering.tensorrt import PLUGINS
+from algm_deploy.bundle.graphs import PLUGINS
 from algm_deploy.lowering.tensorrt_stretches import stretches
 from algm_deploy.ops import reference
 from algm_deploy.ops.label_map import reference as label_map_reference

@@ -19,6 +19,7 @@ import torch
 from onnxscript import opset18, values
 from torch import Tensor, nn
 
+from algm_deploy.bundle.graphs import DOMAIN, VERSION
 from algm_deploy.bundle.signature import (
     CLAP_THRESHOLD,
     GBM_THRESHOLD,
@@ -32,7 +33,7 @@ from algm_deploy.garbage import no_collection
 from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.vit import MergeInputs
 from algm_deploy.ops.bodies import OPSET
-from algm_deploy.ops.schema import DOMAIN, SCHEMAS, VERSION
+from algm_deploy.ops.schema import SCHEMAS
 from algm_deploy.recipe.schema import Merge, MergePlan
 
 IR_VERSION = 10  # what ONNX Runtime 1.20 reads, the oldest supported

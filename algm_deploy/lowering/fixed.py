@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from algm_deploy.ops.schema import DOMAIN
+from algm_deploy.bundle.graphs import DOMAIN
 
 
 def write_fixed(source: Path, target: Path, thresholds: Mapping[str, float]) -> onnx.ModelProto:

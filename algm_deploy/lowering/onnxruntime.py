@@ -33,11 +33,12 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from algm_deploy.bundle.files import ONNX, ONNX_DATA
+from algm_deploy.bundle.graphs import DOMAIN, VERSION
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import ExportError
 from algm_deploy.lowering.onnxruntime_segments import padded_merge, segments
 from algm_deploy.lowering.portable import fix_batch, has_budget, load_portable, operator_of
-from algm_deploy.ops.schema import DOMAIN, SCHEMAS, VERSION
+from algm_deploy.ops.schema import SCHEMAS
 from algm_deploy.recipe.schema import Recipe
 
 CONTRIB = "com.microsoft"

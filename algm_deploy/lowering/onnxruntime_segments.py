@@ -12,10 +12,10 @@ from typing import get_args
 
 import onnx_ir as ir
 
+from algm_deploy.bundle.graphs import DOMAIN
 from algm_deploy.errors import ExportError
 from algm_deploy.lowering.cutting import Cut
 from algm_deploy.lowering.portable import has_budget, operator_of
-from algm_deploy.ops.schema import DOMAIN
 from algm_deploy.recipe.schema import Merge
 
 ROWS = "rows_of_"  # what the output that counts a merge's rows is called, before the name of their axis

@@ -20,10 +20,10 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from algm_deploy.bundle.files import ONNX, ONNX_DATA
+from algm_deploy.bundle.graphs import DOMAIN
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.lowering.onnxruntime import linear_of, single_image
 from algm_deploy.lowering.portable import add_function_bodies, fix_batch, inline, load_portable, operator_of
-from algm_deploy.ops.schema import DOMAIN
 
 BF16, FP32 = ir.DataType.BFLOAT16, ir.DataType.FLOAT
 

@@ -14,9 +14,10 @@ import onnx_ir as ir
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from onnx_ir.passes.common import InlinePass
 
+from algm_deploy.bundle.graphs import DOMAIN, VERSION
 from algm_deploy.errors import BundleError
 from algm_deploy.ops.bodies import BODIES, OPSET, Body
-from algm_deploy.ops.schema import DOMAIN, SCHEMAS, VERSION
+from algm_deploy.ops.schema import SCHEMAS
 
 # ToMe, ELViT, EViT and CTS leave as many tokens in every picture, merging again is a product.
 _WITHOUT_PLUGIN = frozenset(

@@ -30,6 +30,15 @@ import onnx_ir as ir
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from algm_deploy.bundle.files import ONNX, ONNX_DATA, WEIGHTS
+from algm_deploy.bundle.graphs import (
+    DOMAIN,
+    FLOAT32_PRODUCTS,
+    PLAIN_ATTENTIONS,
+    PLUGIN_NAMESPACE,
+    PLUGIN_VERSION,
+    PLUGINS,
+    VERSION,
+)
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import ExportError
 from algm_deploy.lowering.export import base_onnx
@@ -40,23 +49,16 @@ from algm_deploy.lowering.tensorrt_zero_points import centre_levels
 from algm_deploy.merging import deployed_network
 from algm_deploy.models.loading import load_network
 from algm_deploy.models.quantized import QuantizedLinear, in_graphs, quantized_layers
-from algm_deploy.ops.schema import DOMAIN, VERSION, WORDS
+from algm_deploy.ops.schema import WORDS
 from algm_deploy.recipe.schema import Merge, Precision
 
 TENSORRT_ONNX = "model.tensorrt.onnx"
 OPSET = 23
-PLUGIN_NAMESPACE = "algm_deploy"
-PLUGIN_VERSION = "2"
-MERGES = ("clap", "gbm")
-PLUGINS = (*MERGES, "unmerge", "label_map", "deformable_attention")
 TRANSLATED = (*PLUGINS, "attention")
 # The largest K of a TopK in every TensorRT release so far. A merge in standard operators sorts its windows with one.
 TOPK_LIMIT = 3840
 # Same name at opset 18 and 23, another meaning.
 _CHANGED_SINCE_18 = frozenset({"DFT", "GroupNormalization"})
-# Entries of a model's metadata, for whoever builds it: how many products are fp32 in every precision, as similarities
-# and means of merges are, and how many attentions are written in standard operators.
-FLOAT32_PRODUCTS, PLAIN_ATTENTIONS = "float32_products", "plain_attentions"
 
 
 def write_tensorrt_onnx(

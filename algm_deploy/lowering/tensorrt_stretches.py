@@ -14,12 +14,13 @@ import onnx_ir as ir
 import torch
 
 import algm_deploy.ops  # noqa: F401  registers torch.ops.algm
+from algm_deploy.bundle.graphs import DOMAIN, MERGES
 from algm_deploy.bundle.records import EngineMerge
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import ExportError
 from algm_deploy.lowering.cutting import Cut
-from algm_deploy.lowering.tensorrt import MERGES, TENSORRT_ONNX
-from algm_deploy.ops.schema import DOMAIN, SCHEMAS, WORDS
+from algm_deploy.lowering.tensorrt import TENSORRT_ONNX
+from algm_deploy.ops.schema import SCHEMAS, WORDS
 
 STRETCH_ONNX = "model.tensorrt.stretch-*.onnx"
 

@@ -14,11 +14,10 @@ import torch
 from onnx.defs import OpSchema
 from torch._library.custom_ops import CustomOpDef
 
+from algm_deploy.bundle.graphs import DOMAIN, VERSION
 from algm_deploy.recipe.schema import Batching, Semantics, TokenOrder
 
 Operator = CustomOpDef  # torch.library has the name, its type stubs do not
-DOMAIN = "algm"
-VERSION = 1
 SCHEMAS: dict[str, OpSchema] = {}
 WORDS: dict[str, tuple[str, ...]] = {
     "semantics": get_args(Semantics),

@@ -10,11 +10,11 @@ from typing import Any, get_args
 import numpy as np
 import onnx
 
+from algm_deploy.bundle.graphs import DOMAIN
 from algm_deploy.bundle.signature import Signature, Tensor, signature_of
 from algm_deploy.errors import BundleError
 from algm_deploy.lowering.portable import operator_of
 from algm_deploy.models.vit_adapter import LAST_EXTRACTORS
-from algm_deploy.ops.schema import DOMAIN
 from algm_deploy.parity.merges import MERGES
 from algm_deploy.parity.merges.common import UNMERGE
 from algm_deploy.recipe.schema import Merge, MergePlan, Network, Recipe, feature_grids

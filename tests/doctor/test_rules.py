@@ -13,7 +13,7 @@ from algm_deploy.doctor.rules import Finding, Step, diagnose
 from algm_deploy.doctor.text import for_people, for_programs
 from algm_deploy.environment import Device
 from algm_deploy.runners.registry import RUNTIMES, row_of
-from algm_deploy.runners.tensorrt.build import RTX_TARGETS
+from algm_deploy.runners.tensorrt.engine import RTX_TARGETS
 
 ADA = Device("NVIDIA L4", "8.9", 24 << 30)
 HOPPER = Device("NVIDIA H100", "9.0", 80 << 30)

@@ -18,8 +18,9 @@ from onnx import TensorProto, helper, numpy_helper
 from tensorrt_in_numpy import chained, evaluate
 from toys import TAU, deployed_toy, pictures, toy, with_budgets
 
+from algm_deploy.bundle.graphs import FLOAT32_PRODUCTS, PLAIN_ATTENTIONS
 from algm_deploy.errors import ExportError
-from algm_deploy.lowering.tensorrt import FLOAT32_PRODUCTS, PLAIN_ATTENTIONS, tensorrt_from_base
+from algm_deploy.lowering.tensorrt import tensorrt_from_base
 from algm_deploy.merging import merge_inputs
 from algm_deploy.models.deployed import Deployed
 from algm_deploy.ops.attention import reference as attention_reference

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from algm_deploy import native_libraries as native
-from algm_deploy.lowering.tensorrt import PLUGIN_VERSION
+from algm_deploy.bundle.graphs import PLUGIN_VERSION
 from algm_deploy.runners.tensorrt.library import plugin_sources
 
 # What holds the registry: package, file.

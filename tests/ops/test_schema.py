@@ -13,9 +13,10 @@ import torch
 from op_cases import operator_model
 from operator_inputs import CLAP, GBM
 
+from algm_deploy.bundle.graphs import DOMAIN
 from algm_deploy.ops import reference
 from algm_deploy.ops.bodies import BODIES
-from algm_deploy.ops.schema import DOMAIN, SCHEMAS, WORDS
+from algm_deploy.ops.schema import SCHEMAS, WORDS
 
 OTHERS = {
     "tome": {"r": 3, "prefix": 1},

@@ -19,6 +19,7 @@ import msgspec
 
 from algm_deploy import errors
 from algm_deploy.bundle.records import Engine
+from algm_deploy.environment import cuda_capability
 from algm_deploy.errors import AlgmDeployError, BuildError
 from algm_deploy.recipe.schema import Precision
 
@@ -42,7 +43,7 @@ def engine_apart(
     with TemporaryDirectory(prefix="algm-deploy-build-") as name:
         folder = Path(name)
         request = {"model": model, "runtime": runtime, "precision": precision, "options": options, "rows": rows}
-        request["progress"] = progress
+        request |= {"gpu": cuda_capability(), "progress": progress}
         (folder / REQUEST).write_bytes(msgspec.json.encode(request, enc_hook=os.fspath))
         code = _ended(folder)
         if code == 0:

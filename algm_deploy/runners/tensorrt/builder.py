@@ -1,4 +1,7 @@
-"""The process that builds an engine for `apart.py`: `python -m algm_deploy.runners.tensorrt.builder FOLDER`."""
+"""The process that builds an engine for `apart.py`: `python -m algm_deploy.runners.tensorrt.builder FOLDER`.
+
+It imports no PyTorch, which would take longer than a build of a small network.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import msgspec
 from algm_deploy.errors import AlgmDeployError
 from algm_deploy.recipe.schema import Precision
 from algm_deploy.runners.tensorrt.apart import ENGINE, LOG, RECORD, REFUSAL, REFUSED, REQUEST, STEP
-from algm_deploy.runners.tensorrt.build import EngineOptions, engine_from_onnx
+from algm_deploy.runners.tensorrt.engine import EngineOptions, engine_from_onnx
 from algm_deploy.runners.tensorrt.library import Log, listening, load_bindings
 
 
@@ -23,6 +26,7 @@ class Request(msgspec.Struct):
     model: str
     runtime: str
     precision: Precision
+    gpu: str | None
     options: EngineOptions
     rows: dict[str, tuple[int, int, int]]
     progress: bool
@@ -55,7 +59,14 @@ def build(folder: Path) -> int:
         try:
             with listening(load_bindings(runtime), log):
                 engine, record = engine_from_onnx(
-                    model, runtime, request.precision, request.options, request.rows, request.progress, log.step
+                    model,
+                    runtime,
+                    request.precision,
+                    request.gpu,
+                    request.options,
+                    request.rows,
+                    request.progress,
+                    log.step,
                 )
         except AlgmDeployError as error:
             (folder / REFUSAL).write_bytes(msgspec.json.encode((type(error).__name__, str(error))))

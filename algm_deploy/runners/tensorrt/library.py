@@ -13,8 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from algm_deploy.bundle.graphs import PLUGIN_NAMESPACE, PLUGIN_VERSION, PLUGINS
 from algm_deploy.errors import BuildError, RuntimeUnavailableError
-from algm_deploy.lowering.tensorrt import PLUGIN_NAMESPACE, PLUGIN_VERSION, PLUGINS
 from algm_deploy.native_libraries import REBUILD, require_library
 from algm_deploy.runners.registry import row_of
 

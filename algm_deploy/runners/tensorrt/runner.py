@@ -23,8 +23,9 @@ from algm_deploy.ops.native_kernels import LIBRARY, Kernels
 from algm_deploy.recipe.schema import Precision
 from algm_deploy.runners.contract import CPU, Runner
 from algm_deploy.runners.registry import row_of
-from algm_deploy.runners.tensorrt.build import LEVELS, EngineOptions, build_engine, build_with_stretches, require_tools
+from algm_deploy.runners.tensorrt.build import build_engine, build_with_stretches, require_tools
 from algm_deploy.runners.tensorrt.digest import first_difference, kept_digest, marker, output_names
+from algm_deploy.runners.tensorrt.engine import LEVELS, EngineOptions
 from algm_deploy.runners.tensorrt.library import Log, listening, load_bindings, load_plugins, plugin_sources
 from algm_deploy.runners.turns import DEVICES
 

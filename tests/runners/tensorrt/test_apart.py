@@ -11,7 +11,7 @@ import pytest
 
 from algm_deploy.errors import BuildError, RuntimeUnavailableError
 from algm_deploy.runners.tensorrt import apart, builder
-from algm_deploy.runners.tensorrt.build import EngineOptions
+from algm_deploy.runners.tensorrt.engine import EngineOptions
 
 CRASHES = """
 import os, signal, sys
@@ -94,14 +94,16 @@ def test_options_arrive_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         told.extend(arguments)
         raise BuildError("stopped here")
 
+    rows = {"tokens_clap_1": (2, 9, 25)}
     options = EngineOptions((1, 2, 4), 3, 64, tmp_path / "cache", True, True, ("8.9",))
     monkeypatch.setattr(apart, "_ended", builder.build)
     monkeypatch.setattr(builder, "engine_from_onnx", stopped)
     monkeypatch.setattr(builder, "load_bindings", lambda runtime: runtime)
     monkeypatch.setattr(builder, "listening", lambda trt, log: (tmp_path / "open").open("w"))
+    monkeypatch.setattr(apart, "cuda_capability", lambda: "9.0")
     with pytest.raises(BuildError, match=r"^stopped here$"):
-        apart.engine_apart(tmp_path / "m.onnx", "tensorrt", "fp16", options, {"tokens_clap_1": (2, 9, 25)}, True)
-    assert told[:6] == [tmp_path / "m.onnx", "tensorrt", "fp16", options, {"tokens_clap_1": (2, 9, 25)}, True]
+        apart.engine_apart(tmp_path / "m.onnx", "tensorrt", "fp16", options, rows, True)
+    assert told[:7] == [tmp_path / "m.onnx", "tensorrt", "fp16", "9.0", options, rows, True]
 
 
 def test_every_class_of_error_can_come_back() -> None:

@@ -35,6 +35,7 @@ from algm_deploy.bundle.files import sha256_of
 from algm_deploy.bundle.records import Engine, ParsedNetwork, ParsedTensor, TimingCache
 from algm_deploy.bundle.signature import merge_names
 from algm_deploy.bundle.store import Bundle
+from algm_deploy.environment import cuda_capability
 from algm_deploy.errors import BuildError, NotExecutedError, RuntimeUnavailableError
 from algm_deploy.lowering.portable import add_function_bodies
 from algm_deploy.lowering.tensorrt import TENSORRT_ONNX, merge_node, tensorrt_from_base, write_tensorrt_onnx
@@ -43,11 +44,13 @@ from algm_deploy.recipe.reading import flatten
 from algm_deploy.recipe.schema import Output, Precision
 from algm_deploy.runners.registry import RUNTIMES, row_of
 from algm_deploy.runners.tensorrt import build as tensorrt_build
+from algm_deploy.runners.tensorrt import engine as tensorrt_engine
 from algm_deploy.runners.tensorrt import library as tensorrt_library
 from algm_deploy.runners.tensorrt import polygraphy
 from algm_deploy.runners.tensorrt import runner as tensorrt_runner
-from algm_deploy.runners.tensorrt.build import RTX_TARGETS, EngineOptions, build_engine, engine_from_onnx
+from algm_deploy.runners.tensorrt.build import build_engine
 from algm_deploy.runners.tensorrt.digest import kept_digest
+from algm_deploy.runners.tensorrt.engine import RTX_TARGETS, EngineOptions, engine_from_onnx
 from algm_deploy.runners.tensorrt.runner import TensorRTRtxRunner
 
 NETWORK, PLAN = toy("segmenter", "mask_transformer")
@@ -199,9 +202,9 @@ def test_merging_again_is_built_in_16_bits(rtx: None, tmp_path: Path) -> None:
 
 def test_more_products_in_fp32_than_the_graph_has_are_refused() -> None:
     parsed = ParsedNetwork(plugins=(), layers={"MATRIX_MULTIPLY": {"HALF": 9, "FLOAT": 3}})
-    tensorrt_build._check_precision(parsed, "fp16", 3)
+    tensorrt_engine._check_precision(parsed, "fp16", 3)
     with pytest.raises(BuildError, match="expected fp16 arithmetic, 3 matrix_multiply layers are FLOAT"):
-        tensorrt_build._check_precision(parsed, "fp16", 2)
+        tensorrt_engine._check_precision(parsed, "fp16", 2)
 
 
 @pytest.mark.parametrize(("family", "decoder"), [("eomt", "queries"), ("segvit", "atm")])
@@ -243,7 +246,7 @@ def test_cts_is_built_from_standard_operators(
 )
 def test_arithmetic_that_went_astray_is_refused(layers: dict[str, dict[str, int]]) -> None:
     with pytest.raises(BuildError, match="expected fp16 arithmetic"):
-        tensorrt_build._check_precision(ParsedNetwork(plugins=(), layers=layers), "fp16")
+        tensorrt_engine._check_precision(ParsedNetwork(plugins=(), layers=layers), "fp16")
 
 
 @pytest.fixture(scope="module")
@@ -269,7 +272,8 @@ def tensor(name: str, dtype: str, *shape: int) -> ParsedTensor:
 
 
 def build(model: Path, precision: Precision = "fp32", **options: Any) -> tuple[bytes, Engine]:
-    return engine_from_onnx(model, "tensorrt-rtx", precision, EngineOptions(batches=BATCHES, **options), progress=False)
+    chosen = EngineOptions(batches=BATCHES, **options)
+    return engine_from_onnx(model, "tensorrt-rtx", precision, cuda_capability(), chosen, progress=False)
 
 
 TYPES = {"fp32": "FLOAT", "fp16": "HALF", "bf16": "BF16"}
@@ -333,10 +337,10 @@ def test_without_the_alias_the_parser_ends_the_process(rtx: None, models: Any) -
     program = (
         "import sys; from pathlib import Path; from algm_deploy import native_libraries as native\n"
         "from algm_deploy.runners.tensorrt import library\n"
-        "from algm_deploy.runners.tensorrt.build import engine_from_onnx\n"
+        "from algm_deploy.runners.tensorrt.engine import engine_from_onnx\n"
         "native.cache_folder = lambda: Path(sys.argv[3])\n"
         "if sys.argv[2] == 'without': library._make_rtx_name_loadable = lambda: None\n"
-        "engine_from_onnx(Path(sys.argv[1]), 'tensorrt-rtx', 'fp16', progress=False); print('built')\n"
+        "engine_from_onnx(Path(sys.argv[1]), 'tensorrt-rtx', 'fp16', None, progress=False); print('built')\n"
     )
     ends = {}
     for alias in ("with", "without"):
@@ -380,14 +384,20 @@ def test_a_bundle_gets_its_engine(rtx: None, tiny_bundle: Bundle, tmp_path: Path
             TensorRTRtxRunner(again).__enter__()
 
 
-def test_an_fp32_bundle_in_fp16(rtx: None, tiny_bundle: Bundle, tmp_path: Path) -> None:
+def test_an_fp32_bundle_in_fp16(
+    rtx: None, tiny_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     bundle = Bundle.open(shutil.copytree(tiny_bundle.path, tmp_path / "bundle"))
     options = EngineOptions(batches=(1, 1, 1), compute_capabilities=("8.9",))
+    monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")  # Python tells every module that the builder's process imports
     built = build_engine(bundle, "tensorrt-rtx", options, precision="fp16", progress=False)
     assert built.parsed_network.layers["ATTENTION_INPUT"].keys() == {"HALF"}
     assert TensorRTRtxRunner(bundle).precision == "fp16", "what its numbers are held to"
     assert bundle.found(Engine, "tensorrt-rtx") == built
     assert (built.precision, built.rewrites["weight"] > 10) == ("fp16", True)
+    imported = set(re.findall(r"^import time:.*\|\s*(\w+)$", capfd.readouterr().err, re.MULTILINE))
+    assert "tensorrt_rtx" in imported
+    assert imported.isdisjoint({"torch", "onnxruntime", "openvino", "cv2"}), "a builder starts in less than a second"
 
 
 def test_polygraphy_parses_the_network_with_our_plugins(rtx: None, models: Any) -> None:
@@ -508,13 +518,13 @@ def test_an_engine_in_int8_has_its_quantisers(rtx: None, int8_bundle: Bundle, co
     assert graph_link(bundle, row_of("tensorrt-rtx").own).facts["problems"] == []
     in_fp8 = structs.replace(parsed, layers=parsed.layers | {"QUANTIZE": {"FP8": len(quantization.products)}})
     with pytest.raises(BuildError, match=r"expected TensorRT to quantise .* 0 times"):
-        tensorrt_build._check_quantizers(in_fp8, bundle.file(TENSORRT_ONNX), "int8")
+        tensorrt_engine._check_quantizers(in_fp8, bundle.file(TENSORRT_ONNX), "int8")
 
 
 def test_an_engine_in_fp8_has_its_quantisers(rtx: None, measured_fp8_bundle: Bundle, copied: Any) -> None:
     bundle = copied(measured_fp8_bundle)
     options = EngineOptions(batches=(1, 2, 2), compute_capabilities=("8.9",))
-    _, built = engine_from_onnx(bundle.file(TENSORRT_ONNX), "tensorrt-rtx", "fp8", options, progress=False)
+    _, built = engine_from_onnx(bundle.file(TENSORRT_ONNX), "tensorrt-rtx", "fp8", None, options, progress=False)
     assert bundle.manifest.quantization is not None
     assert built.parsed_network.layers["QUANTIZE"] == {"FP8": len(bundle.manifest.quantization.products)}
     assert set(built.parsed_network.layers["MATRIX_MULTIPLY"]) == {"HALF"}
@@ -522,7 +532,7 @@ def test_an_engine_in_fp8_has_its_quantisers(rtx: None, measured_fp8_bundle: Bun
 
 
 def test_fp8_is_built_for_gpus_that_have_it(bindings: None, measured_fp8_bundle: Bundle, tiny_bundle: Bundle) -> None:
-    default = tensorrt_build._targets(EngineOptions(), "tensorrt-rtx", "fp8")
+    default = tensorrt_engine._targets(EngineOptions(), "tensorrt-rtx", "fp8", None)
     assert default == tuple(target for target in RTX_TARGETS if target != "8.6")
     with pytest.raises(BuildError, match=r"of compute capability 8\.9 or newer .* got 8\.6, which has no fp8 units"):
         build_engine(measured_fp8_bundle, "tensorrt-rtx", EngineOptions(compute_capabilities=("8.6", "8.9")))
@@ -566,7 +576,7 @@ def test_ctrl_c_stops_a_build_at_its_next_step(
 @pytest.mark.parametrize("batches", [(0, 1, 2), (2, 1, 4), (1, 4, 2)])
 def test_bad_profiles(batches: tuple[int, int, int]) -> None:
     with pytest.raises(BuildError, match="1 <= smallest <= usual <= largest"):
-        tensorrt_build.check_options(EngineOptions(batches=batches), "tensorrt")
+        tensorrt_engine.check_options(EngineOptions(batches=batches), "tensorrt")
 
 
 @pytest.mark.parametrize(
@@ -586,7 +596,7 @@ def test_bad_profiles(batches: tuple[int, int, int]) -> None:
 )
 def test_refused_options_say_why(options: dict[str, Any], runtime: str, message: str) -> None:
     with pytest.raises(BuildError, match=message):
-        tensorrt_build.check_options(EngineOptions(**options), runtime)
+        tensorrt_engine.check_options(EngineOptions(**options), runtime)
 
 
 def test_every_option_of_an_engine_is_one_of_a_runtime() -> None:
@@ -622,9 +632,8 @@ def test_an_old_tensorrt_is_refused(runtime: str, monkeypatch: pytest.MonkeyPatc
 
 def test_full_tensorrt_needs_a_gpu_to_build(models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorrt", SimpleNamespace(__version__="11.4.0"))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(RuntimeUnavailableError, match=r"needs the GPU that will run .*build for tensorrt-rtx"):
-        engine_from_onnx(models["labels", "fp32"], "tensorrt", "fp32", progress=False)
+        engine_from_onnx(models["labels", "fp32"], "tensorrt", "fp32", None, progress=False)
 
 
 class StandInConfig(SimpleNamespace):
@@ -663,12 +672,12 @@ def test_full_tensorrt_gets_every_option(tmp_path: Path) -> None:
     options = EngineOptions(BATCHES, 4, 256, tmp_path / "timing", version_compatible=True, hardware_compatible=True)
     config = StandInConfig()
     builder = SimpleNamespace(create_builder_config=lambda: config)
-    assert tensorrt_build._configure(STAND_IN_TRT, builder, options, "tensorrt", ()) is config
+    assert tensorrt_engine._configure(STAND_IN_TRT, builder, options, "tensorrt", ()) is config
     assert config.flags == ["version compatible"]
     assert config.pools == {"workspace": 256 << 20}
     assert (config.builder_optimization_level, config.hardware_compatibility_level) == (4, "ampere plus")
     assert (config.cache, config.ignore_mismatch) == (b"known", False)
-    first = tensorrt_build._save_timing_cache(config, options)
+    first = tensorrt_engine._save_timing_cache(config, options)
     assert (tmp_path / "timing").read_bytes() == b"measured"
     assert first is not None
     assert first.sha256_before != first.sha256_after
@@ -677,21 +686,21 @@ def test_full_tensorrt_gets_every_option(tmp_path: Path) -> None:
 def test_a_timing_cache_that_changed_is_told(tmp_path: Path) -> None:
     """A build that measures kernels anew may choose others: two engines of one command then differ."""
     options = EngineOptions(BATCHES, timing_cache=tmp_path / "timing")
-    first = tensorrt_build._save_timing_cache(StandInConfig(), options)
-    second = tensorrt_build._save_timing_cache(StandInConfig(), options)
+    first = tensorrt_engine._save_timing_cache(StandInConfig(), options)
+    second = tensorrt_engine._save_timing_cache(StandInConfig(), options)
     now = sha256_of(tmp_path / "timing")
     assert first == TimingCache(sha256_before=None, sha256_after=now)
     assert second == TimingCache(sha256_before=now, sha256_after=now)
-    assert tensorrt_build._save_timing_cache(StandInConfig(), EngineOptions(BATCHES)) is None
+    assert tensorrt_engine._save_timing_cache(StandInConfig(), EngineOptions(BATCHES)) is None
 
 
 def test_a_foreign_timing_cache_is_refused(tmp_path: Path) -> None:
     builder = SimpleNamespace(create_builder_config=lambda: StandInConfig(takes_cache=False))
     options = EngineOptions(BATCHES, timing_cache=tmp_path / "timing")
     with pytest.raises(BuildError, match="of another TensorRT or GPU: delete it"):
-        tensorrt_build._configure(STAND_IN_TRT, builder, options, "tensorrt", ())
+        tensorrt_engine._configure(STAND_IN_TRT, builder, options, "tensorrt", ())
 
 
 def test_a_plugin_that_became_a_function_body_is_noticed() -> None:
     with pytest.raises(BuildError, match="took function bodies instead"):
-        tensorrt_build._check_plugins(ParsedNetwork(plugins=()), tensorrt_build.Counter(clap=1))
+        tensorrt_engine._check_plugins(ParsedNetwork(plugins=()), tensorrt_engine.Counter(clap=1))
