@@ -433,11 +433,11 @@ def test_a_killed_server_tells_its_clients_and_leaves_the_next_one_all_it_needs(
             assert connection.recv(100) == b""
         assert time.monotonic() - started < 5
     assert {path: path.read_bytes() for path in bundle.rglob("*") if path.is_file()} == files
-    with own_process(bundle, "--wait=5000", port=port) as (process, again):
+    with own_process(bundle, "--wait=2000", port=port) as (process, again):
         assert again == port
         with sent(port, content) as connection:
             wait_for_request(port)
-            process.send_signal(signal.SIGTERM)  # while the picture waits for company, for 5 s
+            process.send_signal(signal.SIGTERM)  # while the picture waits for company, for 2 s
             answer = connection.recv(100)
         assert answer.startswith(b"HTTP/1.1 200"), answer
         assert process.wait(30) == 0
