@@ -62,7 +62,7 @@ def run(built: Path, *words: object) -> subprocess.CompletedProcess[str]:
 
 
 def photos() -> dict[str, Any]:
-    """Pictures that are taken as they are, in several windows, shrunk, halved and enlarged."""
+    """Pictures that are taken as they are, in several windows, shrunk, halved, and enlarged in fractions."""
     photo = scene(0)[0]
     return {
         "as it is": photo[:128, :128],
@@ -70,6 +70,7 @@ def photos() -> dict[str, Any]:
         "shrunk": photo[:201, :231],
         "halved": photo[:256, :256],
         "enlarged": photo[:75, :101],
+        "longer than the protocol allows": cv2.resize(photo, (600, 100)),
     }
 
 
@@ -83,6 +84,18 @@ def test_labels_and_tokens_are_those_of_python(tiny_bundle: Bundle, built: Path,
             assert np.array_equal(Image.open(tmp_path / "labels.pgm"), wanted.labels), name
             counts = " ".join(map(str, wanted.token_counts.sum(0)))
             assert done.stdout == f"tokens after each merge: {counts}\n", name
+
+
+def test_sides_of_whole_multiples(tiny_export: Callable[..., Bundle], built: Path, tmp_path: Path) -> None:
+    bundle = tiny_export({"protocol.multiple": 48})
+    photo = np.ascontiguousarray(photos()["several windows"])
+    done = run(built, bundle.path, write_ppm(tmp_path / "photo.ppm", photo), tmp_path / "labels.pgm")
+    with Predictor(bundle, "onnxruntime-cpu", batch=1) as network:
+        wanted = network.prediction(photo)
+    assert len(wanted.anchors) > 2
+    assert done.returncode == 0, done.stderr
+    assert np.array_equal(Image.open(tmp_path / "labels.pgm"), wanted.labels)
+    assert done.stdout.split()[-2:] == [str(count) for count in wanted.token_counts.sum(0)]
 
 
 def test_a_graph_with_custom_operators_and_other_thresholds(
@@ -107,9 +120,10 @@ def test_a_graph_with_custom_operators_and_other_thresholds(
     assert np.array_equal(Image.open(tmp_path / "labels.pgm"), wanted.labels)
     assert done.stdout.split()[-2:] == [str(count) for count in wanted.token_counts[0]]
     assert run(built, *words).stdout != done.stdout
-    failed = run(built, *words, "other=1")
-    assert (failed.returncode, failed.stdout) == (1, "")
-    assert failed.stderr == "segment_onnxruntime: this network reads no other\n"
+    for word, told in (("other=1", "this network reads no other"), ("clap_threshold=nan", "expected a number in {}")):
+        failed = run(built, *words, word)
+        assert (failed.returncode, failed.stdout) == (1, "")
+        assert failed.stderr == f"segment_onnxruntime: {told.format(word)}\n"
 
 
 def test_what_is_no_picture_is_refused(tiny_bundle: Bundle, built: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
+from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import ImageError, RequestError
 from algm_deploy.pictures.preprocessing import decoded_photo
 from algm_deploy.pictures.sliding import Pending, Prediction
@@ -37,8 +38,7 @@ class Answers:
     @property
     def outputs(self) -> tuple[str, ...]:
         """Names of the outputs that this network has."""
-        pictured = (TOKENS_PNG,) if self.merges and self._predictor.bundle.recipe.merging.row.standing else ()
-        return LABELS, LABELS_PNG, *pictured, *((TOKEN_COUNTS,) if self.merges else ()), PATCHES
+        return output_names(self._predictor.bundle)
 
     def prepared(self, asked: Asked) -> list[Pending]:
         """The pictures of a request, decoded and resized.
@@ -93,6 +93,13 @@ class Answers:
         stream = BytesIO()
         labels_picture(prediction.labels, self.classes).save(stream, "PNG", compress_level=1)
         return stream.getvalue()
+
+
+def output_names(bundle: Bundle) -> tuple[str, ...]:
+    """Names of the outputs that a network has. Tokens are drawn where each stands for patches of its own."""
+    merges = bundle.signature.merges
+    pictured = (TOKENS_PNG,) if merges and bundle.recipe.merging.row.standing else ()
+    return LABELS, LABELS_PNG, *pictured, *((TOKEN_COUNTS,) if merges else ()), PATCHES
 
 
 def token_rows(values: dict[str, Value]) -> list[tuple[int, list[int]]]:

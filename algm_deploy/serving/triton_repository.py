@@ -22,6 +22,7 @@ from algm_deploy.errors import BundleError, RuntimeUnavailableError
 from algm_deploy.native_libraries import require_library
 from algm_deploy.predictor import batch_sizes, given_thresholds, sizes_to_warm
 from algm_deploy.runners.registry import RUNTIMES, TRITON_BACKENDS, Runtime, default_runtime, row_of
+from algm_deploy.serving.answers import output_names
 from algm_deploy.serving.protocol import (
     ENCODED,
     IMAGE,
@@ -148,8 +149,14 @@ def _python(
         {**_tensor(name, dtype, 1), "optional": True}
         for name, dtype in (("tau", "float32"), ("gbm", "float32"), ("dense", "bool"))
     ]
-    labels = _tensor(LABELS, "uint8" if recipe.network.classes <= 255 else "int32", -1, -1)
-    merged = [_tensor(TOKENS_PNG, "bytes", 1), _tensor(TOKEN_COUNTS, "int64", len(signature.merges))]
+    outputs = [
+        _tensor(LABELS, "uint8" if recipe.network.classes <= 255 else "int32", -1, -1),
+        _tensor(LABELS_PNG, "bytes", 1),
+        _tensor(TOKENS_PNG, "bytes", 1),
+        _tensor(TOKEN_COUNTS, "int64", len(signature.merges)),
+        _tensor(PATCHES, "int64", 1),
+    ]
+    had = output_names(bundle)
     sizes = sizes_to_warm(signature.max_batch, _on_gpu(settings, row))
     parameters = {"runtime": row.name, "max_pixels": settings.most_pixels}
     parameters |= {name: value for name in ("tau", "gbm") if (value := getattr(settings, name)) is not None}
@@ -157,12 +164,7 @@ def _python(
     return {
         **_head(settings, row, signature.max_batch),
         "input": inputs,
-        "output": [
-            labels,
-            _tensor(LABELS_PNG, "bytes", 1),
-            *(merged if signature.merges else []),
-            _tensor(PATCHES, "int64", 1),
-        ],
+        "output": [one for one in outputs if one["name"] in had],
         **_batching(settings, signature.max_batch),
         **_warm_up(IMAGE, "uint8", (*recipe.network.image_size, 3), sizes),
         "parameters": [{"key": key, "value": {"string_value": str(value)}} for key, value in parameters.items()],

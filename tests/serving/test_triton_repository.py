@@ -27,6 +27,7 @@ from algm_deploy import cli
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BundleError, RuntimeUnavailableError
 from algm_deploy.predictor import Predictor
+from algm_deploy.recipe.schema import MergePlan
 from algm_deploy.runners.contract import runner, runner_type
 from algm_deploy.runners.onnxruntime import runner as ort_runner
 from algm_deploy.serving import triton_repository as writer
@@ -103,6 +104,16 @@ def test_a_model_for_the_python_backend_is_whole(repository: Path, tiny_bundle: 
     copy = Bundle.open(repository / "net/1/bundle")
     assert copy.files == tiny_bundle.files
     assert (repository / "net/1/model.py").is_file()
+
+
+def test_tokens_that_share_patches_are_no_picture(
+    tiny_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that names no outputs gets all that the configuration lists."""
+    monkeypatch.setattr(MergePlan, "standing", False)
+    made = write_repository(tiny_bundle, tmp_path, CPU)
+    config = parsed((made / "config.pbtxt").read_text())
+    assert [one.name for one in config.output] == ["labels", "labels_png", "token_counts", "patches"]
 
 
 def test_triton_s_own_schema_takes_the_configurations(repository: Path, tmp_path: Path, tiny_bundle: Bundle) -> None:

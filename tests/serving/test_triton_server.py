@@ -23,6 +23,7 @@ import algm_deploy
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.pictures.sliding import Prediction
 from algm_deploy.predictor import Predictor
+from algm_deploy.recipe.reading import budget_settings
 from algm_deploy.serving.triton_repository import Settings, write_repository
 
 OUTPUTS = ("labels", "token_counts")
@@ -31,14 +32,23 @@ _PORTS = ("18400", "18401", "18402")
 
 
 @pytest.fixture(scope="module")
-def start(tiny_bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """`with start() as server` runs a server with the tiny network, and kills it afterwards."""
-    root = os.environ.get("TRITONSERVER_ROOT")
-    if root is None:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for a repository."""
+    if "TRITONSERVER_ROOT" not in os.environ:
         pytest.skip("needs a Triton server, in TRITONSERVER_ROOT with its folders bin and backends (docs/triton.md)")
     pytest.importorskip("tritonclient.grpc", reason="needs tritonclient[grpc]")
-    folder = tmp_path_factory.mktemp("triton")
-    write_repository(tiny_bundle, folder / "models", Settings("net", runtime="onnxruntime-cpu", device="cpu"))
+    return tmp_path_factory.mktemp("triton") / "models"
+
+
+def add(bundle: Bundle, models: Path, name: str) -> None:
+    write_repository(bundle, models, Settings(name, runtime="onnxruntime-cpu", device="cpu"))
+
+
+@pytest.fixture(scope="module")
+def start(tiny_bundle: Bundle, models: Path) -> Any:
+    """`with start() as server` runs a server with the tiny network, `net`, or with models named; it is killed then."""
+    root, folder = os.environ["TRITONSERVER_ROOT"], models.parent
+    add(tiny_bundle, models, "net")
     # Triton's Python reads no PYTHONPATH: its environment lists what these tests run with.
     venv.create(folder / "python", symlinks=True)
     (site,) = (folder / "python/lib").glob("python*/site-packages")
@@ -50,17 +60,17 @@ def start(tiny_bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Any:
     environment["LD_LIBRARY_PATH"] = f"{library}:{environment.get('LD_LIBRARY_PATH', '')}"
 
     @contextmanager
-    def started(*flags: str) -> Iterator[subprocess.Popen[bytes]]:
-        command = [f"{root}/bin/tritonserver", f"--model-repository={folder / 'models'}"]
+    def started(*names: str) -> Iterator[subprocess.Popen[bytes]]:
+        command = [f"{root}/bin/tritonserver", f"--model-repository={models}", "--model-control-mode=explicit"]
         command += [f"--backend-directory={root}/backends", "--disable-auto-complete-config"]
-        command += ["--backend-config=python,stub-timeout-seconds=600", *flags]
+        command += [f"--load-model={name}" for name in names or ("net",)]
         for kind, port in zip(("http", "grpc", "metrics"), _PORTS, strict=True):
             command += [f"--{kind}-address=127.0.0.1", f"--{kind}-port={port}"]
         with (folder / "log").open("ab") as log:
             server = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
             stubs: list[int] = []
             try:
-                _wait(server, folder / "log")
+                _wait(server, folder / "log", names or ("net",))
                 stubs = instances(server)
                 yield server
             finally:
@@ -79,31 +89,31 @@ def _client() -> Any:
     return client, client.InferenceServerClient(f"127.0.0.1:{_PORTS[1]}")
 
 
-def _wait(server: subprocess.Popen[bytes], log: Path) -> None:
+def _wait(server: subprocess.Popen[bytes], log: Path, names: Sequence[str]) -> None:
     _, client = _client()
     for _ in range(6000):
         assert server.poll() is None, log.read_text()[-2000:]
         with suppress(Exception):  # it does not listen yet
-            if client.is_model_ready("net"):
+            if all(map(client.is_model_ready, names)):
                 return
         time.sleep(0.1)
     raise AssertionError(log.read_text()[-2000:])
 
 
-def asked(photo: np.ndarray, **given: float) -> tuple[str, list[Any], list[Any]]:
-    """The arguments of a request."""
+def asked(photo: np.ndarray, **given: float) -> tuple[list[Any], list[Any]]:
+    """Inputs and outputs of a request."""
     module, _ = _client()
     inputs = [module.InferInput("image", [1, *photo.shape], "UINT8")]
     inputs[0].set_data_from_numpy(photo[None])
     for name, value in given.items():
         inputs.append(module.InferInput(name, [1, 1], "FP32"))
         inputs[-1].set_data_from_numpy(np.array([[value]], np.float32))
-    return "net", inputs, [module.InferRequestedOutput(name) for name in OUTPUTS]
+    return inputs, [module.InferRequestedOutput(name) for name in OUTPUTS]
 
 
-def ask(photo: np.ndarray, **given: float) -> dict[str, np.ndarray]:
+def ask(photo: np.ndarray, name: str = "net", **given: float) -> dict[str, np.ndarray]:
     _, client = _client()
-    name, inputs, outputs = asked(photo, **given)
+    inputs, outputs = asked(photo, **given)
     return answered(client.infer(name, inputs, outputs=outputs, client_timeout=60))
 
 
@@ -116,13 +126,13 @@ def ask_together(questions: Sequence[tuple[np.ndarray, dict[str, float]]]) -> li
     _, client = _client()
     waiting = []
     for photo, given in questions:
-        name, inputs, outputs = asked(photo, **given)
+        inputs, outputs = asked(photo, **given)
         future: Future[Any] = Future()
 
         def done(result: Any, error: Any, future: Future[Any] = future) -> None:
             future.set_exception(error) if error else future.set_result(answered(result))
 
-        client.async_infer(name, inputs, done, outputs=outputs, client_timeout=60)
+        client.async_infer("net", inputs, done, outputs=outputs, client_timeout=60)
         waiting.append(partial(future.result, 90))
     return waiting
 
@@ -164,6 +174,21 @@ def test_a_server_answers_as_predict_beside_clients_that_stall(
         assert ask(photos[0], tau=0.6)["token_counts"][0, 0] < wanted[0].token_counts[0, 0]
         with pytest.raises(Exception, match="expected a number as tau"):
             ask(photos[0], tau=float("nan"))
+
+
+def test_bundles_in_int8_and_with_budgets_answer_as_predict(
+    start: Any, models: Path, photos: list[np.ndarray], int8_bundle: Bundle, tiny_export: Callable[..., Bundle]
+) -> None:
+    bundles = {"int8": int8_bundle, "budgets": tiny_export(budget_settings(0.4, 0.2))}
+    for name, bundle in bundles.items():
+        add(bundle, models, name)
+    with start(*bundles):
+        for name, bundle in bundles.items():
+            with Predictor(bundle, "onnxruntime-cpu") as network:
+                for photo in photos:
+                    assert agrees(ask(photo, name), network.prediction(photo)), name
+        with pytest.raises(Exception, match="a fixed budget"):
+            ask(photos[0], "budgets", tau=0.6)
 
 
 def test_requests_of_different_thresholds_share_a_call(
@@ -213,7 +238,7 @@ def test_a_killed_instance_is_told_of_and_comes_back_with_its_model(
 ) -> None:
     with Predictor(tiny_bundle, "onnxruntime-cpu") as network:
         wanted = network.prediction(photos[0])
-    with start("--model-control-mode=explicit", "--load-model=net") as server:
+    with start() as server:
         assert agrees(ask(photos[0]), wanted)
         (instance,) = instances(server)
         os.kill(instance, signal.SIGKILL)
@@ -224,6 +249,28 @@ def test_a_killed_instance_is_told_of_and_comes_back_with_its_model(
         client.load_model("net")
         assert agrees(ask(photos[0]), wanted)
         assert instances(server) != [instance]
+
+
+def test_an_instance_that_stood_still_leads_to_no_wrong_answer(
+    start: Any, photos: list[np.ndarray], tiny_bundle: Bundle
+) -> None:
+    """Triton gives it up after a second without a sign of life; server 2.51 crashes when it goes on."""
+    with Predictor(tiny_bundle, "onnxruntime-cpu") as network:
+        wanted = network.prediction(photos[2])
+    with start() as server:
+        (instance,) = instances(server)
+        os.kill(instance, signal.SIGSTOP)
+        with pytest.raises(Exception, match="healthy"):
+            ask(photos[0])
+        os.kill(instance, signal.SIGCONT)
+        for _ in range(5):
+            try:
+                found = ask(photos[2])
+            except Exception:  # noqa: BLE001, S112 - the client's own kind
+                continue
+            assert agrees(found, wanted)
+    with start():
+        assert agrees(ask(photos[2]), wanted)
 
 
 def test_a_full_queue_refuses_some_and_many_requests_leave_nothing(

@@ -178,14 +178,14 @@ inline Picture<uint8_t> resized(const Picture<uint8_t> &from, int height, int wi
 
 // How a network takes pictures, from its manifest.
 struct Protocol {
-    int height, width, window, stride, side, longest, classes;
+    int height, width, window, stride, side, longest, multiple, classes;
     bool labels; // the network gives a label map of a window instead of scores
     explicit Protocol(const Manifest &manifest) {
         auto number = [&](const std::string &path) { return static_cast<int>(manifest.number(path)); };
         height = number("recipe/network/image_size/0"), width = number("recipe/network/image_size/1");
         classes = number("recipe/network/classes");
         window = number("recipe/protocol/window"), stride = number("recipe/protocol/stride");
-        side = number("recipe/protocol/short_side");
+        side = number("recipe/protocol/short_side"), multiple = number("recipe/protocol/multiple");
         if (manifest.text("recipe/protocol/resize") == "single") side = std::max(side, window);
         longest = static_cast<int>(std::nearbyint(manifest.number("recipe/protocol/max_ratio") * side));
         labels = manifest.text("recipe/output") == "labels";
@@ -200,7 +200,12 @@ struct Protocol {
             const double factor = std::min(longest / most, side / shortest);
             h = static_cast<int>(photo.height * factor + 0.5), w = static_cast<int>(photo.width * factor + 0.5);
         }
-        const Picture<uint8_t> small = resized(photo, h, w);
+        Picture<uint8_t> small = resized(photo, h, w);
+        if (height == window && width == window) {
+            auto whole = [&](int length) { return (length + multiple - 1) / multiple * multiple; };
+            h = whole(h), w = whole(w);
+            small = resized(small, h, w);
+        }
         Picture<float> found(h, w, 3);
         std::copy(small.pixels.begin(), small.pixels.end(), found.pixels.begin());
         if (height != window || width != window || std::min(h, w) >= window) return found;
@@ -262,6 +267,14 @@ inline Picture<int> labelMap(const Picture<uint8_t> &photo, const Protocol &prot
             if (rival.pixels[i] > best.pixels[i]) best.pixels[i] = rival.pixels[i], labels.pixels[i] = k;
     }
     return labels;
+}
+
+// The pixels of a window as a network takes them that wants whole numbers: a long photo is enlarged in fractions.
+inline std::vector<uint8_t> rounded(const std::vector<float> &window) {
+    std::vector<uint8_t> whole(window.size());
+    std::transform(window.begin(), window.end(), whole.begin(),
+                   [](float pixel) { return static_cast<uint8_t>(std::lrint(std::clamp(pixel, 0.0F, 255.0F))); });
+    return whole;
 }
 
 // Tokens after each merge, summed over the windows of a photo.

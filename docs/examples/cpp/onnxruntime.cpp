@@ -13,6 +13,13 @@
 
 namespace {
 
+float number(const std::string &word, const std::string &value) {
+    char *end = nullptr;
+    const float found = std::strtof(value.c_str(), &end);
+    if (value.empty() || *end || std::isnan(found)) throw std::runtime_error("expected a number in " + word);
+    return found;
+}
+
 struct Arguments {
     std::string bundle, photo, labels, graph = "model.onnx", library;
     std::map<std::string, float> thresholds;
@@ -23,7 +30,7 @@ struct Arguments {
             const size_t equals = word.find('=');
             const bool threshold = equals != std::string::npos && word.find('/') == std::string::npos;
             if (threshold)
-                thresholds[word.substr(0, equals)] = std::stof(word.substr(equals + 1));
+                thresholds[word.substr(0, equals)] = number(word, word.substr(equals + 1));
             else
                 names.push_back(word);
         }
@@ -64,7 +71,7 @@ void segment(const Arguments &given) {
     std::vector<int64_t> counts(1); // of all windows: one number a merge
     auto network = [&](const std::vector<float> &window) {
         std::vector<float> pixels = window;
-        std::vector<uint8_t> whole(window.begin(), window.end());
+        std::vector<uint8_t> whole = rounded(window);
         std::vector<Ort::Value> values;
         std::vector<const char *> inputs;
         for (const std::string &name : names) {

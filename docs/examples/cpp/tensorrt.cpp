@@ -101,7 +101,7 @@ void segment(char **given) {
     auto network = [&](const std::vector<float> &window) {
         const Tensor &image = tensors.at("image");
         if (image.type == nvinfer1::DataType::kUINT8)
-            image.put(std::vector<uint8_t>(window.begin(), window.end()));
+            image.put(rounded(window));
         else
             image.put(window);
         require(context->enqueueV3(stream), "run the network");
