@@ -24,6 +24,7 @@ from algm_deploy.ops.clap import window_members, window_of_patch
 from algm_deploy.parity import chain, comparison, replay
 from algm_deploy.parity.chain import Trial, trials_of, verify
 from algm_deploy.parity.comparison import unexplained_labels
+from algm_deploy.parity.merges import common, torch_maps
 from algm_deploy.recipe.schema import DENSE, MergePlan
 from algm_deploy.runners.contract import Array
 from algm_deploy.runners.torch.runner import TorchRunner
@@ -426,7 +427,7 @@ def _shifted(
             return super().infer(_less(self, feeds, shift), outputs)
 
     monkeypatch.setattr(chain, "runner", lambda bundle, name: (Shifted if name == "shifted" else TorchRunner)(bundle))
-    monkeypatch.setattr(replay, "NOISE_FLOOR", noise)
+    monkeypatch.setattr(common, "NOISE_FLOOR", noise)
     return verified(Bundle.open(bundle.path), "shifted", windows)
 
 
@@ -480,7 +481,7 @@ def test_precision_that_changes_decisions_allows_a_runtime_as_many(
     def otherwise_in_fp64(entering: Sequence[Any], stage: int, plan: MergePlan, network: Any) -> list[Array]:
         if entering[0].values.dtype == torch.float64:
             plan = replace(plan, clap_threshold=plan.clap_threshold + 0.08)
-        return replay.torch_maps(entering, stage, plan, network)
+        return torch_maps(entering, stage, plan, network)
 
     monkeypatch.setattr(comparison, "torch_maps", otherwise_in_fp64)
     report = _shifted(own_bundle, windows, monkeypatch, 0.0, 0.06)
