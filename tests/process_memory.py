@@ -18,4 +18,9 @@ def resident() -> int:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
     if trim is not None:
         trim(0)
+    return held()
+
+
+def held() -> int:
+    """Bytes of memory that the process has, with those that it has freed and not given back."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
