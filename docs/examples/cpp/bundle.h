@@ -110,38 +110,40 @@ inline void writePgm(const std::string &path, const Picture<int> &labels, int cl
     if (!file.flush()) throw std::runtime_error("cannot write " + path);
 }
 
-// One axis of a bilinear resize by half-pixel centres: both neighbours, and the share of the second one. Beyond the border
-// OpenCV takes one pixel across, and down a column the same pixel twice, which rounds differently.
-struct Taps {
+// One axis of a bilinear resize by half-pixel centres: both neighbours, and the share of the second one. OpenCV 5 computes
+// places in float for pixels of 8 bits, else in double. Beyond the border it takes one pixel across, and down a column the
+// same pixel twice, which rounds differently.
+template <typename Real> struct Taps {
     std::vector<int> left, right;
     std::vector<float> share;
     Taps(int from, int to, bool across) {
         const double scale = static_cast<double>(from) / to;
         for (int i = 0; i < to; ++i) {
-            const float place = static_cast<float>((i + 0.5) * scale - 0.5);
+            const Real place = static_cast<Real>((i + 0.5) * scale - 0.5);
             const int low = static_cast<int>(std::floor(place));
             const bool outside = low < 0 || low >= from - 1;
             left.push_back(std::clamp(low, 0, from - 1));
             right.push_back(std::clamp(low + 1, 0, from - 1));
-            share.push_back(across && outside ? 0.0F : place - static_cast<float>(low));
+            share.push_back(across && outside ? 0.0F : static_cast<float>(place - static_cast<Real>(low)));
         }
     }
 };
 
-// Bilinear as OpenCV's INTER_LINEAR on float32.
+// Bilinear as OpenCV's INTER_LINEAR on float32, which rounds a product and a sum once.
 inline Picture<float> resized(const Picture<float> &from, int height, int width) {
     if (from.height == height && from.width == width) return from;
-    const Taps x(from.width, width, true), y(from.height, height, false);
+    const Taps<double> x(from.width, width, true), y(from.height, height, false);
     const int channels = from.channels;
     Picture<float> to(height, width, channels);
     for (int i = 0; i < height; ++i)
         for (int j = 0; j < width; ++j)
             for (int c = 0; c < channels; ++c) {
                 auto across = [&](const float *row) {
-                    return row[x.left[j] * channels + c] * (1.0F - x.share[j]) + row[x.right[j] * channels + c] * x.share[j];
+                    const float left = row[x.left[j] * channels + c], right = row[x.right[j] * channels + c];
+                    return std::fma(right - left, x.share[j], left);
                 };
-                to.row(i)[j * channels + c] = across(from.row(y.left[i])) * (1.0F - y.share[i]) +
-                                              across(from.row(y.right[i])) * y.share[i];
+                const float top = across(from.row(y.left[i])), low = across(from.row(y.right[i]));
+                to.row(i)[j * channels + c] = std::fma(low - top, y.share[i], top);
             }
     return to;
 }
@@ -160,7 +162,7 @@ inline Picture<uint8_t> resized(const Picture<uint8_t> &from, int height, int wi
             }
         return to;
     }
-    const Taps x(from.width, width, true), y(from.height, height, false);
+    const Taps<float> x(from.width, width, true), y(from.height, height, false);
     auto weight = [](float share) { return static_cast<int>(std::lrint(share * 2048.0F)); };
     for (int i = 0; i < height; ++i)
         for (int j = 0; j < width; ++j)
