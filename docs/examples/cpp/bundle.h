@@ -29,6 +29,7 @@ class Manifest {
         return found->second;
     }
     double number(const std::string &path) const { return std::stod(text(path)); }
+    double number(const std::string &path, double otherwise) const { return values_.count(path) ? number(path) : otherwise; }
 
   private:
     std::string text_;
@@ -187,7 +188,8 @@ struct Protocol {
         height = number("recipe/network/image_size/0"), width = number("recipe/network/image_size/1");
         classes = number("recipe/network/classes");
         window = number("recipe/protocol/window"), stride = number("recipe/protocol/stride");
-        side = number("recipe/protocol/short_side"), multiple = number("recipe/protocol/multiple");
+        side = number("recipe/protocol/short_side");
+        multiple = static_cast<int>(manifest.number("recipe/protocol/multiple", 1)); // older bundles tell none
         if (manifest.text("recipe/protocol/resize") == "single") side = std::max(side, window);
         longest = static_cast<int>(std::nearbyint(manifest.number("recipe/protocol/max_ratio") * side));
         labels = manifest.text("recipe/output") == "labels";
