@@ -82,7 +82,7 @@ def decoded_photo(content: bytes, name: str, most_pixels: int) -> NDArray[np.uin
         ImageError: as `read_photo`; neither JPEG, PNG nor WebP; or more pixels than `most_pixels`, which the
             header tells before anything is decoded.
     """
-    with _reading(name), Image.open(BytesIO(content), formats=_WEB_FORMATS) as opened:
+    with _reading(name, "a JPEG, PNG or WebP picture"), Image.open(BytesIO(content), formats=_WEB_FORMATS) as opened:
         if opened.width * opened.height > most_pixels:
             raise ImageError(
                 f"{name}: expected at most {most_pixels} pixels, got {opened.width}x{opened.height}: shrink it first"
@@ -190,7 +190,7 @@ def _anchors(side: int, window: int, stride: int) -> list[int]:
 
 
 @contextmanager
-def _reading(path: Path | str) -> Iterator[None]:
+def _reading(path: Path | str, wanted: str = "a picture such as JPEG or PNG") -> Iterator[None]:
     """Turns whatever Pillow and the file system raise into an ImageError that names the file."""
     try:
         yield
@@ -201,7 +201,7 @@ def _reading(path: Path | str) -> Iterator[None]:
     except PermissionError as error:
         raise ImageError(f"{path}: expected a picture that can be read, got {error.strerror}") from error
     except UnidentifiedImageError as error:
-        raise ImageError(f"{path}: expected a picture such as JPEG or PNG, Pillow knows no such format") from error
+        raise ImageError(f"{path}: expected {wanted}, this is in no such format") from error
     except Image.DecompressionBombError as error:
         raise ImageError(f"{path}: {error}; shrink the picture first") from error
     except Exception as error:  # a damaged file makes decoders raise anything, RuntimeError and TypeError included

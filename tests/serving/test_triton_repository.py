@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -185,6 +187,16 @@ def test_bad_requests_fail_alone(model: Any, photos: list[np.ndarray]) -> None:
     for request, mate in ((pixels(photo), found[0]), (pixels(photos[1]), found[-1])):
         (alone,) = answers(model.execute([request]))
         assert np.array_equal(mate["labels"], alone["labels"])
+
+
+def test_the_request_that_the_page_on_triton_probes_with_is_answered(model: Any, root_dir: Path) -> None:
+    (line,) = re.findall(r"-d '(.+)'", (root_dir / "docs/triton.md").read_text())
+    asked = json.loads(line)
+    inputs = {
+        one["name"]: np.array(one["data"], one["datatype"].lower()).reshape(one["shape"]) for one in asked["inputs"]
+    }
+    (found,) = answers(model.execute([Request(inputs, [one["name"] for one in asked["outputs"]])]))
+    assert found["patches"].tolist() == [[64]]
 
 
 def test_an_error_that_nobody_foresaw_ends_one_request(

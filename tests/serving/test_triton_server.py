@@ -76,7 +76,7 @@ def start(tiny_bundle: Bundle, models: Path) -> Any:
             finally:
                 server.kill()
                 server.wait()
-                for stub in stubs:  # it outlives a server that was killed
+                for stub in stubs:  # it outlives a server that was killed, for a moment
                     with suppress(ProcessLookupError):
                         os.kill(stub, signal.SIGKILL)
 
