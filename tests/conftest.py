@@ -16,12 +16,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import settings
 
 # Several processes run tests side by side; most networks here are too small for more than a thread of each.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 os.environ.setdefault("ALGM_COMPILE", "0")  # no test compiles by the way, on a machine with a GPU
+
+# How long an example takes says more about what else runs on the machine.
+settings.register_profile("any machine", deadline=None)
+settings.load_profile("any machine")
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
