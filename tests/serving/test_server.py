@@ -281,25 +281,29 @@ def test_a_full_queue_says_so_and_forgets_who_left(
     go, ran = threading.Event(), []
 
     def held(self: Predictor, windows: np.ndarray, *rest: Any, **named: Any) -> Any:
-        assert go.wait(30)
         ran.append(len(windows))
+        assert go.wait(30)
         return infer(self, windows, *rest, **named)
+
+    def come() -> int:
+        """Pictures that wait, and those that the network holds: on a busy machine it does not get all at once."""
+        return int(metric(client, "algm_pictures_waiting")) + sum(ran)
 
     monkeypatch.setattr(Predictor, "infer", held)
     small = png_of(photos[0])
     with ThreadPoolExecutor(12) as pool:
-        first = [pool.submit(client.infer, encoded(small)) for _ in range(8)]  # a batch, which the network holds
-        until(lambda: metric(client, "algm_requests_running") == 8)
+        first = [pool.submit(client.infer, encoded(small)) for _ in range(8)]  # the network holds one or more
+        until(lambda: come() == 8)
         leaving = socket.create_connection(("127.0.0.1", client.port))
         leaving.sendall(b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(small) + small)
-        until(lambda: metric(client, "algm_pictures_waiting") >= 1)
+        until(lambda: come() == 9)
         status, found = client.infer(encoded(*[small] * 4))
         assert (status, "after a moment" in found["error"]) == (503, True)
         assert client.headers["retry-after"] == "1"
         assert client.get("/v2/health/ready")[0] == 200
         leaving.close()
         until(lambda: metric(client, "algm_requests_running") == 8)
-        assert metric(client, "algm_pictures_waiting") == 0
+        assert come() == 8
         go.set()
         assert [one.result()[0] for one in first] == [200] * 8
     assert client.infer(encoded(*[small] * 4))[0] == 200
