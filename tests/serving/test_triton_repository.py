@@ -29,7 +29,6 @@ from algm_deploy import cli
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BundleError, RuntimeUnavailableError
 from algm_deploy.predictor import Predictor
-from algm_deploy.recipe.schema import MergePlan
 from algm_deploy.runners.contract import runner, runner_type
 from algm_deploy.runners.onnxruntime import runner as ort_runner
 from algm_deploy.serving import triton_repository as writer
@@ -112,7 +111,7 @@ def test_tokens_that_share_patches_are_no_picture(
     tiny_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A request that names no outputs gets all that the configuration lists."""
-    monkeypatch.setattr(MergePlan, "standing", False)
+    monkeypatch.setattr(type(tiny_bundle.recipe.merging.row), "standing", False)
     made = write_repository(tiny_bundle, tmp_path, CPU)
     config = parsed((made / "config.pbtxt").read_text())
     assert [one.name for one in config.output] == ["labels", "labels_png", "token_counts", "patches"]
