@@ -1,4 +1,4 @@
-"""Segmentation quality from confusion matrices, and agreement between two label maps.
+"""Segmentation quality from confusion matrices.
 
 They follow the published metric (mmseg): histograms over the whole set, intersection over union per class, mean over
 the classes that occur in label or prediction.
