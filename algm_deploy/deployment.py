@@ -62,6 +62,7 @@ from algm_deploy.runners.registry import default_runtime, row_of
 from algm_deploy.timing.protocols import Request, benchmark, check_verified, natural, reading_ms, usual_request
 from algm_deploy.timing.timers import host_ms
 from algm_deploy.timing.variants import executables
+from algm_deploy.wording import merge_titles
 
 REBUILD_PICTURES = 4
 CALIBRATION_PICTURES = 32
@@ -177,12 +178,13 @@ def _with_classes(recipe: Recipe) -> Recipe:
 def _threshold_note(recipe: Recipe, layers: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[str, ...]:
     plan = recipe.merging
     given = any("merging.clap_threshold" in settings for _, settings in layers)
-    if given or not plan.clap_layers or plan.clap == "budget":
+    if given or not plan.reads_clap_threshold:
         return ()
-    tau = plan.clap_threshold
+    (merge,) = merge_titles([plan.merge_in(plan.layers[0])]).values()
+    best = ", at best the mean + standard deviation of the similarities on training images" if plan.clap_layers else ""
     return (
-        f"no source gives CLAP's threshold for {recipe.name}, so it is {tau:g} and CLAP merges practically nothing: "
-        "give --tau, at best the mean + standard deviation of the similarities on training images",
+        f"no source gives {merge}'s threshold for {recipe.name}, so it is {plan.clap_threshold:g} and {merge} merges "
+        f"practically nothing: give --tau{best}",
     )
 
 

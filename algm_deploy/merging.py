@@ -18,6 +18,8 @@ from algm_deploy.models.merges import (
     Clap,
     Cts,
     CtsReplay,
+    Dtop,
+    DtopReplay,
     Elvit,
     ElvitReplay,
     Evit,
@@ -55,7 +57,7 @@ def insert_merging(model: Model, plan: MergePlan) -> Model:
         encoder.outlet = Unmerge(encoder.prefix)
         encoder.regroup = Remerge(encoder.prefix) if plan.between_groups == "remerge" else KeepTokens()
     for block in cast(Iterable[Block], merged.blocks):
-        block.proportional = block.weighs = False
+        block.proportional = block.weighs = block.judged = False
         for slot in SLOTS.values():
             setattr(block, slot, KeepTokens())
     if plan.layers:
@@ -71,7 +73,8 @@ def _prepare(model: VitNetwork, plan: MergePlan) -> None:
     if row.compares == "keys":
         count_patches(model)
     for layer in plan.layers:
-        cast(Block, model.blocks[layer - 1]).weighs = row.compares == "cls"
+        block = cast(Block, model.blocks[layer - 1])
+        block.weighs, block.judged = row.compares == "cls", row.compares == "auxiliary"
     if row.restores:
         encoder.outlet = KINDS[row.merge].outlet(encoder.prefix)
 
@@ -272,5 +275,9 @@ KINDS: dict[Merge, Kind] = {
     "cts": Kind(
         lambda plan, network, _: Cts(network.grid, network.prefix, plan.cts_shared),
         lambda plan, network, index: CtsReplay(index, network.grid, network.prefix),
+    ),
+    "dtop": Kind(
+        lambda plan, network, _: Dtop(network.prefix, plan.dtop_keep),
+        lambda plan, network, index: DtopReplay(index, network.prefix),
     ),
 }

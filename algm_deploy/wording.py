@@ -46,5 +46,5 @@ def merge_titles(names: Sequence[str]) -> dict[str, str]:
 def _merge_title(name: str, alone: bool) -> str:
     kind, *layer = name.split("_")  # early releases wrote kinds alone
     part = layer[1:]
-    title = {"tome": "ToMe", "elvit": "ELViT", "evit": "EViT"}.get(kind, kind.upper())
+    title = {"tome": "ToMe", "elvit": "ELViT", "evit": "EViT", "dtop": "DToP"}.get(kind, kind.upper())
     return " ".join([title, *([] if alone else layer[:1]), *map(_PARTS.__getitem__, part)])

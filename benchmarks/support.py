@@ -43,6 +43,7 @@ TESTS = (
     "tests/test_g2tm.py",
     "tests/test_mpm.py",
     "tests/test_cts.py",
+    "tests/test_dtop.py",
     "tests/models",
     "tests/parity",
     "tests/evaluation/test_datasets.py",
@@ -97,6 +98,7 @@ OTHERS: dict[Method, str] = {
     "g2tm": "G2TM",
     "mpm": "MPM",
     "cts": "CTS",
+    "dtop": "DToP",
 }
 
 
@@ -118,7 +120,7 @@ def page(claims: Claims) -> str:
     """The whole page."""
     gpu = _record("runtimes_h200.json")
     device = gpu["environment"]["devices"][0]["name"]
-    recipes = [recipe(name) for name in recipe_names()]
+    recipes = [facts for facts in map(recipe, recipe_names()) if facts.merging.method == "algm"]
     rows = [(r.name, r.protocol.dataset, _pictures(r, claims), *_cells("algm", r, claims)) for r in recipes]
     networks = sorted({row.name for row in architectures()} | {claim.split()[1] for claim in claims if "/" in claim})
 

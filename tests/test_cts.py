@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
-from toys import checkpoint_state, outputs_of, toy
+from toys import outputs_of, segmenter_checkpoint, toy
 
 from algm_deploy.bundle.signature import signature_of
 from algm_deploy.bundle.store import Bundle
@@ -40,15 +39,8 @@ PROTOCOL = Protocol("camvid", 96, 96, 96)
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint as tue-mps/cts-segmenter writes it."""
-    folder = tmp_path_factory.mktemp("cts")
-    decoder = {"name": "mask_transformer", "n_layers": NETWORK.decoder_depth}
-    kwargs = {"d_model": 64, "n_layers": 3, "n_heads": 1, "n_cls": 5, "image_size": [96, 96], "patch_size": 16}
-    kwargs |= {"normalization": "vit", "decoder": decoder, "policy_method": "policy_net", "policy_schedule": [24, 3]}
-    inference = {"im_size": 96, "window_size": 96, "window_stride": 96}
-    facts = {"net_kwargs": kwargs, "dataset_kwargs": {"dataset": "camvid"}, "inference_kwargs": inference}
-    torch.save({"model": checkpoint_state(NETWORK)}, folder / "checkpoint.pth")
-    (folder / "variant.yml").write_text(yaml.dump(facts))
-    return folder / "checkpoint.pth"
+    facts = {"policy_method": "policy_net", "policy_schedule": [24, 3]}
+    return segmenter_checkpoint(tmp_path_factory.mktemp("cts"), NETWORK, **facts)
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,8 @@ from algm_deploy.recipe.schema import MergePlan, Network, Precision, Protocol, R
 from algm_deploy.runners.contract import runner
 from algm_deploy.runners.registry import row_of
 
-# The mask transformer's chain is walked in tests/parity.
-CASES = tuple(case for case in FAMILIES if case != ("segmenter", "mask_transformer"))
+# The mask transformer's chain is walked in tests/parity, that of DToP's SegViT apart.
+CASES = tuple(case for case in FAMILIES if case not in (("segmenter", "mask_transformer"), ("segvit", "prune")))
 # Their translations take as long as three others each: tests/models/test_vit_adapter.py has the methods in PyTorch.
 SLOW = (("vit_adapter", "upernet"), ("eva", "mask2former"))
 IMAGES = 3
@@ -153,6 +153,20 @@ def test_blockwise_tome_holds_without_cls(bundle_of: Callable[..., Bundle], reco
     assert [(link.name, link.measured) for link in report.links if not link.passed] == []
     assert _token_counts(bundle, images).tolist() == [[17, 17, 12, 12]] * IMAGES
     record_property("support", "tome_blockwise setr/mla onnxruntime-cpu verified")
+
+
+def test_the_chain_holds_where_auxiliary_heads_attend(
+    bundle_of: Callable[..., Bundle], record_property: Support
+) -> None:
+    """DToP: how sure a head is comes of what its queries attend to."""
+    bundle = bundle_of("segvit", "prune", "scores")
+    images = parity_windows(bundle.recipe, [], IMAGES)
+    for runtime, count in {"onnxruntime-cpu": IMAGES, "openvino": 1}.items():
+        if row_of(runtime).installed():
+            report = verify(bundle, runtime, images[:count], progress=False)
+            assert [(link.name, link.measured) for link in report.links if not link.passed] == []
+            record_property("support", f"dtop segvit/prune {runtime} verified")
+    assert len(set(_token_counts(bundle, images)[:, 1])) > 1
 
 
 def _token_counts(bundle: Bundle, images: np.ndarray) -> np.ndarray:

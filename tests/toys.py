@@ -7,9 +7,12 @@ expensive thing a test does. A test that cares for a size of its own changes it 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+import yaml
 
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.deployment import parity_windows
@@ -34,6 +37,7 @@ RECIPES = {
     ("setr", "naive_mmseg"): "setr_naive_mmseg_vit_l16_ade20k",
     ("setr", "mla_mmseg"): "setr_mla_mmseg_vit_l16_ade20k",
     ("segvit", "atm"): "segvit_vit_l16_ade20k",
+    ("segvit", "prune"): "segvit_prune_vit_l16_ade20k",
     ("eomt", "queries"): "eomt_vit_l16_ade20k",
     ("vit_adapter", "upernet"): "vit_adapter_deit_s16_ade20k",
     ("eva", "mask2former"): "eva_vit_g16_ade20k",
@@ -56,6 +60,7 @@ CONSTANT_COUNTS = {
     "evit": MergePlan((), (), method="evit", evit_layers=(2, 3), evit_keep=0.6),
 }
 TAU = 0.8  # merges some windows of a toy's pictures
+SURE = 0.21  # a confidence that heads of random weights have of some tokens of those
 
 
 def shrunk(full: Recipe) -> Recipe:
@@ -78,6 +83,7 @@ def shrunk(full: Recipe) -> Recipe:
         classes=5,
         image_size=(PATCHES[0] * network.patch_size, PATCHES[1] * network.patch_size),
         stages=tuple(place[layer] for layer in network.stages),
+        auxiliary=tuple(place[layer] for layer in network.auxiliary),
         decoder_depth=decoder_depth,
         decoder_dim=64 if network.architecture.masks else 16,
         extra_tokens=min(network.extra_tokens, 2),
@@ -88,11 +94,12 @@ def shrunk(full: Recipe) -> Recipe:
         pixel_layers=min(network.pixel_layers, 1),
         mlp_dim=min(network.mlp_dim, 160),
         # The largest of all graphs: those that differ in the scale of pixels alone share a translation.
-        normalization="deit" if network.architecture.adapter else network.normalization,
+        normalization="deit" if network.architecture.adapter or network.auxiliary else network.normalization,
     )
     layers = {
         "clap_layers": tuple(place[layer] for layer in plan.clap_layers),
         "gbm_layers": tuple(place[layer] for layer in plan.gbm_layers if layer in merges),
+        "dtop_layers": tuple(place[layer] for layer in plan.dtop_layers),
         "tome_r": tuple(4 if layer in merges else 0 for layer in kept) if plan.method == "tome" else (),
     }
     # Names, colours and published figures are those of the full network.
@@ -102,10 +109,11 @@ def shrunk(full: Recipe) -> Recipe:
 def toy(family: str, decoder: str) -> tuple[Network, MergePlan]:
     """A small network of three to six blocks for 64x96 pixels, and its plan: CLAP in block 1, GBM in a later one.
 
-    DINOv2's has registers, and pads its pictures or reads several blocks.
+    DINOv2's has registers, and pads its pictures or reads several blocks. The SegViT that DToP prunes is pruned.
     """
     small = shrunk(recipe(RECIPES[family, decoder]))
-    network, plan = small.network, replace(small.merging, clap_threshold=TAU)
+    network = small.network
+    plan = replace(small.merging, clap_threshold=SURE if network.auxiliary else TAU)
     if (family, decoder) == ("dinov2", "linear"):
         network = replace(network, patch_size=17, image_size=(64, 96), extra_tokens=4)
     if (family, decoder) == ("dinov2", "linear_ms"):
@@ -151,6 +159,21 @@ def checkpoint_state(network: Network) -> dict[str, torch.Tensor]:
         return 0.1 * torch.randn(shape, generator=generator)  # larger biases would make all tokens alike
 
     return {key: drawn(key, shape) for key, shape in shapes.items()}
+
+
+def segmenter_checkpoint(folder: Path, network: Network, **facts: Any) -> Path:
+    """A Segmenter's checkpoint with `variant.yml` beside it, as the authors' project writes them; `facts`: further ones
+    of the network."""
+    decoder = {"name": network.decoder, "n_layers": network.decoder_depth}
+    kwargs = {"d_model": network.embed_dim, "n_layers": network.depth, "n_heads": network.heads}
+    kwargs |= {"n_cls": network.classes, "image_size": [*network.image_size], "patch_size": network.patch_size}
+    kwargs |= {"normalization": network.normalization, "decoder": decoder, **facts}
+    side = network.image_size[0]
+    inference = {"im_size": side, "window_size": side, "window_stride": side}
+    said = {"net_kwargs": kwargs, "dataset_kwargs": {"dataset": "camvid"}, "inference_kwargs": inference}
+    torch.save({"model": checkpoint_state(network)}, folder / "checkpoint.pth")
+    (folder / "variant.yml").write_text(yaml.dump(said))
+    return folder / "checkpoint.pth"
 
 
 def deployed_toy(

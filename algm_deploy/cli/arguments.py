@@ -223,7 +223,9 @@ def thresholds(command: Parser) -> None:
     """How much a run merges, instead of what the bundle says."""
     group = command.add_argument_group("merging, instead of the bundle's thresholds")
     group.add_argument(
-        "--tau", type=threshold, help="threshold of CLAP, or of G2TM: the lower, the more merges; above 1 nothing does"
+        "--tau",
+        type=threshold,
+        help="threshold of CLAP or G2TM, or confidence of DToP: the lower, the more merges; above 1 nothing",
     )
     group.add_argument("--gbm", type=threshold, help="GBM's multiplier of the deviation, or its threshold")
     group.add_argument("--dense", action="store_true", help="merge nothing: what merging costs is the difference")
@@ -308,7 +310,9 @@ def settings(command: Parser) -> None:
     )
     group = command.add_argument_group("merging, instead of the recipe's")
     group.add_argument(
-        "--tau", type=finite, help="threshold of CLAP, or of G2TM: the lower, the more merges; above 1 nothing does"
+        "--tau",
+        type=finite,
+        help="threshold of CLAP or G2TM, or confidence of DToP: the lower, the more merges; above 1 nothing",
     )
     group.add_argument("--gbm", type=finite, help="GBM's multiplier of the deviation, or its threshold")
     group.add_argument("--dense", action="store_true", help="export the network without any merge")

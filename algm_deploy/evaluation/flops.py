@@ -27,7 +27,7 @@ class MultiplyAdds:
     """Multiply-adds of one window by part.
 
     `merging` is the product of similarities of GBM, ToMe or MPM, what ELViT or EViT multiplies to choose and to
-    restore, or CTS's policy network and the embedding of superpatches.
+    restore, CTS's policy network and the embedding of superpatches, or DToP's auxiliary heads.
     """
 
     patch_embedding: int
@@ -170,4 +170,5 @@ COSTS: dict[Merge, Cost] = {
     "g2tm": Cost(),
     "mpm": Cost(lambda network, plan, tokens, left: tokens * tokens * network.embed_dim),
     "cts": Cost(lambda network, plan, tokens, left: _sharing(network)),
+    "dtop": Cost(lambda network, plan, tokens, left: network_class(network).auxiliary_multiply_adds(network, tokens)),
 }

@@ -16,6 +16,7 @@ from algm_deploy.models.vit import MergeInputs, Tokens
 from algm_deploy.ops._rows import merge_rows, row_of, sum_rows, wide
 from algm_deploy.ops.clap import window_members
 from algm_deploy.ops.cts import cts_rows, cts_values
+from algm_deploy.ops.dtop import dtop_rows
 from algm_deploy.ops.elvit import elvit_centroids, nearest, restoring_weights, squared_distances
 from algm_deploy.ops.evit import evit_record, evit_rows
 from algm_deploy.recipe.schema import MergePlan, Size
@@ -181,6 +182,39 @@ class CtsReplay(Cts):
         return self.left(tokens, *cts_values(tokens.values, source, map.shape[1], self.prefix), map)
 
 
+class Dtop(nn.Module):
+    """DToP in the slot after a block that is handed what its auxiliary head says. Images prune alone."""
+
+    def __init__(self, prefix: int, keep: int) -> None:
+        super().__init__()
+        self.prefix, self.keep = prefix, keep
+
+    def forward(self, tokens: Tokens, inputs: MergeInputs) -> Tokens:
+        facts = tokens.map, tokens.length, tokens.keys, inputs.clap, self.prefix, self.keep
+        values, size, map, length = torch.ops.algm.dtop(tokens.values, *facts)
+        return Tokens(values, size, map, length, padded=True, canvas=tokens.canvas)
+
+
+class DtopReplay(nn.Module):
+    """DToP where a recorded map says which patches keep their token."""
+
+    def __init__(self, index: int, prefix: int) -> None:
+        super().__init__()
+        self.index, self.prefix = index, prefix
+
+    def forward(self, tokens: Tokens, inputs: MergeInputs) -> Tokens:
+        stays = staying_rows(tokens.map, inputs.maps[self.index], tokens.values.shape[1], self.prefix)
+        values, size, map, length = dtop_rows(tokens.values, tokens.map, stays, self.prefix)
+        return Tokens(values, size, map, length, padded=True, canvas=tokens.canvas)
+
+
+def staying_rows(map_in: Tensor, map_out: Tensor, rows: int, prefix: int) -> Tensor:
+    """Which of so many rows stay, without the prefix (B, R), by the patch maps (B, N) before and after."""
+    row = torch.where(map_in < 0, rows, map_in)  # of patches without a token, one behind all
+    kept = torch.zeros(len(map_in), rows + 1, dtype=torch.bool, device=map_in.device)
+    return kept.scatter(1, row, map_out >= 0)[:, prefix:rows]
+
+
 def shared_superpatches(map: Tensor, grid: Size) -> Tensor:
     """Which superpatches (B, M) have one row for all their patches in a map (B, N)."""
     rows = map[:, torch.from_numpy(window_members(grid, (2, 2)))]
@@ -340,5 +374,5 @@ class ReplayChoice(nn.Module):
         return inputs.masks[self.index] > 0
 
 
-REPLAYS = (Replay, ElvitReplay, EvitReplay, CtsReplay)
+REPLAYS = (Replay, ElvitReplay, EvitReplay, CtsReplay, DtopReplay)
 """The modules that merge as recorded."""

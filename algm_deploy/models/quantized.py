@@ -117,10 +117,15 @@ def computes_levels(bundle: Bundle, precision: Precision) -> bool:
 
 
 def products_of(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """The matrix products that may be quantised, by name in the order of the modules: linear layers of blocks."""
+    """The matrix products that may be quantised, by name in the order of the modules: linear layers of blocks, but for
+    those of auxiliary heads, which decide."""
     for name, block in model.named_modules():
         if isinstance(block, Block):
-            yield from ((f"{name}.{own}", layer) for own, layer in block.named_modules() if type(layer) is nn.Linear)
+            yield from (
+                (f"{name}.{own}", layer)
+                for own, layer in block.named_modules()
+                if type(layer) is nn.Linear and not own.startswith("auxiliary.")
+            )
 
 
 def quantized(model: Model, products: Iterable[QuantizedProduct], precision: Precision) -> Model:

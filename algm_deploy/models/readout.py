@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import algm_deploy.ops  # noqa: F401  registers torch.ops.algm
-from algm_deploy.models.scores import Scores
+from algm_deploy.models.scores import Scores, TokenScores, on_canvas
 from algm_deploy.models.vit import Merged, MergeInputs, Tokens, VitNetwork
 from algm_deploy.ops._rows import wide
 
@@ -131,7 +131,16 @@ def read(readout: Readout, outputs: Sequence[Tokens], stages: list[Merged]) -> S
         levels[-1], front = _joined(readout.joining, levels[-1])
     if readout.unmerged:
         levels = [_every_patch(tokens, readout.skipped) for tokens in levels]
-    return readout.scores(levels, front, PLAIN)._replace(stages=stages)
+    return _filled(readout.scores(levels, front, PLAIN), levels[-1].canvas)._replace(stages=stages)
+
+
+def _filled(scores: Scores, canvas: Tensor | None) -> Scores:
+    """Scores of every patch where tokens have left, of whom a canvas tells."""
+    if canvas is None or not isinstance(scores, TokenScores):
+        return scores
+    values = on_canvas(scores.scores, scores.map, scores.prefix, canvas)
+    rows = torch.arange(scores.prefix, scores.prefix + values.shape[1], device=values.device)
+    return scores._replace(scores=values, map=rows.expand_as(scores.map))
 
 
 def _read(level: Level, tokens: Tokens, skipped: int) -> Tokens:

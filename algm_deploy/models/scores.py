@@ -57,6 +57,16 @@ def to_grid(values: Tensor, map: Tensor, prefix: int, grid: Size) -> Tensor:
     return on_grid(torch.ops.algm.unmerge(values, map, prefix), grid)
 
 
+def on_canvas(values: Tensor, map: Tensor, prefix: int, canvas: Tensor | None) -> Tensor:
+    """A row (B, N, C) for every patch: that of its token in `values` (B, S', C), or, where it has left, what the canvas
+    (B, N, C) holds; without a canvas none has."""
+    if canvas is None:
+        unmerged: Tensor = torch.ops.algm.unmerge(values, map, prefix)
+        return unmerged
+    rows = torch.ops.algm.unmerge(wide(values), map.clamp(min=prefix), prefix)
+    return torch.where((map < 0)[..., None], canvas, rows)
+
+
 def on_grid(patches: Tensor, grid: Size) -> Tensor:
     """A row a patch (B, N, C) as maps (B, C, rows, columns)."""
     maps: Tensor = patches.mT.unflatten(2, grid)  # type: ignore[no-untyped-call]
@@ -75,11 +85,14 @@ def scores_of_masks(masks: Tensor, classes: Tensor, size: Size) -> Tensor:
 
     Every mask is enlarged and weighted with its query's probabilities; the last class stands for no object.
     """
-    # The sigmoid in full: ONNX Runtime's own on a CPU is 17 % off at -15 and zero below -18, and where no query has a
-    # mask such values decide. No exponent is positive: in an fp16 engine exp(12) is infinite.
-    logits = resize(wide(masks), size)
-    covered = logits.clamp(max=0).exp() / ((-logits.abs()).exp() + 1)
-    return torch.einsum("bqk,bqhw->bkhw", probabilities(classes), covered)
+    return torch.einsum("bqk,bqhw->bkhw", probabilities(classes), covered(resize(wide(masks), size)))
+
+
+def covered(masks: Tensor) -> Tensor:
+    """The sigmoid of masks, at least fp32."""
+    # In full: ONNX Runtime's own on a CPU is 17 % off at -15 and zero below -18, and where no query has a mask such
+    # values decide. No exponent is positive: in an fp16 engine exp(12) is infinite.
+    return masks.clamp(max=0).exp() / ((-masks.abs()).exp() + 1)
 
 
 def probabilities(classes: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from algm_deploy.models.auxiliary import LinearHead
 from algm_deploy.models.multiply_adds import NORM, attention, linear_head, mlp, normalised
 from algm_deploy.models.naming import Naming, joined_tokens
 from algm_deploy.models.policy import PolicyNet, convs
@@ -22,6 +23,7 @@ from algm_deploy.models.vit import Block, Tokens
 from algm_deploy.recipe.schema import Network, Size
 
 DISTILLED = "encoder.dist_token"
+AUXILIARY = "auxiliary_head"  # zbwxp/Dynamic-Token-Pruning's name, as heads of a Segmenter have no other
 POLICY, _POLICY = "policy_net", "encoder.policy"  # their name of CTS's policy network, and ours
 
 
@@ -73,6 +75,9 @@ class Segmenter(ReadNetwork):
         super().__init__(network)
         if network.policy:
             self.encoder.policy = PolicyNet()
+        for layer in network.auxiliary:
+            head = LinearHead(network.prefix, network.embed_dim, network.classes)
+            self.encoder.blocks[layer - 1].auxiliary = head
         self.decoder: LinearDecoder | MaskTransformer = (
             LinearDecoder(network.embed_dim, network.classes)
             if network.decoder == "linear"
@@ -95,18 +100,25 @@ class Segmenter(ReadNetwork):
         return normalised(network, levels) + projections + blocks + NORM * rows * dim + scores
 
     @staticmethod
+    def auxiliary_multiply_adds(network: Network, tokens: int) -> int:
+        return LinearHead.multiply_adds(tokens, network.embed_dim, network.classes)
+
+    @staticmethod
     def namings(network: Network) -> tuple[Naming, ...]:
         """The official names are ours; a DeiT's distillation token stands alone, and its classifiers play no part.
 
-        CTS's policy network stands beside the encoder there.
+        CTS's policy network stands beside the encoder there, and so do auxiliary heads, which no project publishes.
         """
         tokens = {"encoder.cls_token": 1, DISTILLED: network.extra_tokens}
+        heads = {
+            f"encoder.blocks.{layer - 1}.auxiliary.": f"{AUXILIARY}.{i}." for i, layer in enumerate(network.auxiliary)
+        }
         return (
             Naming(
                 project="rstrudel/segmenter",
                 mark="encoder.",
                 decoders=("mask_transformer", "linear"),
-                names={"": "", f"{_POLICY}.head.": f"{POLICY}.head."},
+                names={"": "", f"{_POLICY}.head.": f"{POLICY}.head.", **heads},
                 convs=convs(_POLICY, f"{POLICY}.backbone") if network.policy else {},
                 made=joined_tokens(network.embed_dim, tokens),
                 unused=("encoder.head.", "encoder.head_dist."),

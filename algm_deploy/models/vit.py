@@ -34,10 +34,12 @@ class Tokens(NamedTuple):
     int64, valid rows. Before CTS's merge superpatches follow as more rows, which size and length leave out. `padded`:
     images differ in length, so attention has to be told. `keys` (B, S, K): what a merge compares where it is not the
     values, such as the keys of the block's attention, their mean over heads, or (B, S, 1) what cls attends to, or
-    (B, M, 1) what the policy network says of superpatches. `within`: the merges inside the last block that ended there,
-    of which nothing is seen in the other fields. `weights` (B, N, S less the prefix) fp32: what the rows count in each
-    patch, where no single one stands for it. `decided` (B, N) int64: what the last merge decided, where the map does
-    not tell.
+    (B, M, 1) what the policy network says of superpatches, or (B, S less the prefix, classes) fp32 how sure an
+    auxiliary head is. `within`: the merges inside the last block that ended there, of which nothing is seen in the
+    other fields. `weights` (B, N, S less the prefix) fp32: what the rows count in each patch, where no single one
+    stands for it. `decided` (B, N) int64: what the last merge decided, where the map does not tell. `canvas`
+    (B, N, classes), at least fp32: what the last auxiliary head that saw a patch said of it; the map is -1 where its
+    token has left since.
     """
 
     values: Tensor
@@ -49,6 +51,7 @@ class Tokens(NamedTuple):
     within: tuple[Merged, ...] = ()
     weights: Tensor | None = None
     decided: Tensor | None = None
+    canvas: Tensor | None = None
 
     @property
     def merged(self) -> Merged:
@@ -162,7 +165,8 @@ class Block(nn.Module):
     rows that enter attention or the MLP, which runs on what they leave; every row gets its result back, and the
     residual is that of all rows. `start_merge` is given what enters the block, `end_merge` what it makes.
     `proportional`: attention counts the patches of a row (ToMe). `weighs`: `merge` is handed what cls attends to
-    (EViT).
+    (EViT). `judged`: `end_merge` is handed what `auxiliary`, a head that some networks have here, says of the rows
+    (DToP).
     """
 
     def __init__(self, dim: int, heads: int, eps: float = 1e-5, hidden: int = 0) -> None:
@@ -176,6 +180,8 @@ class Block(nn.Module):
         self.start_merge: nn.Module = KeepTokens()
         self.proportional = False
         self.weighs = False
+        self.auxiliary: nn.Module = nn.Identity()
+        self.judged = False
         self.norm2 = nn.LayerNorm(dim, eps)
         self.mlp = Mlp(dim, hidden or 4 * dim)
 
@@ -193,6 +199,8 @@ class Block(nn.Module):
         x = self.norm2(tokens.values)
         changed, second = _run_merged(self.mlp, self.mlp_merge, tokens._replace(values=x), inputs)
         tokens = tokens._replace(values=tokens.values + changed, within=(*first, *second))
+        if self.judged:
+            tokens = self.auxiliary(tokens)
         merged: Tokens = self.end_merge(tokens, inputs)
         return merged
 
@@ -311,6 +319,11 @@ class VitNetwork(nn.Module):
     @staticmethod
     def decoder_multiply_adds(network: Network, levels: Sequence[int]) -> int:
         """Multiply-adds of all but the blocks and the patch embedding; `levels`: patch tokens of each level read."""
+        raise NotImplementedError
+
+    @staticmethod
+    def auxiliary_multiply_adds(network: Network, tokens: int) -> int:
+        """Multiply-adds of an auxiliary head that sees so many patch tokens, where the network may have one."""
         raise NotImplementedError
 
     @property

@@ -9,6 +9,7 @@ from algm_deploy.ops.clap import clap
 from algm_deploy.ops.cls_attention import cls_attention
 from algm_deploy.ops.cts import cts
 from algm_deploy.ops.deformable_attention import deformable_attention
+from algm_deploy.ops.dtop import dtop
 from algm_deploy.ops.elvit import elvit, elvit_restore
 from algm_deploy.ops.evit import evit
 from algm_deploy.ops.g2tm import g2tm
@@ -28,6 +29,7 @@ __all__ = [
     "cls_attention",
     "cts",
     "deformable_attention",
+    "dtop",
     "elvit",
     "elvit_restore",
     "evit",

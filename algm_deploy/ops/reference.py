@@ -8,6 +8,9 @@ from algm_deploy.ops.clap import reference_similarity as window_similarity
 from algm_deploy.ops.cls_attention import reference as cls_attention
 from algm_deploy.ops.cts import reference as cts
 from algm_deploy.ops.deformable_attention import reference as deformable_attention
+from algm_deploy.ops.dtop import reference as dtop
+from algm_deploy.ops.dtop import reference_rows as dtop_rows
+from algm_deploy.ops.dtop import reference_stays as dtop_stays
 from algm_deploy.ops.elvit import reference as elvit
 from algm_deploy.ops.elvit import reference_centroids as elvit_centroids
 from algm_deploy.ops.elvit import reference_distances as squared_distances
@@ -46,6 +49,9 @@ __all__ = [
     "cls_attention",
     "cts",
     "deformable_attention",
+    "dtop",
+    "dtop_rows",
+    "dtop_stays",
     "elvit",
     "elvit_centroids",
     "elvit_restore",

@@ -142,7 +142,16 @@ def _block_nodes(network: Network, plan: MergePlan, layer: int) -> list[dict[str
     if not row.lasting:
         return [merge, attention, UNMERGE, merge, UNMERGE]
     told = [attention | {"operator": "cls_attention"}] if row.compares == "cls" else []
+    told += _head_nodes(network) if row.compares == "auxiliary" else []
     return [merge, attention] if "start" in row.parts else [attention, *told, merge]
+
+
+def _head_nodes(network: Network) -> list[dict[str, Any]]:
+    """The nodes of an auxiliary head: attention of its queries, if it has some, and what it says of every patch."""
+    dim, heads = network.decoder_dim, network.mask_heads
+    attention = {"operator": "attention", "heads": heads, "scale": (dim / heads) ** -0.5}
+    layers = network.decoder_depth if network.architecture.own_heads else 0
+    return [attention] * layers + [{"operator": "unmerge", "prefix": network.prefix}]
 
 
 def _attention_node(network: Network) -> dict[str, Any]:

@@ -35,6 +35,7 @@ class Architecture:
         masks: the decoder's layers attend where the masks of the layer before say, `decoder_depth` of them.
         queries: the decoder's blocks are the last of the ViT, which queries join and which merge no tokens.
         policy: checkpoints may hold CTS's policy network beside it.
+        auxiliary: checkpoints may hold heads after blocks before the last, by which DToP prunes.
     """
 
     family: str
@@ -52,6 +53,7 @@ class Architecture:
     masks: bool = False
     queries: bool = False
     policy: bool = False
+    auxiliary: bool = False
 
     @property
     def name(self) -> str:
@@ -102,7 +104,12 @@ def unregister(row: Architecture) -> None:
 
 _ROWS: dict[tuple[str, str], Architecture] = {}
 _segmenter = partial(
-    Architecture, family="segmenter", network="algm_deploy.models.segmenter:Segmenter", extra_tokens=1, policy=True
+    Architecture,
+    family="segmenter",
+    network="algm_deploy.models.segmenter:Segmenter",
+    extra_tokens=1,
+    policy=True,
+    auxiliary=True,
 )
 _setr = partial(Architecture, family="setr", network="algm_deploy.models.setr:Setr")
 _dinov2 = partial(
@@ -125,6 +132,16 @@ for _row in (
         stages=3,
         blocks=1,
         own_heads=True,
+    ),
+    Architecture(
+        family="segvit",
+        decoder="prune",
+        network="algm_deploy.models.segvit:SegvitPrune",
+        published="SegViT of DToP",
+        cls=False,
+        blocks=1,
+        own_heads=True,
+        auxiliary=True,
     ),
     _dinov2(decoder="linear", published="DINOv2 with a linear head"),
     _dinov2(decoder="linear_ms", stages=4),

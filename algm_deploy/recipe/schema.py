@@ -19,10 +19,10 @@ Batching = Literal["per_image", "batch_min"]
 TokenOrder = Literal["published", "raster"]
 ClapRule = Literal["threshold", "budget"]
 GbmRule = Literal["adaptive", "fixed", "budget"]
-Method = Literal["algm", "tome", "tome_blockwise", "elvit", "evit", "g2tm", "mpm", "cts"]
-Merge = Literal["clap", "gbm", "tome", "elvit", "evit", "g2tm", "mpm", "cts"]
+Method = Literal["algm", "tome", "tome_blockwise", "elvit", "evit", "g2tm", "mpm", "cts", "dtop"]
+Merge = Literal["clap", "gbm", "tome", "elvit", "evit", "g2tm", "mpm", "cts", "dtop"]
 Part = Literal["", "attention", "mlp", "end", "start"]
-Compared = Literal["tokens", "keys", "cls", "policy"]
+Compared = Literal["tokens", "keys", "cls", "policy", "auxiliary"]
 BetweenGroups = Literal["unmerge", "remerge"]
 Resize = Literal["double", "single"]
 Output = Literal["labels", "scores"]
@@ -43,7 +43,8 @@ class Network:
     `decoder_dim` is the width of UPerNet or Mask2Former. Mask2Former has `pixel_layers` of deformable attention among
     its features, then `decoder_depth` layers in which `queries` look at them, all with `decoder_heads`. `mlp_dim` is
     the width inside the MLPs of the encoder's blocks; 0 stands for four times `embed_dim`. `policy`: CTS's policy
-    network stands beside the encoder.
+    network stands beside the encoder. `auxiliary` are the 1-based blocks after which a head of its own stands, by which
+    DToP prunes. SegViT's decoder has `decoder_heads`, or as many as the encoder where they are 0.
     """
 
     family: str
@@ -66,6 +67,7 @@ class Network:
     pixel_layers: int = 0
     mlp_dim: int = 0
     policy: bool = False
+    auxiliary: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         row = self.architecture
@@ -77,10 +79,10 @@ class Network:
         _check_ranges("network", self, decoder_depth=(row.blocks or 0, self.depth - 1 if row.queries else 256))
         if self.embed_dim % self.heads:
             raise RecipeError(f"expected network.heads to divide the width {self.embed_dim}, got {self.heads}")
-        if row.own_heads and self.decoder_dim % self.heads:
+        if row.own_heads and self.decoder_dim % self.mask_heads:
             raise RecipeError(
-                f"expected network.heads to divide network.decoder_dim {self.decoder_dim} for decoder {self.decoder}, "
-                f"got {self.heads}"
+                f"expected network.{'decoder_' * bool(self.decoder_heads)}heads to divide network.decoder_dim "
+                f"{self.decoder_dim} for decoder {self.decoder}, got {self.mask_heads}"
             )
         if not row.padded and any(side % self.patch_size for side in self.image_size):
             raise RecipeError(
@@ -94,6 +96,7 @@ class Network:
         self._check_adapter()
         self._check_masks()
         self._check_policy()
+        self._check_auxiliary()
 
     def _check_adapter(self) -> None:
         there = self.architecture.adapter
@@ -118,8 +121,9 @@ class Network:
             )
 
     def _check_masks(self) -> None:
-        there = self.architecture.masks
-        _check_ranges("network", self, decoder_heads=(int(there), 256 * there), pixel_layers=(int(there), 64 * there))
+        there, own = self.architecture.masks, self.architecture.own_heads
+        _check_ranges("network", self, decoder_heads=(int(there), 256 * (there or own)))
+        _check_ranges("network", self, pixel_layers=(int(there), 64 * there))
         if there and (self.decoder_dim % self.decoder_heads or self.decoder_dim % NORM_GROUPS):
             raise RecipeError(
                 f"expected network.decoder_dim as a multiple of network.decoder_heads {self.decoder_heads} and of the "
@@ -138,6 +142,19 @@ class Network:
                 f"one answer for 32x32 pixels, got {self.patch_size} and {self.image_size}"
             )
 
+    def _check_auxiliary(self) -> None:
+        blocks = self.auxiliary
+        if blocks and not self.architecture.auxiliary:
+            raise RecipeError(
+                "expected network.auxiliary, the blocks with a head by which DToP prunes, for a family whose "
+                f"checkpoints may hold some, got {self.family} with decoder {self.decoder}: leave it out"
+            )
+        if sorted(set(blocks)) != list(blocks) or any(not 1 <= block < self.depth for block in blocks):
+            raise RecipeError(
+                f"expected ascending blocks from 1 to {self.depth - 1} as network.auxiliary, whose heads stand before "
+                f"the last block, got {blocks}"
+            )
+
     @property
     def groups(self) -> tuple[tuple[int, int], ...]:
         """First and last of the encoder blocks between which nothing but the ViT takes part: 1-based, in order."""
@@ -153,6 +170,11 @@ class Network:
     def prefix(self) -> int:
         """Leading rows of the sequence that are no patches: cls, which some networks drop, and `extra_tokens`."""
         return 1 + self.extra_tokens if self.architecture.cls else 0
+
+    @property
+    def mask_heads(self) -> int:
+        """Heads of a decoder whose attention is the mask."""
+        return self.decoder_heads or self.heads
 
     @property
     def encoder_depth(self) -> int:
@@ -206,11 +228,11 @@ class MergeMethod:
     `tome_r`; empty where pictures differ. `unstoppable`: why no threshold stops it, for people; empty where one does.
     `parts`: those of a block that it merges tokens for, `end` where it merges after the block and `start` before it, or
     the one empty part where it merges between attention and MLP. `compares`: tokens, or the keys of attention that
-    counts patches, the attention of cls, or the answer of a policy network. `lasting`: tokens that merged stay so;
-    otherwise they are back after the part of the block they merged for. `standing`: one token stands for each patch,
-    which the token maps name; otherwise several do, each in part. `restores`: every patch is restored for the decoder,
-    which does not know of the method; else it works on the tokens that are left. `alone`: every picture merges by
-    itself, whatever batch it is in.
+    counts patches, the attention of cls, or the answer of a policy network or of auxiliary heads. `lasting`: tokens
+    that merged stay so; otherwise they are back after the part of the block they merged for. `standing`: one token
+    stands for each patch, which the token maps name; otherwise several do, each in part, or none. `restores`: every
+    patch is restored for the decoder, which does not know of the method; else it works on the tokens that are left.
+    `alone`: every picture merges by itself, whatever batch it is in.
     """
 
     merge: ClassVar[Merge]
@@ -470,6 +492,42 @@ class _Cts(_Counted):
             )
 
 
+class _Dtop(MergeMethod):
+    """Tokens leave after each block of `dtop_layers` where its auxiliary head is sure of their class.
+
+    Sure is what lies above `clap_threshold`, here a probability; the `dtop_keep` surest of each class stay so that
+    others see them (`ops/dtop.py`). What the heads say of tokens that leave is their result. The network has to have
+    those heads, `network.auxiliary`.
+    """
+
+    merge, settings = "dtop", ("dtop_layers", "dtop_keep")
+    parts, compares, standing, restores, alone = ("end",), "auxiliary", False, False, True
+
+    def layers(self, plan: MergePlan) -> tuple[int, ...]:
+        return plan.dtop_layers
+
+    def check(self, plan: MergePlan) -> None:
+        _check_layers("dtop_layers", plan.dtop_layers)
+        if plan.dtop_keep < 1:
+            raise PlanError(
+                "expected merging.dtop_keep, the tokens of each class that stay for the others, from 1, got "
+                f"{plan.dtop_keep}"
+            )
+
+    def check_network(self, plan: MergePlan, network: Network) -> None:
+        if not set(plan.dtop_layers) <= set(network.auxiliary):
+            raise RecipeError(
+                f"method dtop asks auxiliary heads, and this network has them after blocks {network.auxiliary}, not "
+                f"all of {plan.dtop_layers}: choose merging.dtop_layers among them, or export a checkpoint with others"
+            )
+
+    def reads_clap_threshold(self, plan: MergePlan) -> bool:
+        return bool(plan.layers)
+
+    def in_force(self, plan: MergePlan, clap: float, gbm: float) -> MergePlan:
+        return replace(plan, clap_threshold=clap) if plan.layers and clap < math.inf else DENSE
+
+
 METHODS: dict[Method, MergeMethod] = {
     "algm": _Algm(),
     "tome": _Tome(),
@@ -479,6 +537,7 @@ METHODS: dict[Method, MergeMethod] = {
     "g2tm": _G2tm(),
     "mpm": _Mpm(),
     "cts": _Cts(),
+    "dtop": _Dtop(),
 }
 _READERS = {setting: method for method, row in METHODS.items() for setting in row.settings}
 
@@ -543,6 +602,8 @@ class MergePlan:
     g2tm_layer: int = 0
     mpm_layers: tuple[int, ...] = ()
     cts_shared: int = 0
+    dtop_layers: tuple[int, ...] = ()
+    dtop_keep: int = 5
     between_groups: BetweenGroups = "unmerge"
 
     def __post_init__(self) -> None:
@@ -617,7 +678,7 @@ class MergePlan:
 
     @property
     def reads_clap_threshold(self) -> bool:
-        """Whether a merge waits for `clap_threshold`: CLAP, or G2TM."""
+        """Whether a merge waits for `clap_threshold`: CLAP, G2TM, or DToP."""
         return self.row.reads_clap_threshold(self)
 
     @property

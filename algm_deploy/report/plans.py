@@ -135,4 +135,11 @@ WORDS: dict[Method, Words] = {
         lambda plan: f"CTS, {plan.cts_shared} superpatches",
         lambda plan: "2x2 patches whose token is shared are chosen by a policy network",
     ),
+    "dtop": Words(
+        lambda plan, _: f"DToP after {_in_blocks(plan.dtop_layers)}, confidence {plan.clap_threshold:.4g}",
+        lambda plan: (
+            f"DToP after {_in_blocks(plan.dtop_layers)}: tokens whose class an auxiliary head is sure of leave, but "
+            f"for the {plan.dtop_keep} surest of each class"
+        ),
+    ),
 }

@@ -47,7 +47,13 @@ def write(folder: Path, text: str) -> Path:
 
 
 PUBLISHED = tuple(name for name in recipes.recipe_names() if name.startswith("segmenter_vit_"))
-OTHERS = tuple(name for name in recipes.recipe_names() if name.startswith(("setr_", "segvit_")))
+PRUNED = {
+    "segvit_prune_vit_b16_ade20k": (768, 12, 6, (6, 8), 0.9, 341, 2048 / 512),
+    "segvit_prune_vit_l16_ade20k": (1024, 24, 8, (8, 16), 0.95, 320, 2560 / 640),
+    "segvit_prune_vit_l16_coco_stuff10k": (1024, 24, 16, (8, 16), 0.95, 341, 2048 / 512),
+    "segvit_prune_vit_l16_pascal_context_59": (1024, 24, 16, (8, 16), 0.95, 320, 2048 / 520),
+}
+OTHERS = tuple(name for name in recipes.recipe_names() if name.startswith(("setr_", "segvit_")) and name not in PRUNED)
 PRETRAINED = {
     "dinov2_vit_s14_ade20k": ("linear", 384, 12, 1, 47.0),
     "dinov2_vit_b14_ade20k": ("linear", 768, 12, 1, 152.0),
@@ -75,7 +81,7 @@ def test_names() -> None:
         assert f"segmenter_vit_{size}_ade20k" in names
     assert len(PUBLISHED) == 12
     assert len(OTHERS) == 20
-    assert set(names) == {*PUBLISHED, *OTHERS, *PRETRAINED, *ADAPTERS, "demo"}
+    assert set(names) == {*PUBLISHED, *OTHERS, *PRETRAINED, *ADAPTERS, *PRUNED, "demo"}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -173,6 +179,22 @@ def test_every_recipe_of_adapters_is_consistent(name: str) -> None:
     assert fresh_merges(plan, network) == (True, True, True, True)
 
 
+@pytest.mark.parametrize("name", PRUNED)
+def test_every_recipe_of_dtop_is_consistent(name: str) -> None:
+    """By config/prune of zbwxp/Dynamic-Token-Pruning."""
+    recipe, (width, depth, heads, blocks, tau, stride, ratio) = recipes.recipe(name), PRUNED[name]
+    network, plan, protocol = recipe.network, recipe.merging, recipe.protocol
+    assert (network.decoder, network.embed_dim, network.depth) == ("prune", width, depth)
+    assert (network.decoder_dim, network.mask_heads) == (width // 2, heads)
+    assert network.auxiliary == plan.layers == blocks
+    assert (plan.clap_threshold, plan.dtop_keep) == (tau, 5)
+    assert network.image_size == (protocol.window, protocol.window)
+    assert (protocol.stride, round(protocol.max_ratio, 3)) == (stride, round(ratio, 3))
+    assert name.endswith(protocol.dataset)
+    assert network.classes == {"ade20k": 150, "coco_stuff10k": 171, "pascal_context_59": 59}[protocol.dataset]
+    assert multiply_adds(network, DENSE).gmacs == pytest.approx(recipe.published["gmacs_dense"], rel=0.01)
+
+
 @pytest.mark.parametrize("name", PRETRAINED)
 def test_every_recipe_of_pretrained_vits_is_consistent(name: str) -> None:
     recipe, (decoder, width, depth, prefix, gmacs) = recipes.recipe(name), PRETRAINED[name]
@@ -254,6 +276,7 @@ WRONG = {
     "network.adapter_dim": ("16", "network.adapter_dim between 0 and 0"),
     "network.decoder_heads": ("2", "network.decoder_heads between 0 and 0"),
     "network.pixel_layers": ("1", "network.pixel_layers between 0 and 0"),
+    "network.auxiliary": ("[3, 2]", "as network.auxiliary, whose heads stand before the last block, got (3, 2)"),
     "network.policy": ("1", "expected true or false as network.policy, got 1"),
     "network.mlp_dim": ("-1", "network.mlp_dim between 0 and 65536"),
     "merging.clap_layers": ("[1, 2]", "CLAP works on the full patch grid and fits one layer only"),
@@ -268,7 +291,7 @@ WRONG = {
     "merging.semantics": ('"both"', "code or paper"),
     "merging.batch": ("1", "per_image or batch_min"),
     "merging.order": ('""', "published or raster"),
-    "merging.method": ('"dtop"', "algm or tome or tome_blockwise or elvit or evit or g2tm or mpm or cts"),
+    "merging.method": ('"dtopp"', "algm or tome or tome_blockwise or elvit or evit or g2tm or mpm or cts or dtop"),
     "merging.tome_r": ("[3]", "merging.tome_r is read by method tome, got (3,) for algm"),
     "merging.tome_share": ("[0.2]", "merging.tome_share is read by method tome_blockwise, got (0.2,) for algm"),
     "merging.elvit_layer": ("3", "merging.elvit_layer is read by method elvit, got 3 for algm"),
@@ -281,6 +304,8 @@ WRONG = {
     "merging.evit_keep": ("0.9", "merging.evit_keep is read by method evit, got 0.9 for algm"),
     "merging.cts_shared": ("9", "merging.cts_shared is read by method cts, got 9 for algm"),
     "merging.g2tm_layer": ("2", "merging.g2tm_layer is read by method g2tm, got 2 for algm"),
+    "merging.dtop_layers": ("[2, 5]", "merging.dtop_layers is read by method dtop, got (2, 5) for algm"),
+    "merging.dtop_keep": ("3", "merging.dtop_keep is read by method dtop, got 3 for algm"),
     "merging.mpm_layers": ("[2, 5]", "merging.mpm_layers is read by method mpm, got (2, 5) for algm"),
     "merging.between_groups": ('"merge"', "unmerge or remerge"),
     "protocol.dataset": ("[]", "a text"),

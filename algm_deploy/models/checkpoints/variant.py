@@ -11,7 +11,7 @@ from torch import Tensor
 
 from algm_deploy.errors import CheckpointError, PlanError, RecipeError
 from algm_deploy.models.checkpoints.reading import VARIANT_FILE, Checkpoint, names_of, shape_of
-from algm_deploy.models.segmenter import DISTILLED, POLICY
+from algm_deploy.models.segmenter import AUXILIARY, DISTILLED, POLICY
 from algm_deploy.ops.cts import MEMBERS
 from algm_deploy.recipe.conversion import converted
 from algm_deploy.recipe.reading import flatten, resolve
@@ -48,6 +48,7 @@ class _NetKwargs(Struct):
     distilled: bool | None = None
     policy_method: Literal["policy_net", "no_sharing"] | None = None
     policy_schedule: Size | None = None
+    auxiliary_layers: tuple[int, ...] = ()  # which no project writes: see `AUXILIARY`
 
     @property
     def shares(self) -> bool:
@@ -90,6 +91,7 @@ def network_from_variant(checkpoint: Checkpoint) -> Network:
             normalization=said.normalization,
             extra_tokens=int(bool(said.distilled)),
             policy=said.shares,
+            auxiliary=said.auxiliary_layers,
         )
     _cross_check(checkpoint, network)
     return network
@@ -209,6 +211,7 @@ def _cross_check(checkpoint: Checkpoint, network: Network) -> None:
         "net_kwargs.n_cls": (network.classes, *classes),
         "net_kwargs.distilled": (bool(network.extra_tokens), DISTILLED in found),
         "net_kwargs.policy_method": (network.policy, any(key.startswith(f"{POLICY}.") for key in found)),
+        "net_kwargs.auxiliary_layers": (len(network.auxiliary), _blocks(found, f"{AUXILIARY}.")),
     }
     for key, (claimed, *measured) in checks.items():
         if any(claimed != came for came in measured):

@@ -12,6 +12,7 @@ from algm_deploy.parity.decisions import Ints
 from algm_deploy.parity.merges.clap import CLAP
 from algm_deploy.parity.merges.common import MergeParity, out_of_order, stacked
 from algm_deploy.parity.merges.cts import CTS
+from algm_deploy.parity.merges.dtop import DTOP
 from algm_deploy.parity.merges.elvit import ELVIT
 from algm_deploy.parity.merges.evit import EVIT
 from algm_deploy.parity.merges.g2tm import G2TM
@@ -29,6 +30,7 @@ MERGES: dict[Merge, MergeParity[Any]] = {
     "g2tm": G2TM,
     "mpm": MPM,
     "cts": CTS,
+    "dtop": DTOP,
 }
 
 
