@@ -62,6 +62,7 @@ ELVIT = {  # parts of the depth and of the patch grid's sides, temperature, sema
 }
 EVIT = (0.9, 0.8, 0.7, 0.5)  # kept at each of a third, a half plus and most of the depth, as published
 CTS = (51, 77, 103, 154)  # superpatches that share, where the checkpoint has a policy network
+DTOP = (0.9, 0.95, 0.98, 0.995)  # confidences, where the checkpoint has auxiliary heads
 G2TM = (0.88, 0.95, 0.98, 0.99)  # thresholds, in block 2; 0.88 is the published one
 MPM = ((2, 5), (5,), (2, 5, 8))  # blocks that pairs merge after; the first are the published ones
 # Of the labels of the modules as they are, for a network to be timed: fp16 leaves 99.1 % of a picture's as they are in
@@ -86,6 +87,7 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--every", type=int, default=1, help="one photo of so many")
     one.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     one.add_argument("--precision", choices=("fp32", "fp16"), default="fp32")
+    one.add_argument("--methods", nargs="+", help="those alone, such as dtop, and dense; by default all")
     one.set_defaults(run=measure)
     one = steps.add_parser("time")
     _add_sources(one, 1)
@@ -141,6 +143,9 @@ def plans(plan: MergePlan, network: Network) -> dict[str, MergePlan]:
         found[f"mpm after {','.join(map(str, blocks))}"] = replace(DENSE, method="mpm", mpm_layers=blocks)
     if network.policy:
         found |= {f"cts {count}": replace(DENSE, method="cts", cts_shared=count) for count in CTS}
+    if network.auxiliary:
+        plan = replace(DENSE, method="dtop", dtop_layers=network.auxiliary)
+        found |= {f"dtop confidence {tau:g}": replace(plan, clap_threshold=tau) for tau in DTOP}
     return found
 
 
@@ -192,7 +197,8 @@ def measure(options: argparse.Namespace) -> None:
         with exported(checkpoint, options, options.precision) as bundle:
             evaluate = Evaluator(bundle, options.device, options.batch, photos)
             for name, plan in plans(bundle.recipe.merging, bundle.recipe.network).items():
-                if name not in rows:
+                wanted = name == "dense" or plan.method in (options.methods or METHODS)
+                if wanted and name not in rows:
                     rows[name] = figures(evaluate(plan, dataset))
                     write(record, options.record)
                     print(checkpoint.name, name, rows[name]["miou_percent"], flush=True)
