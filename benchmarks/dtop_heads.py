@@ -3,7 +3,7 @@
     python benchmarks/dtop_heads.py DATA CHECKPOINT FOLDER --blocks 6 8 --record RECORD     a CPU, a quarter of an hour
 
 DATA is CamVid in its official layout, which does not ship with the project: it is for non-commercial use. CHECKPOINT is
-a folder in the authors' format, FOLDER what is written: the same with heads, a norm and one linear layer each, behind
+a folder in the authors' format, FOLDER what is written: the same with heads, a norm and one linear layer each, after
 the blocks. The Segmenter is frozen, so the heads learn from what its blocks make of the training split, seen once: two
 windows a photo, as evaluation sees it. Nobody has published such heads for a Segmenter; those of
 zbwxp/Dynamic-Token-Pruning are trained with their network. The record tells, of every fourth held-out picture, how many
