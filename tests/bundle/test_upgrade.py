@@ -112,10 +112,12 @@ def test_what_the_bundle_keeps_itself_is_the_same(name: str) -> None:
         **{"elvit_temperature": 0.02, "evit_layers": [], "evit_keep": 0.7, "g2tm_layer": 0, "mpm_layers": []},
         "between_groups": "unmerge",
         "cts_shared": 0,
+        "dtop_layers": [],
+        "dtop_keep": 5,
     }
     absent_then = ("adapter_heads", "adapter_dim", "decoder_heads", "pixel_layers", "mlp_dim")
     before["recipe"]["network"] |= dict.fromkeys(absent_then, 0)
-    before["recipe"]["network"]["policy"] = False
+    before["recipe"]["network"] |= {"policy": False, "auxiliary": []}
     before["recipe"]["protocol"]["multiple"] = 1
     del before["recipe"]["merging"]["gbm_mode"]
     before["recipe"]["gates"] |= {"int8_label_agreement": 0.99, "fp8_label_agreement": 0.99}
