@@ -157,10 +157,8 @@ def test_the_library_tells_the_sources_that_it_was_made_of(plugins: Path, host_p
 
 
 def test_plugins_over_the_cpu_kernels_equal_the_definition(harness: Path, runtime: Path, host_plugins: Path) -> None:
-    """Many cases in one registry; a few tell whether another generation of TensorRT calls the plugins alike."""
     checks = "enqueued_clap,enqueued_gbm,enqueued_tail,enqueued_places,bound_rows"
-    cases = "40" if runtime.name == RUNTIMES["rtx"][1] else "4"
-    run(checks, harness, runtime, host_plugins, "host", ALGM_GPU_CASES=cases)
+    run(checks, harness, runtime, host_plugins, "host", ALGM_GPU_CASES="40")
 
 
 @pytest.mark.gpu
