@@ -40,7 +40,9 @@ from algm_deploy.models.vit import SLOTS, Block, KeepTokens, MergeInputs, Model,
 from algm_deploy.ops.clap import rows_left
 from algm_deploy.ops.gbm import most_joins
 from algm_deploy.ops.tome import most_merges
-from algm_deploy.recipe.schema import DENSE, Merge, MergePlan, Network, Recipe, Size, fresh_merges
+from algm_deploy.recipe.network import Network, Size
+from algm_deploy.recipe.plan import DENSE, Merge, MergePlan, fresh_merges
+from algm_deploy.recipe.schema import Recipe
 
 
 def insert_merging(model: Model, plan: MergePlan) -> Model:

@@ -25,7 +25,8 @@ from algm_deploy.pictures.preprocessing import (
 )
 from algm_deploy.pictures.sliding import MAP_PREFIX, Labels, Pending, Prediction, predict_all, run_all
 from algm_deploy.pictures.sources import AnyPath, Failure, Picture, Source, Sources, is_single, named, pictures_of
-from algm_deploy.recipe.schema import Recipe, Size
+from algm_deploy.recipe.network import Size
+from algm_deploy.recipe.schema import Recipe
 from algm_deploy.runners.contract import host_array, runner
 from algm_deploy.runners.registry import default_runtime
 

@@ -22,7 +22,8 @@ from algm_deploy.demo.run import labelled_pictures
 from algm_deploy.deployment import export
 from algm_deploy.evaluation.datasets import open_dataset
 from algm_deploy.package_data import DEMO_ASSETS
-from algm_deploy.recipe.schema import DENSE, MergePlan, Network
+from algm_deploy.recipe.network import Network
+from algm_deploy.recipe.plan import DENSE, MergePlan
 from algm_deploy.report.tables import markdown_table, shown
 from algm_deploy.tuning.ablations import ALGM, Variant
 from algm_deploy.tuning.positions import PlanEvaluator

@@ -35,7 +35,8 @@ from algm_deploy.models.loading import network_module, parameter_shapes
 from algm_deploy.native_libraries import require_library
 from algm_deploy.ops.deformable_attention import deformable_attention
 from algm_deploy.ops.native_kernels import LIBRARY, use_kernels
-from algm_deploy.recipe.schema import DENSE, Recipe
+from algm_deploy.recipe.plan import DENSE
+from algm_deploy.recipe.schema import Recipe
 from algm_deploy.timing.variants import variant_network
 from runtimes import (
     SEED,

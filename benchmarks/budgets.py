@@ -43,7 +43,8 @@ from algm_deploy.evaluation.evaluate import ImageResult, evaluation_of, image_re
 from algm_deploy.merging import deployed, merge_inputs
 from algm_deploy.models.loading import load_network
 from algm_deploy.pictures.preprocessing import canvas_of, window_anchors
-from algm_deploy.recipe.schema import DENSE, MergePlan, Size
+from algm_deploy.recipe.network import Size
+from algm_deploy.recipe.plan import DENSE, MergePlan
 from algm_deploy.report.plots import Scatter, Series
 from algm_deploy.report.tables import markdown_table
 from algm_deploy.report.tuning import write_sheet

@@ -34,8 +34,8 @@ from algm_deploy.bundle.records import Engine, Parity
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.environment import environment
 from algm_deploy.models.checkpoints.weights import checkpoint_shapes
+from algm_deploy.recipe.network import Network
 from algm_deploy.recipe.reading import recipe
-from algm_deploy.recipe.schema import Network
 from algm_deploy.runners.registry import row_of
 
 MAIN = "import sys; from algm_deploy.cli import main; sys.exit(main())"

@@ -38,7 +38,8 @@ from algm_deploy.evaluation.datasets import open_dataset
 from algm_deploy.merging import deployed, merge_inputs
 from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.loading import load_network
-from algm_deploy.recipe.schema import DENSE, MergePlan, Method, Network
+from algm_deploy.recipe.network import Network
+from algm_deploy.recipe.plan import DENSE, MergePlan, Method
 from algm_deploy.report.plots import Scatter, Series
 from algm_deploy.report.tables import markdown_table
 from algm_deploy.report.tuning import write_sheet

@@ -46,8 +46,10 @@ from algm_deploy.models.vit import MergeInputs, Tokens, VitNetwork
 from algm_deploy.native_libraries import require_library
 from algm_deploy.ops.clap import window_similarity
 from algm_deploy.ops.gbm import gbm_similarity
+from algm_deploy.recipe.network import Network
+from algm_deploy.recipe.plan import MergePlan
 from algm_deploy.recipe.reading import recipe as named_recipe
-from algm_deploy.recipe.schema import MergePlan, Network, Protocol, Recipe
+from algm_deploy.recipe.schema import Protocol, Recipe
 from algm_deploy.runners.onnxruntime.runner import LIBRARY
 from algm_deploy.runners.onnxruntime.sessions import CUDA_OPTIONS, CudaSession, placement
 from algm_deploy.timing.timers import merge_efficiency

@@ -25,8 +25,9 @@ from xml.etree import ElementTree
 
 from algm_deploy.environment import environment
 from algm_deploy.recipe.families import architectures
+from algm_deploy.recipe.plan import Method
 from algm_deploy.recipe.reading import recipe, recipe_names
-from algm_deploy.recipe.schema import Method, Recipe
+from algm_deploy.recipe.schema import Recipe
 from algm_deploy.report.tables import markdown_table
 from algm_deploy.runners.registry import RUNTIMES
 

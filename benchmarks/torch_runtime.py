@@ -49,7 +49,8 @@ from algm_deploy.models.vit import MergeInputs, VitNetwork
 from algm_deploy.native_libraries import require_library
 from algm_deploy.ops.attention import _BACKENDS
 from algm_deploy.ops.native_kernels import LIBRARY, use_kernels
-from algm_deploy.recipe.schema import Precision, Recipe, Size
+from algm_deploy.recipe.network import Size
+from algm_deploy.recipe.schema import Precision, Recipe
 from algm_deploy.runners.torch import packed as torch_packed
 from algm_deploy.runners.torch.packed import PackedNetwork
 from algm_deploy.runners.torch.tail import labels

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from algm_deploy.bundle.store import Bundle
     from algm_deploy.models.deployed import Deployed
     from algm_deploy.models.segmenter import Segmenter
-    from algm_deploy.recipe.schema import MergePlan
+    from algm_deploy.recipe.plan import MergePlan
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -127,7 +127,7 @@ def translated(made_once: Callable[[str, Callable[[Path], object]], Path]) -> Ca
     from torch.onnx._internal.exporter._registration import onnxscript_apis
 
     from algm_deploy.lowering.export import base_onnx
-    from algm_deploy.recipe.schema import MergePlan
+    from algm_deploy.recipe.plan import MergePlan
 
     torchlib = cache(onnxscript_apis.get_torchlib_ops)
 
@@ -384,7 +384,7 @@ def golden_segmenter(vectors_dir: Path) -> Callable[[str], Segmenter]:
     import torch
 
     from algm_deploy.models.loading import network_module
-    from algm_deploy.recipe.schema import Network
+    from algm_deploy.recipe.network import Network
 
     def load(decoder: str) -> Segmenter:
         weights = torch.load(vectors_dir / f"{decoder}_4x64.pth", weights_only=True)

@@ -17,8 +17,9 @@ from algm_deploy.evaluation.flops import multiply_adds
 from algm_deploy.models.checkpoints.weights import checkpoint_shapes
 from algm_deploy.parity.chain import verify
 from algm_deploy.recipe.families import Architecture, register, unregister
+from algm_deploy.recipe.plan import DENSE
 from algm_deploy.recipe.reading import read_recipe
-from algm_deploy.recipe.schema import DENSE, Recipe
+from algm_deploy.recipe.schema import Recipe
 from algm_deploy.report.published import Published, published_beside
 
 MODULE = """

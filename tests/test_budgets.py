@@ -20,7 +20,8 @@ from algm_deploy.ops import reference
 from algm_deploy.parity.merges.clap import ClapFacts, clap_problems
 from algm_deploy.parity.merges.gbm import GbmFacts, gbm_problems
 from algm_deploy.predictor import Predictor
-from algm_deploy.recipe.schema import MergePlan, Recipe
+from algm_deploy.recipe.plan import MergePlan
+from algm_deploy.recipe.schema import Recipe
 from algm_deploy.report.page import write_report
 from algm_deploy.report.pictures import _chosen
 from algm_deploy.report.plans import budget_words, plan_name

@@ -25,8 +25,8 @@ from algm_deploy.cli.parser import parser
 from algm_deploy.errors import BuildError, NotExecutedError
 from algm_deploy.pictures.shipped import scene
 from algm_deploy.pictures.video import Video, video_writer
+from algm_deploy.recipe.plan import DENSE, MergePlan
 from algm_deploy.recipe.reading import flatten, recipe, resolve
-from algm_deploy.recipe.schema import DENSE, MergePlan
 from algm_deploy.runners import contract
 from algm_deploy.runners.registry import RUNTIMES
 

@@ -25,8 +25,10 @@ from algm_deploy.parity.graph import graph_facts, graph_problems
 from algm_deploy.parity.merges import differing
 from algm_deploy.parity.merges.cts import cts_facts, cts_problems
 from algm_deploy.parity.replay import Replays
+from algm_deploy.recipe.network import Network
+from algm_deploy.recipe.plan import DENSE, MergePlan
 from algm_deploy.recipe.reading import resolve, with_method
-from algm_deploy.recipe.schema import DENSE, MergePlan, Network, Protocol, Recipe
+from algm_deploy.recipe.schema import Protocol, Recipe
 from algm_deploy.report.plans import plan_name
 from algm_deploy.report.records import plan_in_force
 from algm_deploy.wording import merge_titles

@@ -22,8 +22,10 @@ from algm_deploy.parity.comparison import output_problem
 from algm_deploy.parity.graph import graph_facts, graph_problems
 from algm_deploy.parity.merges.evit import evit_facts, evit_problems
 from algm_deploy.parity.replay import Replays
+from algm_deploy.recipe.network import Network
+from algm_deploy.recipe.plan import DENSE
 from algm_deploy.recipe.reading import flatten
-from algm_deploy.recipe.schema import DENSE, Network, Protocol, Recipe
+from algm_deploy.recipe.schema import Protocol, Recipe
 from algm_deploy.report.plans import plan_name
 from algm_deploy.report.records import plan_in_force
 from algm_deploy.runners.contract import Array

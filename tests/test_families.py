@@ -17,8 +17,10 @@ from algm_deploy.deployment import export, parity_windows
 from algm_deploy.errors import CheckpointError
 from algm_deploy.parity.chain import verify
 from algm_deploy.recipe.families import architectures
+from algm_deploy.recipe.network import Network
+from algm_deploy.recipe.plan import MergePlan, fresh_merges
 from algm_deploy.recipe.reading import flatten
-from algm_deploy.recipe.schema import MergePlan, Network, Precision, Protocol, Recipe, fresh_merges
+from algm_deploy.recipe.schema import Precision, Protocol, Recipe
 from algm_deploy.runners.contract import runner
 from algm_deploy.runners.registry import row_of
 

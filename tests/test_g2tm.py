@@ -19,8 +19,10 @@ from algm_deploy.parity.chain import verify
 from algm_deploy.parity.graph import graph_facts, graph_problems
 from algm_deploy.parity.merges.g2tm import G2tmFacts, g2tm_problems
 from algm_deploy.predictor import Predictor
+from algm_deploy.recipe.network import Network
+from algm_deploy.recipe.plan import DENSE, MergePlan
 from algm_deploy.recipe.reading import flatten
-from algm_deploy.recipe.schema import DENSE, MergePlan, Network, Protocol, Recipe
+from algm_deploy.recipe.schema import Protocol, Recipe
 from algm_deploy.report.plans import plan_name
 from algm_deploy.report.records import plan_in_force
 

@@ -18,7 +18,7 @@ from algm_deploy.merging import insert_merging, merge_inputs, replay_merging
 from algm_deploy.models.scores import TokenScores, upsample_scores
 from algm_deploy.models.segmenter import Segmenter
 from algm_deploy.models.vit import KeepTokens
-from algm_deploy.recipe.schema import DENSE, MergePlan
+from algm_deploy.recipe.plan import DENSE, MergePlan
 
 Golden = Callable[[str], Segmenter]
 PLAN = MergePlan(clap_layers=(1,), gbm_layers=(3,), clap_threshold=0.7)

@@ -9,7 +9,7 @@ from typing import get_args
 from algm_deploy.evaluation import flops
 from algm_deploy.merging import KINDS
 from algm_deploy.parity.merges import MERGES
-from algm_deploy.recipe.schema import METHODS, Merge, MergePlan, Method, method_settings
+from algm_deploy.recipe.plan import METHODS, Merge, MergePlan, Method, method_settings
 from algm_deploy.report import plans
 
 

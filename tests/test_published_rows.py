@@ -9,8 +9,9 @@ import pytest
 from algm_deploy.errors import RecipeError
 from algm_deploy.evaluation.flops import multiply_adds
 from algm_deploy.merging import tome_merges
+from algm_deploy.recipe.network import Network
 from algm_deploy.recipe.reading import recipe, recipe_names, recipe_rows, recipe_settings
-from algm_deploy.recipe.schema import Network, Recipe
+from algm_deploy.recipe.schema import Recipe
 from algm_deploy.report.published import (
     NO_REDUCTION,
     Positions,

@@ -20,8 +20,10 @@ from algm_deploy.merging import insert_merging
 from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.loading import network_class, network_module, parameter_shapes
 from algm_deploy.models.naming import Naming
+from algm_deploy.recipe.network import Network, Size
+from algm_deploy.recipe.plan import MergePlan
 from algm_deploy.recipe.reading import recipe
-from algm_deploy.recipe.schema import MergePlan, Network, Output, Recipe, Size
+from algm_deploy.recipe.schema import Output, Recipe
 from algm_deploy.runners.contract import Array, runner
 
 # By family and decoder, a recipe of the package. Those of the first two rows differ from it, see `toy`.

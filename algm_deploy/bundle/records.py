@@ -13,7 +13,8 @@ from msgspec import Struct
 
 from algm_deploy.bundle.signature import Signature
 from algm_deploy.environment import Environment, GpuState
-from algm_deploy.recipe.schema import MergePlan, Output, Precision, Protocol, Recipe
+from algm_deploy.recipe.plan import MergePlan
+from algm_deploy.recipe.schema import Output, Precision, Protocol, Recipe
 
 SCHEMA = 2
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from algm_deploy.recipe.schema import MergePlan, Network, Output, Recipe
+from algm_deploy.recipe.network import Network
+from algm_deploy.recipe.plan import MergePlan
+from algm_deploy.recipe.schema import Output, Recipe
 
 CLAP_THRESHOLD, GBM_THRESHOLD = "clap_threshold", "gbm_threshold"
 

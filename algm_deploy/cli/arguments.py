@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
 from algm_deploy.cli.saying import tell
 from algm_deploy.errors import DatasetError, RecipeError, RuntimeUnavailableError
+from algm_deploy.recipe.plan import DENSE, method_settings
 from algm_deploy.recipe.reading import budget_settings, checked
-from algm_deploy.recipe.schema import DENSE, Precision, method_settings
+from algm_deploy.recipe.schema import Precision
 from algm_deploy.runners.registry import RUNTIMES, default_runtime
 
 if TYPE_CHECKING:

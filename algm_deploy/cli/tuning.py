@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from algm_deploy.bundle.records import Aim, Evaluation, Knob, Speed, Tuning
     from algm_deploy.bundle.store import Bundle
     from algm_deploy.evaluation.datasets import Dataset
-    from algm_deploy.recipe.schema import MergePlan
+    from algm_deploy.recipe.plan import MergePlan
     from algm_deploy.report.gallery import Example
     from algm_deploy.timing.protocols import Request
     from algm_deploy.tuning.budgets import PacesOf
@@ -231,7 +231,7 @@ def tune_threshold(options: argparse.Namespace) -> int:
 def tune_precision(options: argparse.Namespace) -> int:
     """The precision and the threshold that are fastest together at the mIoU of the reference; one runtime for all."""
     from algm_deploy.bundle.store import Bundle
-    from algm_deploy.recipe.schema import DENSE
+    from algm_deploy.recipe.plan import DENSE
     from algm_deploy.report.tuning import precision_plots, write_sheet
     from algm_deploy.runners.registry import row_of
     from algm_deploy.timing.protocols import check_verified
@@ -357,7 +357,7 @@ def _reference(
 ) -> tuple[str, Callable[[Dataset], Evaluation] | None]:
     """Name of what --reference means, and how to evaluate it; a number is its own name."""
     from algm_deploy.bundle.store import Bundle
-    from algm_deploy.recipe.schema import DENSE
+    from algm_deploy.recipe.plan import DENSE
 
     name = options.reference or "dense"
     plans = {"dense": DENSE, "clap": replace(plan, gbm_layers=())}
@@ -405,7 +405,7 @@ def _values(options: argparse.Namespace) -> list[float]:
 def _on_runtime(bundle: Bundle, runtime: str) -> Evaluate:
     """Evaluates the bundle, whose thresholds are inputs."""
     from algm_deploy import deployment
-    from algm_deploy.recipe.schema import DENSE
+    from algm_deploy.recipe.plan import DENSE
 
     def evaluate(plan: MergePlan, dataset: Dataset) -> Evaluation:
         if plan == DENSE:

@@ -29,7 +29,8 @@ from algm_deploy.evaluation.flops import multiply_adds
 from algm_deploy.evaluation.metrics import Confusion, confusion_matrix, quality
 from algm_deploy.pictures.preprocessing import preprocessing_fingerprint
 from algm_deploy.pictures.sliding import Prediction, ScoresOf, predict_labels
-from algm_deploy.recipe.schema import DENSE, MergePlan, Recipe
+from algm_deploy.recipe.plan import DENSE, MergePlan
+from algm_deploy.recipe.schema import Recipe
 from algm_deploy.wording import first_few
 
 STATE_VERSION = 3

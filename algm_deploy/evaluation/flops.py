@@ -19,7 +19,8 @@ from algm_deploy.models.loading import network_class
 from algm_deploy.models.multiply_adds import BILINEAR, NORM, attention, mlp
 from algm_deploy.models.policy import policy_multiply_adds
 from algm_deploy.ops.cts import MEMBERS
-from algm_deploy.recipe.schema import Merge, MergePlan, Network, fresh_merges
+from algm_deploy.recipe.network import Network
+from algm_deploy.recipe.plan import Merge, MergePlan, fresh_merges
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.vit import MergeInputs
 from algm_deploy.ops.bodies import OPSET
 from algm_deploy.ops.schema import SCHEMAS
-from algm_deploy.recipe.schema import Merge, MergePlan
+from algm_deploy.recipe.plan import Merge, MergePlan
 
 IR_VERSION = 10  # what ONNX Runtime 1.20 reads, the oldest supported
 

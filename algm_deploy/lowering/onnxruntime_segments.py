@@ -16,7 +16,7 @@ from algm_deploy.bundle.graphs import DOMAIN
 from algm_deploy.errors import ExportError
 from algm_deploy.lowering.cutting import Cut
 from algm_deploy.lowering.portable import has_budget, operator_of
-from algm_deploy.recipe.schema import Merge
+from algm_deploy.recipe.plan import Merge
 
 ROWS = "rows_of_"  # what the output that counts a merge's rows is called, before the name of their axis
 

@@ -50,7 +50,8 @@ from algm_deploy.merging import deployed_network
 from algm_deploy.models.loading import load_network
 from algm_deploy.models.quantized import QuantizedLinear, in_graphs, quantized_layers
 from algm_deploy.ops.schema import WORDS
-from algm_deploy.recipe.schema import Merge, Precision
+from algm_deploy.recipe.plan import Merge
+from algm_deploy.recipe.schema import Precision
 
 TENSORRT_ONNX = "model.tensorrt.onnx"
 OPSET = 23

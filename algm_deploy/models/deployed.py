@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from algm_deploy.models.scores import GridScores, labels_of, upsample_scores
 from algm_deploy.models.vit import ImageConv, MergeInputs, PatchEmbedding, VitNetwork, padded, share_parameters
-from algm_deploy.recipe.schema import Network, Output, Size
+from algm_deploy.recipe.network import Network, Size
+from algm_deploy.recipe.schema import Output
 
 # (mean, deviation) of the pixels in 0..1, red, green, blue, by the name the official configuration uses.
 NORMALIZATIONS = {

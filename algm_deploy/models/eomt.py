@@ -20,7 +20,7 @@ from algm_deploy.models.naming import Naming, joined_tokens, layer_scales
 from algm_deploy.models.readout import Joining, Level, ReadNetwork, Readout, Steps
 from algm_deploy.models.scores import MaskScores, on_grid
 from algm_deploy.models.vit import Block, Tokens
-from algm_deploy.recipe.schema import Network
+from algm_deploy.recipe.network import Network
 
 EPS = 1e-6
 _BACKBONE = "network.encoder.backbone."

@@ -25,7 +25,7 @@ from algm_deploy.models.vit_adapter import (
     adapter_names,
     prior_convs,
 )
-from algm_deploy.recipe.schema import Network
+from algm_deploy.recipe.network import Network
 
 
 class Eva(VitNetwork):

@@ -30,7 +30,7 @@ from algm_deploy.models.readout import Level, ReadNetwork, Readout, Steps
 from algm_deploy.models.scores import GridScores, Scores, TokenScores, on_grid
 from algm_deploy.models.vit import Tokens
 from algm_deploy.ops._rows import wide
-from algm_deploy.recipe.schema import Network, Size
+from algm_deploy.recipe.network import Network, Size
 
 EPS = 1e-6
 _HEAD = "decode_head."

@@ -17,7 +17,7 @@ from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BundleError, ExportError
 from algm_deploy.models.quantized import quantized
 from algm_deploy.models.vit import VitNetwork
-from algm_deploy.recipe.schema import Network
+from algm_deploy.recipe.network import Network
 
 DTYPES = {
     "fp32": torch.float32,

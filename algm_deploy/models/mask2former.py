@@ -26,7 +26,7 @@ from algm_deploy.models.scores import on_grid, resize, scores_of_masks
 from algm_deploy.models.vit import MergeInputs
 from algm_deploy.models.vit_adapter import DeformableAttention
 from algm_deploy.ops._rows import table, wide
-from algm_deploy.recipe.schema import NORM_GROUPS, Network, Size, feature_grids
+from algm_deploy.recipe.network import NORM_GROUPS, Network, Size, feature_grids
 
 _TEMPERATURE = 10000
 _MLP_RATIO = 4

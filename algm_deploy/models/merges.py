@@ -19,7 +19,8 @@ from algm_deploy.ops.cts import cts_rows, cts_values
 from algm_deploy.ops.dtop import dtop_rows
 from algm_deploy.ops.elvit import elvit_centroids, nearest, restoring_weights, squared_distances
 from algm_deploy.ops.evit import evit_record, evit_rows
-from algm_deploy.recipe.schema import MergePlan, Size
+from algm_deploy.recipe.network import Size
+from algm_deploy.recipe.plan import MergePlan
 
 
 class Clap(nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from algm_deploy.recipe.schema import Network
+from algm_deploy.recipe.network import Network
 
 NORM = 5  # for an element
 BILINEAR = 4  # for an element of the output

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from algm_deploy.recipe.schema import Network, Size
+from algm_deploy.recipe.network import Network, Size
 
 Shapes = Mapping[str, tuple[int, ...]]
 _BATCH_NORM_EPS = 1e-5

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from algm_deploy.models.vit import ImageConv
 from algm_deploy.ops._rows import wide
-from algm_deploy.recipe.schema import Size
+from algm_deploy.recipe.network import Size
 
 STRIDE = 32  # pixels a side that one answer is for
 _STEM = 32

@@ -12,7 +12,7 @@ import algm_deploy.ops  # noqa: F401  registers torch.ops.algm
 from algm_deploy.models.vit import Merged
 from algm_deploy.ops._rows import wide
 from algm_deploy.ops.label_map import label_dtype
-from algm_deploy.recipe.schema import Size
+from algm_deploy.recipe.network import Size
 
 
 class TokenScores(NamedTuple):

@@ -20,7 +20,7 @@ from algm_deploy.models.policy import PolicyNet, convs
 from algm_deploy.models.readout import Joining, Level, ReadNetwork, Readout, Steps
 from algm_deploy.models.scores import TokenScores
 from algm_deploy.models.vit import Block, Tokens
-from algm_deploy.recipe.schema import Network, Size
+from algm_deploy.recipe.network import Network, Size
 
 DISTILLED = "encoder.dist_token"
 AUXILIARY = "auxiliary_head"  # zbwxp/Dynamic-Token-Pruning's name, as heads of a Segmenter have no other

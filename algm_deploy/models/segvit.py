@@ -22,7 +22,7 @@ from algm_deploy.models.naming import Naming, dropped, mmseg_encoder
 from algm_deploy.models.readout import PLAIN, Level, ReadNetwork, Readout, Steps
 from algm_deploy.models.scores import GridScores, MaskScores, covered, on_canvas, on_grid, probabilities, to_grid
 from algm_deploy.models.vit import Attention, Tokens
-from algm_deploy.recipe.schema import Network
+from algm_deploy.recipe.network import Network
 
 ENCODER_EPS = 1e-6
 

@@ -19,7 +19,7 @@ from algm_deploy.models.naming import Naming, dropped, mmseg_encoder
 from algm_deploy.models.readout import Level, ReadNetwork, Readout, Steps
 from algm_deploy.models.scores import GridScores, on_grid, resize
 from algm_deploy.models.vit import Tokens
-from algm_deploy.recipe.schema import Network
+from algm_deploy.recipe.network import Network
 
 EPS = 1e-6
 # Convolutions of a one-level head, a side of their kernel, and what its scores are enlarged by before the last resize.

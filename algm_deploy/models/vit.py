@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from algm_deploy.models.naming import Naming
-from algm_deploy.recipe.schema import Network, Part, patch_margins
+from algm_deploy.recipe.network import Network, patch_margins
+from algm_deploy.recipe.plan import Part
 
 
 class Merged(NamedTuple):

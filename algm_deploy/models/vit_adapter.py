@@ -33,7 +33,7 @@ from algm_deploy.models.vit import (
 )
 from algm_deploy.ops._rows import product, table, wide
 from algm_deploy.ops.elvit import pooling
-from algm_deploy.recipe.schema import Network, Size, feature_grids
+from algm_deploy.recipe.network import Network, Size, feature_grids
 
 EPS = 1e-6
 POINTS = 4

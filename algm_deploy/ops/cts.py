@@ -25,7 +25,7 @@ from torch import Tensor
 from algm_deploy.ops._rows import best_ranks, table
 from algm_deploy.ops.bodies import Body, Value, body_of
 from algm_deploy.ops.schema import operator
-from algm_deploy.recipe.schema import Size
+from algm_deploy.recipe.network import Size
 
 MEMBERS = 4  # patches of a superpatch
 

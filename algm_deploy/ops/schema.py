@@ -15,7 +15,7 @@ from onnx.defs import OpSchema
 from torch._library.custom_ops import CustomOpDef
 
 from algm_deploy.bundle.graphs import DOMAIN, VERSION
-from algm_deploy.recipe.schema import Batching, Semantics, TokenOrder
+from algm_deploy.recipe.plan import Batching, Semantics, TokenOrder
 
 Operator = CustomOpDef  # torch.library has the name, its type stubs do not
 SCHEMAS: dict[str, OpSchema] = {}

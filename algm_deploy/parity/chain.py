@@ -34,7 +34,8 @@ from algm_deploy.parity.comparison import Decided, Decisions, Labels, Numbers, o
 from algm_deploy.parity.jitter import jittered_network
 from algm_deploy.parity.links import graph_link, network_link, operators_link
 from algm_deploy.parity.replay import Replayed, Replays
-from algm_deploy.recipe.schema import MergePlan, Precision
+from algm_deploy.recipe.plan import MergePlan
+from algm_deploy.recipe.schema import Precision
 from algm_deploy.runners.contract import Array, Runner, runner
 from algm_deploy.runners.torch.runner import Made, TorchRunner
 

@@ -16,7 +16,9 @@ from algm_deploy.bundle.signature import Signature, mask_names
 from algm_deploy.parity.decisions import Cells, Ints, mask_problems
 from algm_deploy.parity.merges import differing, merge_at, torch_maps
 from algm_deploy.parity.replay import Doubles, Error, Replayed, error_of, mask_facts
-from algm_deploy.recipe.schema import MergePlan, Network, Recipe
+from algm_deploy.recipe.network import Network
+from algm_deploy.recipe.plan import MergePlan
+from algm_deploy.recipe.schema import Recipe
 from algm_deploy.runners.contract import Array
 
 ERROR_FACTOR = 2.0  # a runtime may err twice as much as PyTorch in the same precision

@@ -17,7 +17,9 @@ from algm_deploy.lowering.portable import operator_of
 from algm_deploy.models.vit_adapter import LAST_EXTRACTORS
 from algm_deploy.parity.merges import MERGES
 from algm_deploy.parity.merges.common import UNMERGE
-from algm_deploy.recipe.schema import Merge, MergePlan, Network, Recipe, feature_grids
+from algm_deploy.recipe.network import Network, feature_grids
+from algm_deploy.recipe.plan import Merge, MergePlan
+from algm_deploy.recipe.schema import Recipe
 
 
 def graph_facts(path: Path) -> dict[str, Any]:

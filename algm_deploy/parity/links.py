@@ -22,7 +22,9 @@ from algm_deploy.parity.graph import graph_facts, graph_problems, signature_prob
 from algm_deploy.parity.levels import level_problems
 from algm_deploy.parity.merges import MERGES
 from algm_deploy.parity.replay import Replayed, rms
-from algm_deploy.recipe.schema import DENSE, MergePlan, Network, Precision
+from algm_deploy.recipe.network import Network
+from algm_deploy.recipe.plan import DENSE, MergePlan
+from algm_deploy.recipe.schema import Precision
 
 PART = STRETCH_ONNX.partition("*")[0]
 FOLD_ERROR = 1e-9  # fp64 leaves 1e-14; a deviation off by its seventh digit would not pass

@@ -30,7 +30,8 @@ from algm_deploy.models.vit import Tokens, VitNetwork
 from algm_deploy.ops._rows import wide
 from algm_deploy.parity.decisions import Cells, Ints, MaskFacts
 from algm_deploy.parity.jitter import jittered
-from algm_deploy.recipe.schema import Network, Precision
+from algm_deploy.recipe.network import Network
+from algm_deploy.recipe.schema import Precision
 
 # Two implementations may each err twice as much as the baseline errs.
 NOISE_FACTOR = 4

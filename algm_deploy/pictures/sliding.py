@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from algm_deploy.errors import GateError
 from algm_deploy.pictures.preprocessing import Pixels, canvas_of, resize_bilinear, window_anchors
 from algm_deploy.pictures.sources import Failure
-from algm_deploy.recipe.schema import Protocol, Size
+from algm_deploy.recipe.network import Size
+from algm_deploy.recipe.schema import Protocol
 
 Network = Callable[[Pixels], Mapping[str, NDArray[Any]]]
 """Windows (b, 3, h, w), RGB 0..255, uint8 or float32 (see `canvas_of`) -> outputs by their names in the signature:

@@ -15,9 +15,11 @@ from typing import Any, get_type_hints
 from algm_deploy.errors import PlanError, RecipeError, nearest, shown
 from algm_deploy.package_data import content
 from algm_deploy.recipe.conversion import converted
-from algm_deploy.recipe.schema import DENSE, Recipe, Settings, method_settings
+from algm_deploy.recipe.plan import DENSE, method_settings
+from algm_deploy.recipe.schema import Recipe
 
 SCHEMA = 1
+Settings = Mapping[str, Any]
 
 
 def recipe_names() -> tuple[str, ...]:

@@ -26,7 +26,8 @@ from algm_deploy.pictures.sliding import Labels, Prediction
 from algm_deploy.pictures.sources import WRITTEN
 from algm_deploy.pictures.video import Video, video_writer
 from algm_deploy.predictor import Predictor, network_canvas
-from algm_deploy.recipe.schema import MergePlan, Size, patch_margins
+from algm_deploy.recipe.network import Size, patch_margins
+from algm_deploy.recipe.plan import MergePlan
 from algm_deploy.report.colors import classes_of, colored, value_colors
 from algm_deploy.report.sheets import INK, Panel, Rgb, columns_for, legend, scale, sheet
 from algm_deploy.wording import merge_titles

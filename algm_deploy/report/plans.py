@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any, NamedTuple
 
 from algm_deploy.bundle.signature import CLAP_THRESHOLD
-from algm_deploy.recipe.schema import DENSE, MergePlan, Method
+from algm_deploy.recipe.plan import DENSE, MergePlan, Method
 
 
 class Words(NamedTuple):

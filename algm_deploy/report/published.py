@@ -12,7 +12,8 @@ from msgspec import Struct
 from algm_deploy.errors import RecipeError
 from algm_deploy.package_data import content
 from algm_deploy.recipe.conversion import converted
-from algm_deploy.recipe.schema import Network, Recipe
+from algm_deploy.recipe.network import Network
+from algm_deploy.recipe.schema import Recipe
 
 SCHEMA = 1
 FILE = "published.toml"

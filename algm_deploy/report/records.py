@@ -12,7 +12,7 @@ from algm_deploy.bundle.files import WEIGHTS
 from algm_deploy.bundle.records import Engine, EngineStretches, Evaluation, Parity, Speed
 from algm_deploy.bundle.signature import CLAP_THRESHOLD, GBM_THRESHOLD
 from algm_deploy.bundle.store import Bundle
-from algm_deploy.recipe.schema import DENSE, MergePlan
+from algm_deploy.recipe.plan import DENSE, MergePlan
 from algm_deploy.runners.registry import row_of
 
 Kind = TypeVar("Kind", Parity, Evaluation, Speed)

@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
-from algm_deploy.recipe.schema import Color, Size
+from algm_deploy.recipe.network import Size
+from algm_deploy.recipe.schema import Color
 from algm_deploy.report.colors import value_colors
 
 Rgb = NDArray[np.uint8]

@@ -19,7 +19,7 @@ from algm_deploy.bundle.records import (
 )
 from algm_deploy.environment import Environment
 from algm_deploy.parity.pairwise import Comparison
-from algm_deploy.recipe.schema import MergePlan
+from algm_deploy.recipe.plan import MergePlan
 from algm_deploy.report.plans import plan_name
 from algm_deploy.report.published import NO_REDUCTION, Published
 from algm_deploy.report.records import Measured, baseline, may_share_row

@@ -40,7 +40,8 @@ from algm_deploy.parity.chain import verify
 from algm_deploy.pictures.preprocessing import read_photo
 from algm_deploy.pictures.sliding import best_labels
 from algm_deploy.predictor import network_canvas
-from algm_deploy.recipe.schema import DENSE, MergePlan, Recipe
+from algm_deploy.recipe.plan import DENSE, MergePlan
+from algm_deploy.recipe.schema import Recipe
 from algm_deploy.runners.contract import Array, Runner, runner
 from algm_deploy.timing.timers import (
     MOST_DRIFT,

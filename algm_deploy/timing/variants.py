@@ -24,7 +24,8 @@ from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.loading import load_network
 from algm_deploy.models.quantized import in_graphs
 from algm_deploy.models.vit import VitNetwork
-from algm_deploy.recipe.schema import DENSE, MergePlan, Recipe
+from algm_deploy.recipe.plan import DENSE, MergePlan
+from algm_deploy.recipe.schema import Recipe
 from algm_deploy.runners.contract import Runner, runner, runner_type
 from algm_deploy.runners.registry import row_of
 

@@ -19,7 +19,8 @@ from algm_deploy.models.vit import Block, KeepTokens, MergeInputs, Tokens, VitNe
 from algm_deploy.ops._rows import merge_rows, sum_rows
 from algm_deploy.ops.clap import clap_decisions, clap_rows, window_members, window_similarity
 from algm_deploy.ops.gbm import gbm_decisions, gbm_rows, gbm_similarity
-from algm_deploy.recipe.schema import MergePlan, Size
+from algm_deploy.recipe.network import Size
+from algm_deploy.recipe.plan import MergePlan
 
 Feature = Literal["residual", "query", "key", "value"]
 Reduction = Literal["mean", "first", "random", "copies"]

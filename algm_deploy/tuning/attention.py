@@ -27,7 +27,8 @@ from algm_deploy.evaluation.datasets import Dataset, Sample
 from algm_deploy.merging import deployed, merge_inputs
 from algm_deploy.models.loading import load_network
 from algm_deploy.models.vit import Block, KeepTokens, Merged, Tokens, VisionTransformer
-from algm_deploy.recipe.schema import DENSE, MergePlan, Recipe
+from algm_deploy.recipe.plan import DENSE, MergePlan
+from algm_deploy.recipe.schema import Recipe
 from algm_deploy.tuning.photos import check_all_measured
 from algm_deploy.tuning.similarity import windows_of
 

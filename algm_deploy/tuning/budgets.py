@@ -17,7 +17,8 @@ from msgspec import structs
 
 from algm_deploy.bundle.records import BudgetTuning, Candidate, Knob, MergeTokens
 from algm_deploy.errors import PlanError
-from algm_deploy.recipe.schema import MergePlan, Size
+from algm_deploy.recipe.network import Size
+from algm_deploy.recipe.plan import MergePlan
 from algm_deploy.timing.protocols import Pace
 from algm_deploy.tuning.search import Found, search
 from algm_deploy.tuning.trial import Trial

@@ -23,7 +23,8 @@ from algm_deploy.models.loading import load_network
 from algm_deploy.models.vit import VitNetwork
 from algm_deploy.pictures.preprocessing import Pixels
 from algm_deploy.pictures.sliding import ScoresOf
-from algm_deploy.recipe.schema import MergePlan, Recipe
+from algm_deploy.recipe.plan import MergePlan
+from algm_deploy.recipe.schema import Recipe
 from algm_deploy.tuning.ablations import ALGM, Variant, apply_variant
 from algm_deploy.tuning.search import Found, search
 from algm_deploy.tuning.trial import Trial

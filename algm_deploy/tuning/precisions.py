@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from algm_deploy.bundle.records import Knob, PrecisionSearch, PrecisionTuning, Speed
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import RecipeError
-from algm_deploy.recipe.schema import MergePlan
+from algm_deploy.recipe.plan import MergePlan
 from algm_deploy.tuning.thresholds import tune_threshold
 from algm_deploy.tuning.trial import Trial
 

@@ -46,7 +46,8 @@ from algm_deploy.pictures.preprocessing import (
     read_photo,
     window_anchors,
 )
-from algm_deploy.recipe.schema import Recipe, Size, patch_margins
+from algm_deploy.recipe.network import Size, patch_margins
+from algm_deploy.recipe.schema import Recipe
 from algm_deploy.tuning.photos import check_all_measured, content_of
 
 ALL = "all"

@@ -12,7 +12,7 @@ from dataclasses import replace
 from algm_deploy.bundle.records import Candidate, Knob, Speed, ThresholdTuning
 from algm_deploy.bundle.signature import CLAP_THRESHOLD, threshold_defaults
 from algm_deploy.errors import PlanError
-from algm_deploy.recipe.schema import MergePlan
+from algm_deploy.recipe.plan import MergePlan
 from algm_deploy.tuning.search import Found, search, steps
 from algm_deploy.tuning.trial import Trial
 

@@ -11,7 +11,7 @@ from msgspec import structs
 from algm_deploy.bundle.records import Candidate, Evaluation, HeldOut, Point, Speed, TunedOn
 from algm_deploy.errors import DatasetError
 from algm_deploy.evaluation.datasets import Dataset
-from algm_deploy.recipe.schema import DENSE, MergePlan
+from algm_deploy.recipe.plan import DENSE, MergePlan
 from algm_deploy.tuning.photos import check_all_measured
 from algm_deploy.tuning.search import Found, Goal
 from algm_deploy.wording import dataset_title

@@ -40,7 +40,8 @@ from algm_deploy.merging import insert_merging, merge_inputs
 from algm_deploy.models.scores import upsample_scores
 from algm_deploy.models.segmenter import Segmenter
 from algm_deploy.models.vit import MergeInputs, Tokens
-from algm_deploy.recipe.schema import DENSE, MergePlan, Network
+from algm_deploy.recipe.network import Network
+from algm_deploy.recipe.plan import DENSE, MergePlan
 
 NETWORK = Network(
     family="segmenter",

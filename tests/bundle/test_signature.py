@@ -11,7 +11,9 @@ import pytest
 from algm_deploy.bundle.signature import Signature, merge_names, output_names, signature_of, threshold_defaults
 from algm_deploy.errors import RecipeError
 from algm_deploy.recipe.conversion import converted
-from algm_deploy.recipe.schema import DENSE, MergePlan, Network, Protocol, Recipe
+from algm_deploy.recipe.network import Network
+from algm_deploy.recipe.plan import DENSE, MergePlan
+from algm_deploy.recipe.schema import Protocol, Recipe
 
 RECIPE = Recipe(
     "tiny",

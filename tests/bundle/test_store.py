@@ -21,7 +21,9 @@ from algm_deploy.bundle.records import Link, NotRun, Parity, Speed
 from algm_deploy.bundle.signature import signature_of
 from algm_deploy.bundle.store import Bundle, BundleWriter
 from algm_deploy.errors import BundleError
-from algm_deploy.recipe.schema import DENSE, Network, Protocol, Recipe
+from algm_deploy.recipe.network import Network
+from algm_deploy.recipe.plan import DENSE
+from algm_deploy.recipe.schema import Protocol, Recipe
 
 RECIPE = Recipe("small", Network("segmenter", 32, 2, 2, 3, (64, 64)), DENSE, Protocol("camvid", 64, 64, 48))
 

@@ -17,8 +17,8 @@ from algm_deploy.models.checkpoints.weights import state_dict_for
 from algm_deploy.models.scores import upsample_scores
 from algm_deploy.models.segmenter import Segmenter
 from algm_deploy.package_data import DEMO_ASSETS
+from algm_deploy.recipe.plan import DENSE
 from algm_deploy.recipe.reading import flatten, recipe, recipe_settings, resolve
-from algm_deploy.recipe.schema import DENSE
 
 MEGABYTE = 1_000_000
 

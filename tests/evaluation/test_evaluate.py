@@ -22,7 +22,9 @@ from algm_deploy.evaluation.evaluate import evaluate
 from algm_deploy.evaluation.flops import multiply_adds
 from algm_deploy.pictures.preprocessing import Pixels, preprocessing_fingerprint
 from algm_deploy.recipe.conversion import converted
-from algm_deploy.recipe.schema import DENSE, MergePlan, Network, Protocol, Recipe
+from algm_deploy.recipe.network import Network
+from algm_deploy.recipe.plan import DENSE, MergePlan
+from algm_deploy.recipe.schema import Protocol, Recipe
 from algm_deploy.wording import merge_titles
 
 NETWORK = Network("segmenter", 128, 6, 2, 3, (32, 32))

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from algm_deploy.errors import PlanError
 from algm_deploy.evaluation.flops import multiply_adds
+from algm_deploy.recipe.network import Network
+from algm_deploy.recipe.plan import DENSE, MergePlan
 from algm_deploy.recipe.reading import recipe
-from algm_deploy.recipe.schema import DENSE, MergePlan, Network
 
 
 def segmenter(dim: int, depth: int, classes: int, side: int, decoder_depth: int = 2) -> Network:

@@ -20,7 +20,9 @@ from algm_deploy.merging import deployed
 from algm_deploy.models.loading import DTYPES, network_module, parameter_shapes
 from algm_deploy.models.vit import VitNetwork
 from algm_deploy.pictures.preprocessing import preprocessing_fingerprint
-from algm_deploy.recipe.schema import MergePlan, Network, Protocol, Recipe
+from algm_deploy.recipe.network import Network
+from algm_deploy.recipe.plan import MergePlan
+from algm_deploy.recipe.schema import Protocol, Recipe
 
 Weights = dict[str, torch.Tensor]
 PLAN = MergePlan(clap_layers=(1,), gbm_layers=(2,), clap_threshold=0.8)

@@ -15,7 +15,7 @@ from process_memory import held, resident
 
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import ExecutionError, RuntimeUnavailableError
-from algm_deploy.recipe.schema import Network
+from algm_deploy.recipe.network import Network
 from algm_deploy.runners.contract import Runner, runner
 from algm_deploy.runners.onnxruntime.runner import ORT_ERRORS
 

@@ -26,7 +26,7 @@ from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.scores import resize, scores_of_masks
 from algm_deploy.parity.chain import verify
 from algm_deploy.predictor import Predictor
-from algm_deploy.recipe.schema import MergePlan
+from algm_deploy.recipe.plan import MergePlan
 
 Export = Callable[..., ir.Model]
 PLAN = MergePlan(clap_layers=(1,), gbm_layers=(2,))

@@ -15,7 +15,8 @@ from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import RecipeError
 from algm_deploy.parity.chain import verify
 from algm_deploy.predictor import Predictor
-from algm_deploy.recipe.schema import MergePlan, Network
+from algm_deploy.recipe.network import Network
+from algm_deploy.recipe.plan import MergePlan
 from algm_deploy.runners.contract import Runner, runner, runner_type
 
 # ONNX Runtime runs the portable graph until `build` has added its own.

@@ -18,7 +18,8 @@ from algm_deploy.bundle.signature import mask_names, output_names, threshold_def
 from algm_deploy.lowering.portable import add_function_bodies
 from algm_deploy.merging import insert_merging, merge_inputs
 from algm_deploy.models.deployed import Deployed
-from algm_deploy.recipe.schema import DENSE, MergePlan, Output
+from algm_deploy.recipe.plan import DENSE, MergePlan
+from algm_deploy.recipe.schema import Output
 
 PLAN = MergePlan(clap_layers=(1,), gbm_layers=(3,), clap_threshold=0.7)
 

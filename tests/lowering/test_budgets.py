@@ -17,7 +17,7 @@ from algm_deploy.lowering import tensorrt
 from algm_deploy.lowering.portable import add_function_bodies, has_budget
 from algm_deploy.lowering.tensorrt import tensorrt_from_base
 from algm_deploy.merging import merge_budgets
-from algm_deploy.recipe.schema import MergePlan
+from algm_deploy.recipe.plan import MergePlan
 
 COUNTED = MergePlan(clap="budget", clap_budget=110, gbm="budget", gbm_budget=156)
 

@@ -21,7 +21,8 @@ from algm_deploy.lowering.export import base_onnx
 from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.segmenter import Segmenter
 from algm_deploy.models.vit import Tokens
-from algm_deploy.recipe.schema import DENSE, Network
+from algm_deploy.recipe.network import Network
+from algm_deploy.recipe.plan import DENSE
 
 Exports = Callable[[str], Any]
 

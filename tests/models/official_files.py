@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import yaml
 
-from algm_deploy.recipe.schema import Network
+from algm_deploy.recipe.network import Network
 
 TINY = Network("segmenter", embed_dim=32, depth=2, heads=2, classes=5, image_size=(64, 96), decoder_depth=1)
 LINEAR = Network("segmenter", 32, 2, 2, 5, (64, 96), decoder="linear", decoder_depth=0)

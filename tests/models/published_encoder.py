@@ -11,7 +11,7 @@ from named_weights import weights
 from torch import Tensor
 
 from algm_deploy.models.vit import VitNetwork
-from algm_deploy.recipe.schema import Network
+from algm_deploy.recipe.network import Network
 
 DATA = Path(__file__).parents[1] / "data"
 # Two fp32 implementations of four blocks; the tokens reach 3.

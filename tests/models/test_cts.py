@@ -23,7 +23,8 @@ from algm_deploy.models.loading import network_module, parameter_shapes
 from algm_deploy.models.scores import upsample_scores
 from algm_deploy.models.segmenter import Segmenter
 from algm_deploy.models.vit import KeepTokens
-from algm_deploy.recipe.schema import DENSE, MergePlan, Network
+from algm_deploy.recipe.network import Network
+from algm_deploy.recipe.plan import DENSE, MergePlan
 
 # Two fp32 implementations of the whole network, as for the golden networks.
 TOLERANCE = 2e-5

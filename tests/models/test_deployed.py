@@ -16,7 +16,7 @@ from algm_deploy.merging import insert_merging, merge_inputs
 from algm_deploy.models.deployed import NORMALIZATIONS, Deployed, PixelEmbedding
 from algm_deploy.models.segmenter import Segmenter
 from algm_deploy.models.vit import PatchEmbedding
-from algm_deploy.recipe.schema import DENSE, MergePlan
+from algm_deploy.recipe.plan import DENSE, MergePlan
 
 Golden = Callable[[str], Segmenter]
 PLAN = MergePlan(clap_layers=(1,), gbm_layers=(3,), clap_threshold=0.7)

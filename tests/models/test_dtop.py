@@ -27,7 +27,8 @@ from algm_deploy.models.readout import read
 from algm_deploy.models.scores import GridScores, TokenScores, upsample_scores
 from algm_deploy.models.segvit import SegvitPrune
 from algm_deploy.models.vit import KeepTokens
-from algm_deploy.recipe.schema import DENSE, MergePlan, Network
+from algm_deploy.recipe.network import Network
+from algm_deploy.recipe.plan import DENSE, MergePlan
 
 # Two fp32 implementations of the whole network; scores are probabilities.
 TOLERANCE = 5e-6

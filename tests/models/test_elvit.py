@@ -20,7 +20,7 @@ from published_encoder import DATA, TOLERANCE, Encoder, published_encoder, publi
 from torch import Tensor
 
 from algm_deploy.merging import insert_merging, merge_inputs, replay_merging, truncate
-from algm_deploy.recipe.schema import MergePlan
+from algm_deploy.recipe.plan import MergePlan
 
 NO_THRESHOLDS = merge_inputs(0.0, 0.0)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from algm_deploy.merging import insert_merging, merge_inputs, replay_merging, truncate
 from algm_deploy.models.vit import KeepTokens, Merged
-from algm_deploy.recipe.schema import DENSE, MergePlan
+from algm_deploy.recipe.plan import DENSE, MergePlan
 
 NO_THRESHOLDS = merge_inputs(0.0, 0.0)
 

@@ -21,7 +21,7 @@ from published_encoder import DATA
 from algm_deploy.merging import insert_merging, merge_inputs, replay_merging
 from algm_deploy.models.scores import upsample_scores
 from algm_deploy.models.segmenter import Segmenter
-from algm_deploy.recipe.schema import MergePlan
+from algm_deploy.recipe.plan import MergePlan
 
 # Two fp32 implementations of the whole network, as for the golden networks.
 TOLERANCE = 2e-5

@@ -24,7 +24,8 @@ from algm_deploy.models.readout import read
 from algm_deploy.models.scores import upsample_scores
 from algm_deploy.models.vit import VitNetwork
 from algm_deploy.recipe.families import architectures
-from algm_deploy.recipe.schema import MergePlan, Network
+from algm_deploy.recipe.network import Network
+from algm_deploy.recipe.plan import MergePlan
 
 FOLDER = Path(__file__).parents[1] / "data" / "published"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.npz") if path.stem != "images")

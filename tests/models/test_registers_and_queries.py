@@ -25,7 +25,9 @@ from algm_deploy.models.deployed import NORMALIZATIONS, Deployed, PixelEmbedding
 from algm_deploy.models.loading import network_class, network_module, parameter_shapes
 from algm_deploy.models.scores import upsample_scores
 from algm_deploy.models.vit import PatchEmbedding, VitNetwork, padded
-from algm_deploy.recipe.schema import MergePlan, Network, Protocol, Recipe
+from algm_deploy.recipe.network import Network
+from algm_deploy.recipe.plan import MergePlan
+from algm_deploy.recipe.schema import Protocol, Recipe
 
 DINOV2 = Network("dinov2", 16, 2, 2, 5, (56, 56), patch_size=14, decoder="linear", normalization="deit")
 REGISTERS = replace(DINOV2, extra_tokens=4)

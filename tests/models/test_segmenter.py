@@ -17,7 +17,7 @@ from algm_deploy.models.readout import read
 from algm_deploy.models.scores import TokenScores, upsample_scores
 from algm_deploy.models.segmenter import Segmenter
 from algm_deploy.models.vit import Tokens
-from algm_deploy.recipe.schema import Network
+from algm_deploy.recipe.network import Network
 
 Golden = Callable[[str], Segmenter]
 

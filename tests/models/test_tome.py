@@ -26,7 +26,7 @@ from published_encoder import DATA, TOLERANCE, Encoder, published_encoder, publi
 from torch import Tensor
 
 from algm_deploy.merging import insert_merging, merge_inputs, replay_merging, tome_merges
-from algm_deploy.recipe.schema import MergePlan
+from algm_deploy.recipe.plan import MergePlan
 
 SHARES = ("fifth", "third", "half")
 CASES = ("constant", "schedule", "one_block", "halves", "distilled", "no_cls")

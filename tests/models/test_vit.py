@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from algm_deploy.models.vit import Block, KeepTokens, Tokens, VisionTransformer, share_parameters
-from algm_deploy.recipe.schema import Network
+from algm_deploy.recipe.network import Network
 
 
 @pytest.fixture

@@ -19,7 +19,9 @@ from algm_deploy.models.checkpoints.weights import checkpoint_shapes, state_dict
 from algm_deploy.models.loading import network_module
 from algm_deploy.models.scores import GridScores
 from algm_deploy.models.vit_adapter import VitAdapter
-from algm_deploy.recipe.schema import DENSE, BetweenGroups, MergePlan, Network, Protocol, Recipe, fresh_merges
+from algm_deploy.recipe.network import Network
+from algm_deploy.recipe.plan import DENSE, BetweenGroups, MergePlan, fresh_merges
+from algm_deploy.recipe.schema import Protocol, Recipe
 
 NETWORK = Network(
     "vit_adapter",

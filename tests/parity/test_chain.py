@@ -25,7 +25,7 @@ from algm_deploy.parity import chain, comparison, replay
 from algm_deploy.parity.chain import Trial, trials_of, verify
 from algm_deploy.parity.comparison import unexplained_labels
 from algm_deploy.parity.merges import common, torch_maps
-from algm_deploy.recipe.schema import DENSE, MergePlan
+from algm_deploy.recipe.plan import DENSE, MergePlan
 from algm_deploy.runners.contract import Array
 from algm_deploy.runners.torch.runner import TorchRunner
 

@@ -12,7 +12,8 @@ from algm_deploy.parity.merges import differing
 from algm_deploy.parity.merges.clap import ClapFacts, clap_problems
 from algm_deploy.parity.merges.gbm import GbmFacts, gbm_problems
 from algm_deploy.parity.merges.tome import tome_problems
-from algm_deploy.recipe.schema import MergePlan, Network
+from algm_deploy.recipe.network import Network
+from algm_deploy.recipe.plan import MergePlan
 
 GRID, PREFIX = (4, 4), 1  # four windows of 2x2
 NOISE = 1e-3

@@ -13,7 +13,7 @@ import pytest
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BundleError
 from algm_deploy.parity.graph import graph_facts, graph_problems, signature_problems
-from algm_deploy.recipe.schema import MergePlan
+from algm_deploy.recipe.plan import MergePlan
 
 Facts = dict[str, Any]
 

@@ -18,8 +18,9 @@ from algm_deploy.models.mask2former import MaskedLayer
 from algm_deploy.parity.comparison import Decided, Decisions, output_problem
 from algm_deploy.parity.decisions import MaskFacts, mask_problems
 from algm_deploy.parity.replay import Error, Replayed
+from algm_deploy.recipe.plan import DENSE
 from algm_deploy.recipe.reading import recipe
-from algm_deploy.recipe.schema import DENSE, Recipe
+from algm_deploy.recipe.schema import Recipe
 
 TRUE = np.array([[2.0, -3.0, 1e-7, -1e-7]])
 CHOSEN = np.array([[1, 0, 1, 0]], np.uint8)

@@ -34,7 +34,8 @@ from algm_deploy.quantization import calibration
 from algm_deploy.quantization.calibration import calibrate
 from algm_deploy.quantization.observing import Observed, thresholds_of
 from algm_deploy.quantization.ranges import e4m3_product_of, product_of
-from algm_deploy.recipe.schema import DENSE, Recipe
+from algm_deploy.recipe.plan import DENSE
+from algm_deploy.recipe.schema import Recipe
 
 
 @pytest.fixture(scope="module")

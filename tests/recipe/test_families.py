@@ -10,7 +10,7 @@ from algm_deploy.errors import RecipeError
 from algm_deploy.models.loading import network_class
 from algm_deploy.models.vit import VitNetwork
 from algm_deploy.recipe.families import Architecture, architecture, architectures, register, unregister
-from algm_deploy.recipe.schema import Network
+from algm_deploy.recipe.network import Network
 
 NETWORK = Network("segmenter", 32, 4, 2, 3, (64, 64))
 ROW = Architecture(family="segmenter", decoder="pyramid", network="pyramid:Pyramid", stages=2)

@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from algm_deploy.errors import PlanError, RecipeError
 from algm_deploy.evaluation.flops import multiply_adds
 from algm_deploy.recipe import reading as recipes
-from algm_deploy.recipe.schema import DENSE, MergePlan, Network, Protocol, Recipe, dataset_ratio, fresh_merges
+from algm_deploy.recipe.network import Network
+from algm_deploy.recipe.plan import DENSE, MergePlan, fresh_merges
+from algm_deploy.recipe.schema import Protocol, Recipe, dataset_ratio
 
 SMALL = Recipe(
     "small",

@@ -43,8 +43,9 @@ from algm_deploy.cli import main
 from algm_deploy.environment import environment
 from algm_deploy.errors import BundleError
 from algm_deploy.pictures.shipped import scene
+from algm_deploy.recipe.plan import MergePlan
 from algm_deploy.recipe.reading import recipe
-from algm_deploy.recipe.schema import MergePlan, Protocol, Recipe
+from algm_deploy.recipe.schema import Protocol, Recipe
 from algm_deploy.report.gallery import Example, Gallery, Photo, draw_gallery
 from algm_deploy.report.page import report_page, write_report
 from algm_deploy.report.published import read_published

@@ -18,7 +18,7 @@ from algm_deploy.evaluation.datasets import SPECS, Classes
 from algm_deploy.pictures.preprocessing import read_indices
 from algm_deploy.pictures.shipped import scene
 from algm_deploy.predictor import Predictor
-from algm_deploy.recipe.schema import MergePlan
+from algm_deploy.recipe.plan import MergePlan
 from algm_deploy.report import pictures as module
 from algm_deploy.report.pictures import Mosaic, PictureWriter, labels_picture, overlay
 from algm_deploy.report.sheets import Panel

@@ -9,8 +9,8 @@ import pytest
 
 from algm_deploy.errors import RecipeError
 from algm_deploy.evaluation.flops import multiply_adds
+from algm_deploy.recipe.plan import DENSE
 from algm_deploy.recipe.reading import recipe, recipe_names
-from algm_deploy.recipe.schema import DENSE
 from algm_deploy.report.published import NO_REDUCTION, Published, backbone, published_beside, read_published
 from algm_deploy.report.tables import markdown_table, published_table
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from algm_deploy.bundle.records import Evaluation, Speed, TokenHistograms
+from algm_deploy.recipe.plan import DENSE, MergePlan
 from algm_deploy.recipe.reading import recipe
-from algm_deploy.recipe.schema import DENSE, MergePlan, Protocol
+from algm_deploy.recipe.schema import Protocol
 from algm_deploy.report.plans import plan_name
 from algm_deploy.report.records import (
     Artifact,

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from algm_deploy.evaluation.datasets import SPECS
-from algm_deploy.recipe.schema import MergePlan, Network, Protocol, Recipe
+from algm_deploy.recipe.network import Network
+from algm_deploy.recipe.plan import MergePlan
+from algm_deploy.recipe.schema import Protocol, Recipe
 from algm_deploy.report.colors import classes_of, distinct_colors, value_colors
 from algm_deploy.report.sheets import Panel, columns_for, fitted, legend, printable, scale, sheet, text_width, wrapped
 

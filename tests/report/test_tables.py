@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from algm_deploy.bundle.records import Evaluation, Link, MergeTokens, Parity, Speed, TokenHistograms
-from algm_deploy.recipe.schema import DENSE, MergePlan, Protocol
+from algm_deploy.recipe.plan import DENSE, MergePlan
+from algm_deploy.recipe.schema import Protocol
 from algm_deploy.report.records import Artifact, Measured
 from algm_deploy.report.tables import (
     Table,

@@ -22,7 +22,7 @@ from algm_deploy.deployment import bench, build, parity_windows, verify
 from algm_deploy.errors import BundleError, GateError, RuntimeUnavailableError
 from algm_deploy.evaluation.flops import multiply_adds
 from algm_deploy.pictures.shipped import scene
-from algm_deploy.recipe.schema import DENSE
+from algm_deploy.recipe.plan import DENSE
 from algm_deploy.report.records import Measured, measured, rows_of
 from algm_deploy.report.tables import markdown_table, speed_notes, speed_table
 from algm_deploy.runners.contract import Placement, Runner, runner, runner_type

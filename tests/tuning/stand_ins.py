@@ -10,8 +10,9 @@ import numpy as np
 from algm_deploy.bundle.records import Evaluation, Figures, MergeTokens, Speed, TokenHistograms
 from algm_deploy.bundle.signature import merge_names
 from algm_deploy.evaluation.datasets import Dataset, Sample
+from algm_deploy.recipe.plan import DENSE, MergePlan
 from algm_deploy.recipe.reading import recipe
-from algm_deploy.recipe.schema import DENSE, MergePlan, Protocol
+from algm_deploy.recipe.schema import Protocol
 from algm_deploy.tuning.photos import halves
 from algm_deploy.tuning.search import Goal
 from algm_deploy.tuning.trial import Evaluate, Trial

@@ -19,7 +19,7 @@ from algm_deploy.models.merges import Gbm
 from algm_deploy.models.vit import Block, Tokens
 from algm_deploy.ops.clap import window_members, window_similarity
 from algm_deploy.ops.gbm import gbm_similarity
-from algm_deploy.recipe.schema import MergePlan
+from algm_deploy.recipe.plan import MergePlan
 from algm_deploy.tuning.ablations import (
     ALGM,
     ClapVariant,

@@ -15,7 +15,7 @@ from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import DatasetError, PlanError
 from algm_deploy.evaluation.datasets import Dataset
 from algm_deploy.models.vit import Block, Merged
-from algm_deploy.recipe.schema import DENSE, MergePlan
+from algm_deploy.recipe.plan import DENSE, MergePlan
 from algm_deploy.report.tuning import tuning_page
 from algm_deploy.tuning.attention import class_mass, measure_attention, token_classes
 

@@ -17,8 +17,8 @@ from algm_deploy.deployment import verify
 from algm_deploy.errors import PlanError
 from algm_deploy.evaluation.datasets import Dataset
 from algm_deploy.merging import merge_budgets
+from algm_deploy.recipe.plan import DENSE, MergePlan
 from algm_deploy.recipe.reading import read_recipe
-from algm_deploy.recipe.schema import DENSE, MergePlan
 from algm_deploy.report.plots import Scatter
 from algm_deploy.report.tuning import tuning_page
 from algm_deploy.timing.protocols import Pace

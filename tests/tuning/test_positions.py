@@ -14,7 +14,7 @@ from algm_deploy.cli.parser import parser
 from algm_deploy.deployment import evaluate
 from algm_deploy.errors import BundleError, PlanError
 from algm_deploy.evaluation.datasets import Dataset
-from algm_deploy.recipe.schema import DENSE, MergePlan
+from algm_deploy.recipe.plan import DENSE, MergePlan
 from algm_deploy.report.tuning import tuning_page
 from algm_deploy.tuning.positions import PlanEvaluator, earliest_gbm, tune_positions
 from algm_deploy.tuning.search import Goal

@@ -17,8 +17,9 @@ from algm_deploy.bundle.store import Bundle
 from algm_deploy.cli import main
 from algm_deploy.errors import RecipeError
 from algm_deploy.evaluation.datasets import Dataset
+from algm_deploy.recipe.plan import MergePlan
 from algm_deploy.recipe.reading import read_recipe
-from algm_deploy.recipe.schema import MergePlan, Precision
+from algm_deploy.recipe.schema import Precision
 from algm_deploy.report.tuning import precision_plots, tuning_page
 from algm_deploy.tuning.precisions import Contender, check_one_network, tune_precision
 from algm_deploy.tuning.search import Goal

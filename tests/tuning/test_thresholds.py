@@ -15,7 +15,7 @@ from stand_ins import DEMO, dataset_of, evaluation, speed, trial
 from algm_deploy.bundle.records import Aim, Candidate, Evaluation, ThresholdTuning
 from algm_deploy.errors import DatasetError, ImageError, PlanError
 from algm_deploy.evaluation.datasets import Dataset
-from algm_deploy.recipe.schema import MergePlan
+from algm_deploy.recipe.plan import MergePlan
 from algm_deploy.report.tuning import tuning_page
 from algm_deploy.tuning.photos import check_apart, content_of, halves
 from algm_deploy.tuning.search import Goal, search

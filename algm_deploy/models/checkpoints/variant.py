@@ -14,18 +14,10 @@ from algm_deploy.models.checkpoints.reading import VARIANT_FILE, Checkpoint, nam
 from algm_deploy.models.segmenter import AUXILIARY, DISTILLED, POLICY
 from algm_deploy.ops.cts import MEMBERS
 from algm_deploy.recipe.conversion import converted
-from algm_deploy.recipe.reading import flatten, resolve
-from algm_deploy.recipe.schema import (
-    DENSE,
-    MergePlan,
-    Network,
-    Normalization,
-    Protocol,
-    Recipe,
-    Settings,
-    Size,
-    dataset_ratio,
-)
+from algm_deploy.recipe.network import Network, Normalization, Size
+from algm_deploy.recipe.plan import DENSE, MergePlan
+from algm_deploy.recipe.reading import Settings, flatten, resolve
+from algm_deploy.recipe.schema import Protocol, Recipe, dataset_ratio
 
 Section = TypeVar("Section", bound=Struct)
 _PATCHES = "encoder.patch_embed.proj.weight"

@@ -14,7 +14,7 @@ from algm_deploy.models.checkpoints.reading import VARIANT_FILE, Checkpoint, nam
 from algm_deploy.models.checkpoints.variant import training_size
 from algm_deploy.models.loading import network_class, parameter_shapes
 from algm_deploy.models.naming import Naming
-from algm_deploy.recipe.schema import Network, Size
+from algm_deploy.recipe.network import Network, Size
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from algm_deploy.parity.merges.g2tm import G2TM
 from algm_deploy.parity.merges.gbm import GBM
 from algm_deploy.parity.merges.mpm import MPM
 from algm_deploy.parity.merges.tome import TOME
-from algm_deploy.recipe.schema import Merge, MergePlan, Network
+from algm_deploy.recipe.network import Network
+from algm_deploy.recipe.plan import Merge, MergePlan
 
 MERGES: dict[Merge, MergeParity[Any]] = {
     "clap": CLAP,

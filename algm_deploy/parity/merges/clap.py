@@ -24,7 +24,8 @@ from algm_deploy.parity.merges.common import (
     threshold_problems,
 )
 from algm_deploy.parity.replay import Replayed
-from algm_deploy.recipe.schema import MergePlan, Network, Size
+from algm_deploy.recipe.network import Network, Size
+from algm_deploy.recipe.plan import MergePlan
 
 
 @dataclass(frozen=True)

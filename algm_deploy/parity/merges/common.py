@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from algm_deploy.models.vit import Tokens
 from algm_deploy.parity.decisions import Flags, Floats, Ints, map_problem
 from algm_deploy.parity.replay import NOISE_FACTOR, NOISE_FLOOR, Replayed
-from algm_deploy.recipe.schema import MergePlan, Network, fresh_merges
+from algm_deploy.recipe.network import Network
+from algm_deploy.recipe.plan import MergePlan, fresh_merges
 
 Facts = TypeVar("Facts")
 UNMERGE: dict[str, Any] = {"operator": "unmerge", "prefix": 0}

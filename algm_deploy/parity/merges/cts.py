@@ -16,7 +16,8 @@ from algm_deploy.ops.cts import cts_rows, cts_shared, reference_sources
 from algm_deploy.parity.decisions import Flags, Floats, Ints
 from algm_deploy.parity.merges.common import MergeParity, count_problems, keys_of, measured, of_one_token
 from algm_deploy.parity.replay import NOISE_FLOOR, Replayed
-from algm_deploy.recipe.schema import MergePlan, Network, Size
+from algm_deploy.recipe.network import Network, Size
+from algm_deploy.recipe.plan import MergePlan
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,8 @@ from algm_deploy.ops.dtop import dtop_rows, dtop_stays
 from algm_deploy.parity.decisions import Flags, Floats, Ints
 from algm_deploy.parity.merges.common import MergeParity, keys_of, measured
 from algm_deploy.parity.replay import Replayed
-from algm_deploy.recipe.schema import MergePlan, Network
+from algm_deploy.recipe.network import Network
+from algm_deploy.recipe.plan import MergePlan
 
 
 @dataclass(frozen=True, eq=False)

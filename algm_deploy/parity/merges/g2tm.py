@@ -15,7 +15,8 @@ from algm_deploy.ops.g2tm import g2tm_rows, neighbour_similarity, neighbours
 from algm_deploy.parity.decisions import Flags, Floats, Ints
 from algm_deploy.parity.merges.common import MergeParity, measured
 from algm_deploy.parity.replay import Replayed
-from algm_deploy.recipe.schema import MergePlan, Network, Size
+from algm_deploy.recipe.network import Network, Size
+from algm_deploy.recipe.plan import MergePlan
 
 
 @dataclass(frozen=True, eq=False)

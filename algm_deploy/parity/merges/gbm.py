@@ -34,7 +34,8 @@ from algm_deploy.parity.merges.common import (
     threshold_problems,
 )
 from algm_deploy.parity.replay import NOISE_FACTOR, Replayed
-from algm_deploy.recipe.schema import MergePlan, Network
+from algm_deploy.recipe.network import Network
+from algm_deploy.recipe.plan import MergePlan
 
 
 @dataclass(frozen=True)

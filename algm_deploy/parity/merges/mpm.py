@@ -15,7 +15,8 @@ from algm_deploy.ops.mpm import mpm_pairs, mpm_rows, mpm_similarity
 from algm_deploy.parity.decisions import Floats, Ints
 from algm_deploy.parity.merges.common import MergeParity, largest_difference, measured
 from algm_deploy.parity.replay import Replayed
-from algm_deploy.recipe.schema import MergePlan, Network
+from algm_deploy.recipe.network import Network
+from algm_deploy.recipe.plan import MergePlan
 
 
 @dataclass(frozen=True, eq=False)

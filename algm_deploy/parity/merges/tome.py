@@ -17,7 +17,8 @@ from algm_deploy.parity.decisions import Ints
 from algm_deploy.parity.merges.common import MergeParity, count_problems, keys_of, largest_difference
 from algm_deploy.parity.merges.gbm import GbmFacts, counted_facts, join_of, of_sources
 from algm_deploy.parity.replay import Replayed
-from algm_deploy.recipe.schema import MergePlan, Network
+from algm_deploy.recipe.network import Network
+from algm_deploy.recipe.plan import MergePlan
 
 
 def tome_facts(replays: Sequence[Replayed], stage: int, plan: MergePlan, network: Network) -> list[GbmFacts]:

@@ -50,7 +50,7 @@ from algm_deploy.models.vit import (
 )
 from algm_deploy.ops._rows import wide
 from algm_deploy.ops.native_kernels import Kernels, Merge, clap_merge, gbm_merge, use_kernels
-from algm_deploy.recipe.schema import patch_margins
+from algm_deploy.recipe.network import patch_margins
 from algm_deploy.runners.torch.fused import (
     attention,
     attention_fp8,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from algm_deploy.models.scores import GridScores, MaskScores, Scores, labels_of, probabilities
 from algm_deploy.ops.label_map import label_dtype
-from algm_deploy.recipe.schema import Size
+from algm_deploy.recipe.network import Size
 from algm_deploy.runners.torch.fused import fits_fused
 
 try:

@@ -16,7 +16,9 @@ from algm_deploy.errors import CheckpointError
 from algm_deploy.models.checkpoints.reading import read_checkpoint
 from algm_deploy.models.checkpoints.variant import network_from_variant, plan_from_variant, recipe_from_variant
 from algm_deploy.models.checkpoints.weights import state_dict_for
-from algm_deploy.recipe.schema import DENSE, MergePlan, Network, Protocol
+from algm_deploy.recipe.network import Network
+from algm_deploy.recipe.plan import DENSE, MergePlan
+from algm_deploy.recipe.schema import Protocol
 
 
 def test_recipe_from_variant(tiny: Path) -> None:

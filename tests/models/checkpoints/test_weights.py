@@ -15,7 +15,7 @@ from algm_deploy.models.checkpoints.reading import read_checkpoint
 from algm_deploy.models.checkpoints.variant import network_from_variant
 from algm_deploy.models.checkpoints.weights import state_dict_for
 from algm_deploy.models.segmenter import resized_positions
-from algm_deploy.recipe.schema import Network
+from algm_deploy.recipe.network import Network
 
 
 @pytest.mark.parametrize("network", [TINY, LINEAR], ids=lambda network: network.decoder)

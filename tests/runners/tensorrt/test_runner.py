@@ -26,7 +26,9 @@ from algm_deploy.bundle.records import Engine, ParsedNetwork
 from algm_deploy.bundle.signature import signature_of
 from algm_deploy.bundle.store import Bundle, BundleWriter
 from algm_deploy.errors import BundleError, NotExecutedError, RuntimeUnavailableError
-from algm_deploy.recipe.schema import MergePlan, Network, Protocol, Recipe
+from algm_deploy.recipe.network import Network
+from algm_deploy.recipe.plan import MergePlan
+from algm_deploy.recipe.schema import Protocol, Recipe
 from algm_deploy.runners.registry import row_of
 from algm_deploy.runners.tensorrt import runner as runner_module
 from algm_deploy.runners.tensorrt.digest import Digest, digest_file, keep_digest

@@ -24,7 +24,8 @@ from algm_deploy.models.quantized import E4m3Linear
 from algm_deploy.native_libraries import say_once
 from algm_deploy.parity import chain
 from algm_deploy.parity.chain import verify
-from algm_deploy.recipe.schema import MergePlan, Network
+from algm_deploy.recipe.network import Network
+from algm_deploy.recipe.plan import MergePlan
 from algm_deploy.report.records import artifact_of
 from algm_deploy.runners.contract import runner
 from algm_deploy.runners.registry import RUNTIMES, row_of

@@ -25,7 +25,8 @@ from algm_deploy.ops.gbm import gbm as gbm_operator
 from algm_deploy.ops.native_kernels import use_kernels
 from algm_deploy.predictor import batch_sizes
 from algm_deploy.recipe.families import architectures
-from algm_deploy.recipe.schema import DENSE, MergePlan, Network
+from algm_deploy.recipe.network import Network
+from algm_deploy.recipe.plan import DENSE, MergePlan
 from algm_deploy.runners.torch import packed as torch_packed
 from algm_deploy.runners.torch.layout import Layout, bucket, packed_index, padded_index
 from algm_deploy.runners.torch.packed import MOST_BATCH_SIZES, MOST_GRAPHS, PackedNetwork, attend

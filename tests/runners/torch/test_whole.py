@@ -11,7 +11,7 @@ from toys import deployed_toy, toy
 
 from algm_deploy.merging import merge_inputs
 from algm_deploy.models.deployed import Deployed
-from algm_deploy.recipe.schema import DENSE, MergePlan
+from algm_deploy.recipe.plan import DENSE, MergePlan
 from algm_deploy.runners.torch import whole
 from algm_deploy.runners.torch.whole import WholeNetwork
 
