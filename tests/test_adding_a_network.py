@@ -18,7 +18,7 @@ from algm_deploy.models.checkpoints.weights import checkpoint_shapes
 from algm_deploy.parity.chain import verify
 from algm_deploy.recipe.families import Architecture, register, unregister
 from algm_deploy.recipe.plan import DENSE
-from algm_deploy.recipe.reading import read_recipe
+from algm_deploy.recipe.reading import recipe
 from algm_deploy.recipe.schema import Recipe
 from algm_deploy.report.published import Published, published_beside
 
@@ -93,7 +93,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recipe]:
     (tmp_path / "toy.toml").write_text(RECIPE)
     monkeypatch.syspath_prepend(tmp_path)
     register(ROW)
-    yield read_recipe(tmp_path / "toy.toml")
+    yield recipe(str(tmp_path / "toy.toml"))
     unregister(ROW)
     sys.modules.pop("toy_network", None)
 
@@ -119,7 +119,7 @@ def test_it_is_exported_and_verified_and_unknown_once_it_is_taken_back(bundle: B
     try:
         unknown = "expected segmenter or .* as network.family, got 'toy'"
         with pytest.raises(RecipeError, match=unknown):
-            read_recipe(tmp_path / "toy.toml")
+            recipe(str(tmp_path / "toy.toml"))
         with pytest.raises(BundleError, match=unknown):
             Bundle.open(bundle.path)
     finally:

@@ -28,7 +28,7 @@ from algm_deploy.pictures.sliding import Prediction
 from algm_deploy.pictures.sources import Failure
 from algm_deploy.pictures.video import video_writer
 from algm_deploy.predictor import Predictor, network_anchors, network_canvas, takes_whole_frames
-from algm_deploy.recipe.reading import read_recipe
+from algm_deploy.recipe.reading import recipe
 
 RUNTIMES = ["torch", "onnxruntime-cpu"]
 
@@ -452,17 +452,17 @@ def test_a_forked_process_is_told_to_load_for_itself(tiny_bundle: Bundle, photo:
 def larger_bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     """A network with random weights whose windows take many times as long as the tiny one's."""
     folder = tmp_path_factory.mktemp("larger")
-    recipe = folder / "larger.toml"
-    recipe.write_text(
+    file = folder / "larger.toml"
+    file.write_text(
         "schema = 1\n[network]\nfamily = 'segmenter'\nembed_dim = 192\ndepth = 6\nheads = 3\nclasses = 11\n"
         "image_size = [128, 128]\npatch_size = 8\n[merging]\nclap_threshold = 0.9\ngbm_layers = [3]\n"
         "[protocol]\ndataset = 'camvid'\nshort_side = 128\nwindow = 128\nstride = 96\n"
     )
     generator = torch.Generator().manual_seed(0)
-    shapes = checkpoint_shapes(read_recipe(recipe).network)
+    shapes = checkpoint_shapes(recipe(str(file)).network)
     state = {name: 0.05 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     torch.save({"model": state}, folder / "checkpoint.pth")
-    return algm_deploy.export(folder / "checkpoint.pth", folder / "bundle", recipe).bundle
+    return algm_deploy.export(folder / "checkpoint.pth", folder / "bundle", file).bundle
 
 
 @pytest.mark.slow

@@ -37,11 +37,6 @@ def recipe(name: str) -> Recipe:
     return resolve([(name, recipe_settings(name))])[0]
 
 
-def read_recipe(path: Path) -> Recipe:
-    """The recipe in a TOML file, complete in itself."""
-    return resolve([(str(path), _read_settings(path))])[0]
-
-
 def recipe_settings(name: str) -> Settings:
     """What a recipe says, and no more: by its name, the path of a TOML file, or `NAME@ROW` for one of its rows."""
     name, _, row = name.partition("@")

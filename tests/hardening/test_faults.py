@@ -23,7 +23,7 @@ from algm_deploy.bundle.records import Evaluation, Link, Parity
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.merging import deployed_network
 from algm_deploy.pictures.shipped import scene
-from algm_deploy.recipe.reading import read_recipe
+from algm_deploy.recipe.reading import recipe
 
 Run = Callable[..., tuple[int, float]]
 InNewProcess = Callable[..., list[tuple[int, str]]]
@@ -184,7 +184,7 @@ def test_killed_tuning(run: Run, bundle: Path, data: Path, kills: int) -> None:
 
     def check(_: int) -> None:
         Bundle.open(bundle).verify()
-        assert read_recipe(output).merging.clap_threshold > 0
+        assert recipe(str(output)).merging.clap_threshold > 0
 
     killed_anywhere(run, lambda _: ["tune", "rule", bundle, "--data", data, "-o", output], check, kills)
 

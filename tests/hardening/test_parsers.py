@@ -27,7 +27,7 @@ from algm_deploy.evaluation.datasets import Dataset, open_dataset
 from algm_deploy.models.checkpoints.reading import Checkpoint, read_variant
 from algm_deploy.models.checkpoints.variant import settings_from_variant
 from algm_deploy.package_data import content
-from algm_deploy.recipe.reading import read_recipe, recipe_settings
+from algm_deploy.recipe.reading import recipe, recipe_settings
 from algm_deploy.report.page import report_page
 from algm_deploy.timing.protocols import Request, check_verified
 from algm_deploy.timing.timers import Effort
@@ -103,7 +103,7 @@ def test_recipes(tmp_path: Path, text: str) -> None:
     path = tmp_path / "recipe.toml"
     path.write_text(text)
     with soon(RecipeError):
-        read_recipe(path)
+        recipe(str(path))
 
 
 @FUZZ

@@ -42,10 +42,10 @@ def toml_of(recipe: Recipe, changes: dict[str, str] | None = None) -> str:
     return "\n".join("\n".join([f"[{section}]" * bool(section), *body]) for section, body in lines.items())
 
 
-def write(folder: Path, text: str) -> Path:
+def write(folder: Path, text: str) -> str:
     path = folder / "small.toml"
     path.write_text(text)
-    return path
+    return str(path)
 
 
 PUBLISHED = tuple(name for name in recipes.recipe_names() if name.startswith("segmenter_vit_"))
@@ -235,7 +235,7 @@ def test_an_unpublished_threshold_is_left_to_variant_and_flags() -> None:
 
 
 def test_toml_and_tables_round_trip(tmp_path: Path) -> None:
-    assert recipes.read_recipe(write(tmp_path, toml_of(SMALL))) == SMALL
+    assert recipes.recipe(write(tmp_path, toml_of(SMALL))) == SMALL
     assert recipes.from_table(json.loads(json.dumps(recipes.to_table(SMALL))), "manifest") == SMALL
 
 
@@ -334,9 +334,9 @@ def test_every_wrong_setting_is_named(tmp_path: Path, key: str) -> None:
     text, expected = WRONG[key]
     path = write(tmp_path, toml_of(SMALL, {key: text}))
     with pytest.raises(RecipeError) as caught:
-        recipes.read_recipe(path)
+        recipes.recipe(path)
     message = str(caught.value)
-    assert message.startswith(str(path))
+    assert message.startswith(path)
     assert expected in message
     assert "\n" not in message
 
@@ -346,7 +346,7 @@ def test_every_wrong_setting_is_named(tmp_path: Path, key: str) -> None:
 def test_other_types_are_refused(tmp_path: Path, key: str, value: str) -> None:
     value = "0" if (key, value) == ("network.policy", "false") else value  # which is of its type
     with pytest.raises(RecipeError, match=f"expected .* as {key.split('.')[0]}"):
-        recipes.read_recipe(write(tmp_path, toml_of(SMALL, {key: value})))
+        recipes.recipe(write(tmp_path, toml_of(SMALL, {key: value})))
 
 
 @pytest.mark.parametrize(
@@ -369,14 +369,15 @@ def test_other_types_are_refused(tmp_path: Path, key: str, value: str) -> None:
 )
 def test_wrong_files(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
-        recipes.read_recipe(write(tmp_path, text))
+        recipes.recipe(write(tmp_path, text))
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
-    for path in (tmp_path / "binary.toml", tmp_path / "absent.toml", tmp_path):
+    (tmp_path / "folder.toml").mkdir()
+    for name in ("binary.toml", "absent.toml", "folder.toml"):
         with pytest.raises(RecipeError, match="expected a recipe in TOML"):
-            recipes.read_recipe(path)
+            recipes.recipe(str(tmp_path / name))
 
 
 def test_an_unknown_name_is_answered_with_the_nearest_one_and_the_command_that_lists_all() -> None:
@@ -428,7 +429,7 @@ def test_budgets_that_do_not_fit_are_refused(merging: dict[str, Any], expected: 
 def test_budgets_stay_shares_or_counts(tmp_path: Path) -> None:
     """A whole number is a count, any other a share, 1.0 included, through TOML and through a manifest's JSON."""
     settings = {"merging.clap": '"budget"', "merging.clap_budget": "1.0", "merging.gbm": '"budget"'}
-    found = recipes.read_recipe(write(tmp_path, toml_of(SMALL, settings | {"merging.gbm_budget": "1"})))
+    found = recipes.recipe(write(tmp_path, toml_of(SMALL, settings | {"merging.gbm_budget": "1"})))
     again = recipes.from_table(json.loads(json.dumps(recipes.to_table(found))), "the manifest")
     for plan in (found.merging, again.merging):
         assert [(type(n), n) for n in (plan.clap_budget, plan.gbm_budget)] == [(float, 1.0), (int, 1)]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from algm_deploy.recipe.reading import read_recipe, recipe, recipe_names
+from algm_deploy.recipe.reading import recipe, recipe_names
 from algm_deploy.recipe.writing import recipe_toml
 
 
@@ -19,7 +19,7 @@ def test_every_recipe_survives(name: str, tmp_path: Path) -> None:
     original = recipe(name)
     file = tmp_path / f"{name}.toml"
     file.write_text(recipe_toml(original, ("evidence",)), encoding="utf-8")
-    assert read_recipe(file) == original
+    assert recipe(str(file)) == original
 
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)

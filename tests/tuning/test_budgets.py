@@ -18,7 +18,7 @@ from algm_deploy.errors import PlanError
 from algm_deploy.evaluation.datasets import Dataset
 from algm_deploy.merging import merge_budgets
 from algm_deploy.recipe.plan import DENSE, MergePlan
-from algm_deploy.recipe.reading import read_recipe
+from algm_deploy.recipe.reading import recipe
 from algm_deploy.report.plots import Scatter
 from algm_deploy.report.tuning import tuning_page
 from algm_deploy.timing.protocols import Pace
@@ -149,7 +149,7 @@ def test_the_command_writes_a_recipe_with_budgets(
     assert "expected no --time with --variant" in capsys.readouterr().err
     assert verify(bundle, "torch", count=1, progress=False).passed
     assert tune("budget", Bundle.open(bundle.path), output, *flags, data=photos) == 0
-    merging = read_recipe(output).merging
+    merging = recipe(str(output)).merging
     assert (merging.clap, merging.gbm) == ("budget", "budget")
     record = next(one for one in Bundle.open(bundle.path).manifest.tunings if isinstance(one, BudgetTuning))
     assert record.plan == merging

@@ -18,7 +18,7 @@ from algm_deploy.cli import main
 from algm_deploy.errors import RecipeError
 from algm_deploy.evaluation.datasets import Dataset
 from algm_deploy.recipe.plan import MergePlan
-from algm_deploy.recipe.reading import read_recipe
+from algm_deploy.recipe.reading import recipe
 from algm_deploy.recipe.schema import Precision
 from algm_deploy.report.tuning import precision_plots, tuning_page
 from algm_deploy.tuning.precisions import Contender, check_one_network, tune_precision
@@ -144,7 +144,7 @@ def test_the_command(
     told = capsys.readouterr()
     assert "at clap_threshold 0.8 is the fastest of fp32, bf16 on torch" in told.out
     assert f"{low.path.name}, " in told.err
-    written = read_recipe(output)
+    written = recipe(str(output))
     assert (written.merging.clap_threshold, written.precision in ("fp32", "bf16")) == (0.8, True)
     chosen = bundle if written.precision == "fp32" else low
     (record,) = Bundle.open(chosen.path).manifest.tunings

@@ -12,7 +12,7 @@ from PIL import Image
 from algm_deploy.bundle.records import Link, Parity
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.cli import main
-from algm_deploy.recipe.reading import read_recipe
+from algm_deploy.recipe.reading import recipe
 
 
 def tune(search: str, bundle: Bundle, output: Path, *flags: str, data: Path | None = None) -> int:
@@ -35,7 +35,7 @@ def test_the_rule_writes_a_recipe_and_a_page(
     output = tmp_path / "rule.toml"
     assert tune("rule", bundle, output, "--layers", "all", data=photos) == 0
     text = capsys.readouterr().out
-    tau = read_recipe(output).merging.clap_threshold
+    tau = recipe(str(output)).merging.clap_threshold
     assert f"clap_threshold {tau:.4f}" in text
     assert output.read_text().startswith("# By algm-deploy tune")
     page = output.with_suffix(".html").read_text()
@@ -53,7 +53,7 @@ def test_the_rule_needs_no_labels(
     with_labels, without = tmp_path / "a.toml", tmp_path / "b.toml"
     assert tune("rule", bundle, with_labels, data=photos) == 0
     assert tune("rule", bundle, without, "--images", str(photos / "images")) == 0
-    assert read_recipe(with_labels).merging == read_recipe(without).merging
+    assert recipe(str(with_labels)).merging == recipe(str(without)).merging
     assert "photos without labels, 4 images" in capsys.readouterr().out
 
 
@@ -64,7 +64,7 @@ def test_an_aim_is_met_and_the_recipe_says_so(
     flags = (*TORCH, "--aim", "gmacs", "--target", "0.016", "--range", "0.5", "1", "0.1")
     assert tune("threshold", bundle, output, *flags, data=photos) == 0
     text = capsys.readouterr().out
-    tau = read_recipe(output).merging.clap_threshold
+    tau = recipe(str(output)).merging.clap_threshold
     assert f"clap_threshold {tau:g} to merge least at no more than 0.016 GMACs" in text
     assert "tuned on first half of a folder of pictures, 2 images" in text
     assert "second half of a folder of pictures, held out" in text
@@ -84,7 +84,7 @@ def test_throughput_is_an_aim_of_verified_bundles(
     bundle.record(Parity(runtime="torch", images=1, batches=(1,), links=(link,)))
     assert tune("threshold", bundle, output, *flags, data=photos) == 0
     assert "img/s" in capsys.readouterr().out
-    assert read_recipe(output).merging.clap_threshold == 1
+    assert recipe(str(output)).merging.clap_threshold == 1
     assert "accuracy against throughput" in output.with_suffix(".html").read_text()
     assert "times as fast" in output.with_suffix(".html").read_text()
     speeds = [(one.runtime, one.protocol, one.variant) for one in Bundle.open(bundle.path).manifest.speeds]
@@ -193,7 +193,7 @@ def test_references(reference: str, bundle: Bundle, photos: Path, tmp_path: Path
     output = tmp_path / "star.toml"
     flags = (*ALL, "--reference", given, "--range", "0.8", "1", "0.2")
     assert tune("threshold", bundle, output, *flags, data=photos) == 0
-    assert read_recipe(output).merging.clap_threshold == 0.8
+    assert recipe(str(output)).merging.clap_threshold == 0.8
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_the_output_is_checked_before_the_work(
 def test_positions(bundle: Bundle, photos: Path, tmp_path: Path) -> None:
     output = tmp_path / "layers.toml"
     assert tune("positions", bundle, output, "--drop", "100", "--tau", "0.95", data=photos) == 0
-    merging = read_recipe(output).merging
+    merging = recipe(str(output)).merging
     assert merging.gbm_layers == (2,)
     assert merging.clap_threshold == 0.95
     assert found(bundle, "GBM in block 2").recipe_layers == (3,)
@@ -229,7 +229,7 @@ def test_the_other_threshold_stays_as_it_is_given(bundle: Bundle, photos: Path, 
     output = tmp_path / "gbm.toml"
     flags = (*ALL, "--knob", "gbm", "--tau", "0.95", "--values=-4,2")
     assert tune("threshold", bundle, output, *flags, data=photos) == 0
-    merging = read_recipe(output).merging
+    merging = recipe(str(output)).merging
     assert (merging.clap_threshold, merging.gbm_threshold) == (0.95, -4)
     record = found(bundle, "GBM threshold, aim: reference")
     assert (record.knob, record.recipe_value) == ("gbm_threshold", 1)
