@@ -239,6 +239,18 @@ def test_toml_and_tables_round_trip(tmp_path: Path) -> None:
     assert recipes.from_table(json.loads(json.dumps(recipes.to_table(SMALL))), "manifest") == SMALL
 
 
+def test_folders_and_files_may_have_an_at_sign(tmp_path: Path) -> None:
+    folder = tmp_path / "me@home"
+    folder.mkdir()
+    file = folder / "a@b.toml"
+    file.write_text(toml_of(SMALL) + "\n[rows.sharp]\nmerging.clap_threshold = 0.95\n")
+    assert recipes.recipe(str(file)) == SMALL
+    row = recipes.recipe(f"{file}@sharp")
+    assert (row.name, row.merging.clap_threshold) == ("a@b@sharp", 0.95)
+    with pytest.raises(RecipeError, match=r"expected one of its rows \(sharp\), got 'blunt'"):
+        recipes.recipe(f"{file}@blunt")
+
+
 def test_order_of_authority() -> None:
     variant = recipes.flatten(replace(SMALL, name="folder", merging=MergePlan(clap_threshold=0.8, gbm_layers=(3,))))
     recipe = {"name": "small", "merging.clap_threshold": 0.9, "merging.gbm_layers": (3,)}
