@@ -6,7 +6,7 @@ For runtimes that know no functions the bodies are written into the graph (`inli
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import onnx_ir as ir
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from onnx_ir.passes.common import InlinePass
 
-from algm_deploy.bundle.graphs import DOMAIN, VERSION
+from algm_deploy.bundle.graphs import DOMAIN
 from algm_deploy.errors import BundleError
 from algm_deploy.ops.bodies import BODIES, OPSET, Body
 from algm_deploy.ops.schema import SCHEMAS
@@ -125,20 +125,6 @@ def function_of(node: ir.Node, name: str) -> ir.Function:
     # Declared so that a call keeps its attributes, for people to read; the body has them built in.
     declared = [ir.Attr(key, attribute.type, None) for key, attribute in node.attributes.items()]
     return ir.Function(DOMAIN, name, "", graph=graph, attributes=declared)
-
-
-def standalone(
-    op_type: str, attributes: Mapping[str, Any], inputs: list[ir.Value], outputs: list[ir.DataType]
-) -> ir.Model:
-    """A model of one `algm` operator with its body, to run or inspect an operator alone."""
-    schema = SCHEMAS[op_type]
-    node = ir.node(op_type, inputs, attributes, domain=DOMAIN, num_outputs=len(outputs))
-    for value, parameter, dtype in zip(node.outputs, schema.outputs, outputs, strict=True):
-        value.name, value.dtype = f"{parameter.name}_out", dtype
-    graph = ir.Graph(inputs, node.outputs, nodes=[node], opset_imports={"": OPSET, DOMAIN: VERSION}, name=op_type)
-    model = ir.Model(graph, ir_version=10)
-    add_function_bodies(model)
-    return model
 
 
 def _attributes(node: ir.Node) -> dict[str, Any]:

@@ -12,13 +12,13 @@ from PIL import Image
 from algm_deploy.evaluation.datasets import Dataset, open_dataset
 from algm_deploy.merging import insert_merging, merge_inputs
 from algm_deploy.models.checkpoints.reading import Checkpoint, read_checkpoint
-from algm_deploy.models.checkpoints.variant import recipe_from_variant
+from algm_deploy.models.checkpoints.variant import settings_from_variant
 from algm_deploy.models.checkpoints.weights import state_dict_for
 from algm_deploy.models.scores import upsample_scores
 from algm_deploy.models.segmenter import Segmenter
 from algm_deploy.package_data import DEMO_ASSETS
 from algm_deploy.recipe.plan import DENSE
-from algm_deploy.recipe.reading import flatten, recipe, recipe_settings, resolve
+from algm_deploy.recipe.reading import recipe, recipe_settings, resolve
 
 MEGABYTE = 1_000_000
 
@@ -74,9 +74,7 @@ def test_sizes() -> None:
 def test_checkpoint_is_16_bit_and_the_recipe_agrees_with_it(checkpoint: Checkpoint) -> None:
     assert {value.dtype for value in checkpoint.state_dict.values()} == {torch.float16}
     assert all(bool(value.isfinite().all()) for value in checkpoint.state_dict.values())
-    derived = {key: value for key, value in flatten(recipe_from_variant(checkpoint)).items() if key != "name"}
-    listed = ("class_names", "palette")
-    said = [("variant.yml", {k: v for k, v in derived.items() if k not in listed}), ("demo", recipe_settings("demo"))]
+    said = [("variant.yml", settings_from_variant(checkpoint)), ("demo", recipe_settings("demo"))]
     merged, conflicts = resolve(said)
     assert conflicts == ()
     assert merged == recipe("demo")

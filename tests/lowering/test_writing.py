@@ -25,7 +25,6 @@ from algm_deploy.errors import BundleError, CheckpointError, ExportError
 from algm_deploy.lowering.writing import ALIGNMENT, EXTERNAL_BYTES, move_weights, write_bundle
 from algm_deploy.merging import deployed, merge_inputs
 from algm_deploy.models.checkpoints.reading import read_checkpoint
-from algm_deploy.models.checkpoints.variant import recipe_from_variant
 from algm_deploy.models.loading import load_network
 
 
@@ -122,10 +121,9 @@ def test_the_network_comes_back(tiny_bundle: Bundle, tiny_checkpoint: Path) -> N
 
 
 @pytest.fixture(scope="module")
-def half_bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    checkpoint = read_checkpoint(tiny_checkpoint)
-    recipe = replace(recipe_from_variant(checkpoint), precision="fp16", output="labels", max_batch=2)
-    return write_bundle(checkpoint, recipe, tmp_path_factory.mktemp("half") / "bundle", "42")
+def half_bundle(tiny_bundle: Bundle, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    recipe = replace(tiny_bundle.recipe, precision="fp16", output="labels", max_batch=2)
+    return write_bundle(read_checkpoint(tiny_checkpoint), recipe, tmp_path_factory.mktemp("half") / "bundle", "42")
 
 
 def test_half_precision_halves_the_weights(half_bundle: Bundle, tiny_bundle: Bundle, blob_images: Any) -> None:
@@ -173,23 +171,23 @@ def test_both_graphs_are_one_network(tiny_bundle: Bundle, blob_images: Any) -> N
         np.testing.assert_array_equal(first, second)
 
 
-def test_weights_that_do_not_fit_leave_nothing_behind(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    checkpoint = read_checkpoint(tiny_checkpoint)
-    recipe = recipe_from_variant(checkpoint)
+def test_weights_that_do_not_fit_leave_nothing_behind(
+    tiny_bundle: Bundle, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    recipe = tiny_bundle.recipe
     other = replace(recipe, network=replace(recipe.network, classes=12), class_names=(), palette=())
     with pytest.raises(CheckpointError):
-        write_bundle(checkpoint, other, tmp_path / "bundle", "")
+        write_bundle(read_checkpoint(tiny_checkpoint), other, tmp_path / "bundle", "")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_failing_export_leaves_nothing_behind(
-    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_bundle: Bundle, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> None:
         raise ExportError("no")
 
     monkeypatch.setattr("algm_deploy.lowering.writing.base_onnx", fail)
-    checkpoint = read_checkpoint(tiny_checkpoint)
     with pytest.raises(ExportError, match="no"):
-        write_bundle(checkpoint, recipe_from_variant(checkpoint), tmp_path / "bundle", "")
+        write_bundle(read_checkpoint(tiny_checkpoint), tiny_bundle.recipe, tmp_path / "bundle", "")
     assert list(tmp_path.iterdir()) == []

@@ -17,7 +17,8 @@ from native_build import built
 from operator_inputs import KINDS, Array, ones
 
 import algm_deploy.ops  # noqa: F401  registers torch.ops.algm
-from algm_deploy.lowering.portable import standalone
+from algm_deploy.bundle.graphs import DOMAIN, VERSION
+from algm_deploy.lowering.portable import add_function_bodies
 from algm_deploy.ops import reference
 from algm_deploy.ops.bodies import OPSET, Body
 from algm_deploy.ops.native_kernels import Kernels
@@ -94,7 +95,13 @@ def operator_model(op: str, attributes: Mapping[str, Any], kinds: Sequence[Any],
     types = {"tensor(int64)": ir.DataType.INT64, "tensor(float)": ir.DataType.FLOAT, "T": inputs[0].dtype}
     types["L"] = ir.DataType.INT32 if wide_labels else ir.DataType.UINT8
     present = [value for value in inputs if value is not None]
-    return standalone(op, attributes, present, [types[p.type_str] for p in SCHEMAS[op].outputs])
+    node = ir.node(op, present, attributes, domain=DOMAIN, num_outputs=len(SCHEMAS[op].outputs))
+    for value, parameter in zip(node.outputs, SCHEMAS[op].outputs, strict=True):
+        value.name, value.dtype = f"{parameter.name}_out", types[parameter.type_str]
+    graph = ir.Graph(present, node.outputs, nodes=[node], opset_imports={"": OPSET, DOMAIN: VERSION}, name=op)
+    model = ir.Model(graph, ir_version=10)
+    add_function_bodies(model)
+    return model
 
 
 def typed(name: str, dtype: ir.DataType, rank: int | tuple[int, ...]) -> ir.Value:

@@ -16,8 +16,8 @@ from algm_deploy.ops.cts import MEMBERS
 from algm_deploy.recipe.conversion import converted
 from algm_deploy.recipe.network import Network, Normalization, Size
 from algm_deploy.recipe.plan import DENSE, MergePlan
-from algm_deploy.recipe.reading import Settings, flatten, resolve
-from algm_deploy.recipe.schema import Protocol, Recipe, dataset_ratio
+from algm_deploy.recipe.reading import Settings, flatten
+from algm_deploy.recipe.schema import Protocol, dataset_ratio
 
 Section = TypeVar("Section", bound=Struct)
 _PATCHES = "encoder.patch_embed.proj.weight"
@@ -154,12 +154,6 @@ def settings_from_variant(checkpoint: Checkpoint) -> Settings:
         **{f"merging.{name}": plan[f"merging.{name}"] for name in said},
         **flatten(protocol_from_variant(checkpoint), "protocol."),
     }
-
-
-def recipe_from_variant(checkpoint: Checkpoint) -> Recipe:
-    """The recipe that `variant.yml` alone makes."""
-    with _errors_of(checkpoint):
-        return resolve([(VARIANT_FILE, settings_from_variant(checkpoint))])[0]
 
 
 def _section(checkpoint: Checkpoint, kind: type[Section], name: str) -> Section:

@@ -12,17 +12,23 @@ import torch
 from official_files import TINY, official, tensors, variant, write
 from toys import checkpoint_state
 
-from algm_deploy.errors import CheckpointError
-from algm_deploy.models.checkpoints.reading import read_checkpoint
-from algm_deploy.models.checkpoints.variant import network_from_variant, plan_from_variant, recipe_from_variant
+from algm_deploy.errors import CheckpointError, RecipeError
+from algm_deploy.models.checkpoints.reading import VARIANT_FILE, Checkpoint, read_checkpoint
+from algm_deploy.models.checkpoints.variant import network_from_variant, plan_from_variant, settings_from_variant
 from algm_deploy.models.checkpoints.weights import state_dict_for
 from algm_deploy.recipe.network import Network
 from algm_deploy.recipe.plan import DENSE, MergePlan
-from algm_deploy.recipe.schema import Protocol
+from algm_deploy.recipe.reading import resolve
+from algm_deploy.recipe.schema import Protocol, Recipe
 
 
-def test_recipe_from_variant(tiny: Path) -> None:
-    recipe = recipe_from_variant(read_checkpoint(tiny))
+def recipe_of(checkpoint: Checkpoint) -> Recipe:
+    """As an export without a recipe decides it."""
+    return resolve([(VARIANT_FILE, settings_from_variant(checkpoint))])[0]
+
+
+def test_variant_makes_a_recipe(tiny: Path) -> None:
+    recipe = recipe_of(read_checkpoint(tiny))
     assert recipe.network == TINY
     assert recipe.merging == MergePlan(clap_layers=(1,), gbm_layers=(2,), window=(2, 2), clap_threshold=0.9)
     assert recipe.protocol == Protocol("ade20k", short_side=64, window=64, stride=48, max_ratio=4.0)
@@ -48,7 +54,7 @@ def shared(schedule: object = (20, 1)) -> dict[str, Any]:
 def test_a_checkpoint_of_cts_shares_as_many_tokens(tmp_path: Path) -> None:
     network = replace(TINY, policy=True)
     checkpoint = read_checkpoint(write(tmp_path, official(checkpoint_state(network)), shared()))
-    recipe = recipe_from_variant(checkpoint)
+    recipe = recipe_of(checkpoint)
     assert recipe.network == network
     assert recipe.merging == replace(DENSE, method="cts", cts_shared=1)
     weights = state_dict_for(network, checkpoint).state_dict
@@ -68,7 +74,7 @@ def test_a_schedule_that_does_not_make_up_the_grid_is_refused(tmp_path: Path) ->
 
 def test_trained_checkpoints(shared_dir: Path) -> None:
     checkpoint = read_checkpoint(shared_dir / "models" / "segmenter_vit_s16_camvid_algm")
-    recipe = recipe_from_variant(checkpoint)
+    recipe = recipe_of(checkpoint)
     assert recipe.network == Network("segmenter", 384, 12, 6, 11, (512, 512))
     assert recipe.merging == MergePlan(clap_threshold=0.9319)
     assert recipe.protocol == Protocol("camvid", 512, 512, 480)
@@ -125,14 +131,12 @@ def test_variant_and_tensors_agree_on_distillation(tmp_path: Path, distilled: bo
         ("dataset_kwargs.selected_layers", None, "expected selected_layers, merging_window_size and threshold in d"),
         ("dataset_kwargs.selected_layers", (1, "5"), "expected a whole number as dataset_kwargs.selected_layers.1"),
         ("dataset_kwargs.selected_layers", (5, 1), "CLAP needs the full patch grid"),
-        ("dataset_kwargs.selected_layers", (1, 3), "expected merging layers up to 2"),
         ("dataset_kwargs.selected_layers", (), "expected selected_layers, merging_window_size and threshold in d"),
         (
             "dataset_kwargs.merging_window_size",
             None,
             "expected selected_layers, merging_window_size and threshold in d",
         ),
-        ("dataset_kwargs.merging_window_size", (8, 8), "expected a merging.window within the grid (4, 6)"),
         ("dataset_kwargs.threshold", None, "expected selected_layers, merging_window_size and threshold in d"),
         ("dataset_kwargs.threshold", float("nan"), "expected a finite number"),
         ("dataset_kwargs.merging_window_size", (1, 1), "a CLAP window covers at least two patches"),
@@ -143,13 +147,30 @@ def test_variant_and_tensors_agree_on_distillation(tmp_path: Path, distilled: bo
     ],
 )
 def test_every_wrong_fact_is_named(tmp_path: Path, key: str, value: object, message: str) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(message)) as caught:
+        settings_from_variant(changed(tmp_path, key, value))
+    assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("selected_layers", (1, 3), "variant.yml: expected merging layers up to 2"),
+        ("merging_window_size", (8, 8), "variant.yml: expected a merging.window within the grid (4, 6)"),
+    ],
+)
+def test_merging_that_does_not_fit_the_network_is_named(tmp_path: Path, key: str, value: object, message: str) -> None:
+    checkpoint = changed(tmp_path, f"dataset_kwargs.{key}", value)
+    with pytest.raises(RecipeError, match=re.escape(message)):
+        recipe_of(checkpoint)
+
+
+def changed(folder: Path, key: str, value: object) -> Checkpoint:
+    """A checkpoint with another value of one fact in its `variant.yml`."""
     facts = variant(TINY)
     *sections, last = key.split(".")
     section = facts
     for name in sections:
         section = section[name]
     section[last] = value
-    checkpoint = read_checkpoint(write(tmp_path, {"model": tensors(TINY)}, facts))
-    with pytest.raises(CheckpointError, match=re.escape(message)) as caught:
-        recipe_from_variant(checkpoint)
-    assert str(tmp_path) in str(caught.value)
+    return read_checkpoint(write(folder, {"model": tensors(TINY)}, facts))
