@@ -2,28 +2,48 @@
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 
 from algm_deploy.errors import RecipeError
 from algm_deploy.evaluation.flops import multiply_adds
 from algm_deploy.merging import tome_merges
+from algm_deploy.package_data import content
 from algm_deploy.recipe.network import Network
 from algm_deploy.recipe.reading import recipe, recipe_names, recipe_rows, recipe_settings
 from algm_deploy.recipe.schema import Recipe
 from algm_deploy.report.published import (
+    FILE,
     NO_REDUCTION,
-    Positions,
     Published,
     backbone,
     network_name,
     published_beside,
-    read_positions,
     read_published,
 )
 
+
+class Positions(NamedTuple):
+    """In which blocks, from 1, a published network merges: a block for CLAP and blocks for GBM."""
+
+    network: str
+    backbone: str
+    clap: int
+    gbm: tuple[int, ...]
+    without_recipe: str | None
+
+
 ROWS = read_published()
+POSITIONS = [
+    Positions(row["network"], name, row["clap"], tuple(gbm), row.get("without_recipe"))
+    for group in tomllib.loads((content("benchmarks") / FILE).read_text(encoding="utf-8"))["positions"]
+    for row in group["rows"]
+    for name in row["backbones"]
+    for gbm in row["gbm"]
+]
 RECIPES = tuple(recipe(name) for name in recipe_names())
 VARIANTS = tuple(recipe(f"{name}@{row}") for name in recipe_names() for row in recipe_rows(name))
 METHODS = {"ALGM": "algm", "ToMe": "tome_blockwise", "CTS": "cts", "DToP": "dtop"}
@@ -60,7 +80,7 @@ def test_a_recipe_with_other_figures_covers_nothing() -> None:
     assert not covers(recipe(candidate.name.partition("@")[0]), row)
 
 
-@pytest.mark.parametrize("positions", read_positions(), ids=str)
+@pytest.mark.parametrize("positions", POSITIONS, ids=str)
 def test_merge_positions_are_those_of_the_recipes(positions: Positions) -> None:
     merging = [
         (facts.merging.clap_layers, facts.merging.gbm_layers)
@@ -69,7 +89,7 @@ def test_merge_positions_are_those_of_the_recipes(positions: Positions) -> None:
     ]
     published = {
         ((row.clap,), row.gbm)
-        for row in read_positions()
+        for row in POSITIONS
         if (row.network, row.backbone) == (positions.network, positions.backbone)
     }
     if positions.without_recipe:

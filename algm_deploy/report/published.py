@@ -48,16 +48,6 @@ class Published(Struct, frozen=True, forbid_unknown_fields=True):
     without_recipe: str | None = None
 
 
-class Positions(Struct, frozen=True, forbid_unknown_fields=True):
-    """In which blocks, from 1, a published network merges: a block for CLAP and blocks for GBM."""
-
-    network: str
-    backbone: str
-    clap: int
-    gbm: tuple[int, ...]
-    without_recipe: str | None = None
-
-
 def read_published(path: Path | None = None) -> tuple[Published, ...]:
     """All rows of the file, by default of the one that comes with the package.
 
@@ -75,18 +65,6 @@ def read_published(path: Path | None = None) -> tuple[Published, ...]:
         raise RecipeError(f"{path}: {error}") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RecipeError(f"{path}: expected tables of published figures, got {error!r:.200}: correct it") from error
-
-
-def read_positions(path: Path | None = None) -> tuple[Positions, ...]:
-    """The merge positions in the file, by default of the one that comes with the package."""
-    table = tomllib.loads((path or content("benchmarks") / FILE).read_text(encoding="utf-8"))
-    return tuple(
-        Positions(row["network"], backbone, row["clap"], tuple(gbm), row.get("without_recipe"))
-        for group in table["positions"]
-        for row in group["rows"]
-        for backbone in row["backbones"]
-        for gbm in row["gbm"]
-    )
 
 
 def network_name(network: Network) -> str | None:
