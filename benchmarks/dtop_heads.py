@@ -1,6 +1,7 @@
 """Trains DToP's auxiliary heads for a Segmenter that is there already, and joins the two.
 
-    python benchmarks/dtop_heads.py DATA CHECKPOINT FOLDER --blocks 6 8 --record RECORD     a CPU, a quarter of an hour
+    python benchmarks/dtop_heads.py DATA CHECKPOINT FOLDER --blocks 6 8 --record RECORD     a CPU, half an hour
+    python benchmarks/dtop_heads.py DATA CHECKPOINT FOLDER --device cuda --record RECORD     a GPU, a minute
 
 DATA is CamVid in its official layout, which does not ship with the project: it is for non-commercial use. CHECKPOINT is
 a folder in the authors' format, FOLDER what is written: the same with heads, a norm and one linear layer each, after
@@ -27,6 +28,7 @@ import yaml
 from cts_policy import HELD_OUT, SIDE, normalised, split
 from torch import Tensor, nn
 
+from algm_deploy.environment import device_name
 from algm_deploy.models.auxiliary import LinearHead
 from algm_deploy.models.checkpoints.reading import read_checkpoint, read_variant
 from algm_deploy.models.checkpoints.variant import network_from_variant
@@ -51,16 +53,19 @@ def main() -> None:
     top.add_argument("--epochs", type=int, default=12)
     top.add_argument("--batch", type=int, default=8, help="windows at a time")
     top.add_argument("--rate", type=float, default=1e-3)
+    top.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options = top.parse_args()
     torch.manual_seed(0)
     start = time.perf_counter()
     checkpoint = read_checkpoint(options.checkpoint)
     network = network_from_variant(checkpoint)
     model = network_module(network, state_dict_for(network, checkpoint).state_dict, torch.float32)
-    heads = [LinearHead(network.prefix, network.embed_dim, network.classes) for _ in options.blocks]
+    model = model.to(options.device)
+    heads = [LinearHead(network.prefix, network.embed_dim, network.classes).to(options.device) for _ in options.blocks]
     seen = cached(model, options.blocks, options.data, "train")
     steps = trained(heads, seen, network.grid, options)
-    record: dict[str, Any] = {"device": "cpu", "blocks": options.blocks, "windows": len(seen[1]), "steps": steps}
+    record: dict[str, Any] = {"device": device_name(options.device == "cuda"), "blocks": options.blocks}
+    record |= {"windows": len(seen[1]), "steps": steps}
     record |= {"epochs": options.epochs, "batch": options.batch, "rate": options.rate}
     record["seconds"] = round(time.perf_counter() - start)
     for name in HELD_OUT:
@@ -73,7 +78,8 @@ def main() -> None:
 @torch.no_grad()
 def cached(model: VitNetwork, blocks: list[int], data: Path, name: str) -> tuple[Tensor, Tensor]:
     """Of a split's windows what leaves each block (W, blocks, N, D) in fp16, and their labels (W, h, w)."""
-    photos, labels = split(data, name)
+    device = next(model.parameters()).device
+    photos, labels = (part.to(device) for part in split(data, name))
     every = EVERY if name in HELD_OUT else 1
     rows, found = [], []
     for window, label in windows(photos[::every], labels[::every]):
@@ -105,7 +111,7 @@ def trained(
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.rate, total_steps=steps)
     for step in range(steps):
         if step % (len(rows) // options.batch) == 0:
-            order = torch.randperm(len(rows))
+            order = torch.randperm(len(rows), device=rows.device)
         index, order = order[: options.batch], order[options.batch :]
         target = labels[index].long()
         found = [
@@ -113,7 +119,7 @@ def trained(
             for i, head in enumerate(heads)
         ]
         optimizer.zero_grad()
-        sum(found, torch.zeros(())).backward()
+        torch.stack(found).sum().backward()
         optimizer.step()
         schedule.step()
         if step % 100 == 0:
@@ -161,7 +167,7 @@ def joined(options: argparse.Namespace, heads: list[LinearHead]) -> None:
     """Writes the checkpoint with heads."""
     options.folder.mkdir(parents=True, exist_ok=True)
     state = torch.load(options.checkpoint / "checkpoint.pth", map_location="cpu", weights_only=True)["model"]
-    state |= {f"{AUXILIARY}.{name}": value.detach() for name, value in nn.ModuleList(heads).state_dict().items()}
+    state |= {f"{AUXILIARY}.{name}": value.detach().cpu() for name, value in nn.ModuleList(heads).state_dict().items()}
     torch.save({"model": state}, options.folder / "checkpoint.pth")
     facts = dict(read_variant(options.checkpoint / "variant.yml"))
     facts["net_kwargs"] |= {"auxiliary_layers": options.blocks}

@@ -170,8 +170,8 @@ def test_bad_requests_fail_alone(model: Any, photos: list[np.ndarray]) -> None:
         "or none": Request({}, ALL),
         "at least one": Request({"image": np.zeros((1, 0, 4, 3), np.uint8)}, ALL),
         "picture 2: the picture cannot be decoded": encoded(good, good[:-60]),
-        "shrink the picture": encoded(bomb()),
-        "at most 400000 pixels": pixels(np.zeros((700, 700, 3), np.uint8)),
+        "at most 400000 pixels, got far more": encoded(bomb()),
+        "at most 400000 pixels, got 700x700": pixels(np.zeros((700, 700, 3), np.uint8)),
         "leave one out": Request(
             {"image": photo[None], "dense": np.array([[True]]), "tau": np.ones((1, 1), np.float32)}, ALL
         ),
