@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -230,9 +231,13 @@ class Evit(nn.Module):
         self.patches, self.rows, self.keep, self.prefix = patches, rows, keep, prefix
 
     def forward(self, tokens: Tokens, inputs: MergeInputs | None) -> Tokens:
+        return self.merged(tokens, torch.ops.algm.evit)
+
+    def merged(self, tokens: Tokens, evit: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> Tokens:
+        """By `evit`, which is called as the operator."""
         assert tokens.keys is not None
         counts = self.patches, self.rows, self.keep, self.prefix
-        return self.kept(tokens, *torch.ops.algm.evit(tokens.values, tokens.map, tokens.keys[..., 0], *counts))
+        return self.kept(tokens, *evit(tokens.values, tokens.map, tokens.keys[..., 0], *counts))
 
     def kept(self, tokens: Tokens, values: Tensor, map: Tensor, decided: Tensor) -> Tokens:
         """The sequence of those rows, which comes from `tokens`. Nothing reads how many patches one stands for."""

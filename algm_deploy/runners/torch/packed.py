@@ -12,8 +12,8 @@ What decoders make of the rows is not written here: each network describes it (`
 decoder reads from blocks before a merge wait in memory of their own, those of every patch where it reads such.
 
 All that a segment leaves for the next lies in memory of its own (`_Cut`). Networks that merge nothing, merge by
-budgets or as ToMe or CTS does, or drop a fixed number of tokens, have a single segment, and every image its own place:
-one CUDA graph a batch size holds all of it, and the host waits for nothing.
+budgets or as ToMe, EViT or CTS does, or drop a fixed number of tokens, have a single segment, and every image its own
+place: one CUDA graph a batch size holds all of it, and the host waits for nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from algm_deploy.models.deployed import PIXEL_CENTRE, PIXEL_SCALE, Deployed, PixelEmbedding
 from algm_deploy.models.fp8 import Fp8Linear, Quantised
-from algm_deploy.models.merges import Clap, Cts, Gbm, KeepFirst, Tome, Unmerge
+from algm_deploy.models.merges import REPLAYS, Clap, Cts, Evit, Gbm, KeepFirst, Tome, Unmerge
 from algm_deploy.models.quantized import quantized_layers
 from algm_deploy.models.readout import Crossed, Joining, ReadNetwork, Steps, heads_of
 from algm_deploy.models.scores import GridScores, MaskScores, Scores, TokenScores
@@ -51,6 +51,7 @@ from algm_deploy.models.vit import (
 from algm_deploy.ops._rows import wide
 from algm_deploy.ops.native_kernels import Kernels, Merge, clap_merge, gbm_merge, use_kernels
 from algm_deploy.recipe.network import patch_margins
+from algm_deploy.runners.torch.evit import cls_attention, evit
 from algm_deploy.runners.torch.fused import (
     attention,
     attention_fp8,
@@ -103,7 +104,8 @@ class _Half(NamedTuple):
     """Half a block: rows plus `branch` of their norm; then the merge slot, where it is not empty.
 
     `first`: the layer that the normed rows enter. `output`: which of the encoder's outputs comes after it, if any.
-    `counting`: the attention that counts the patches of a row, which takes the place of the branch.
+    `telling`: attention that also tells what the slot compares, which takes the place of the branch. It is given the
+    rows' sizes too.
     """
 
     norm: nn.LayerNorm
@@ -111,11 +113,11 @@ class _Half(NamedTuple):
     branch: Callable[[Tensor | Quantised, Layout], Tensor]
     slot: nn.Module | None = None
     output: int | None = None
-    counting: Attention | None = None
+    telling: Callable[[Tensor | Quantised, Layout, Tensor], tuple[Tensor, Tensor]] | None = None
 
     def added(self, x: Tensor | Quantised, layout: Layout, size: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What the half adds to its rows; and, where attention counts patches (B, S), what the slot compares."""
-        return (self.branch(x, layout), None) if self.counting is None else _counted(self.counting, x, layout, size)
+        """What the half adds to its rows, of sizes (B, S); and what its slot compares, where that is not the rows."""
+        return (self.branch(x, layout), None) if self.telling is None else self.telling(x, layout, size)
 
     def entering(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor | Quantised]:
         """The sum of x and delta, and what the branch is given of it."""
@@ -128,8 +130,9 @@ def _halves(blocks: nn.ModuleList, outputs: Sequence[int] = ()) -> Iterator[_Hal
     for layer, block in enumerate(blocks, 1):
         assert isinstance(block, Block)
         slot = None if isinstance(block.merge, KeepTokens) else block.merge
-        counting = block.attn if block.proportional else None
-        yield _Half(block.norm1, block.attn.qkv, partial(_mixed, block.attn), slot, counting=counting)
+        tells = _counted if block.proportional else _weighed if block.weighs else None
+        telling = None if tells is None else partial(tells, block.attn)
+        yield _Half(block.norm1, block.attn.qkv, partial(_mixed, block.attn), slot, telling=telling)
         output = outputs.index(layer) if layer in outputs else None
         yield _Half(block.norm2, block.mlp.fc1, partial(_transformed, block.mlp), output=output)
 
@@ -147,7 +150,10 @@ def _product(layer: nn.Module, x: Tensor | Quantised) -> Tensor:
 
 
 def _mixed(block: Attention, x: Tensor | Quantised, layout: Layout) -> Tensor:
-    qkv = _product(block.qkv, x)
+    return _attended(block, _product(block.qkv, x), layout)
+
+
+def _attended(block: Attention, qkv: Tensor, layout: Layout) -> Tensor:
     if _on_fp8_units(block.proj) and fits_attention(qkv, qkv.shape[1] // (3 * block.heads)):
         where = layout.starts, layout.images, layout.longest
         return product_fp8(attention_fp8(qkv, *where, block.heads, block.scale), block.proj)
@@ -161,6 +167,13 @@ def _counted(block: Attention, x: Tensor | Quantised, layout: Layout, size: Tens
     keys = images.view(*images.shape[:2], 3, block.heads, -1)[:, :, 1].mean(2)
     mixed = torch.ops.algm.proportional_attention(images, size, block.heads, block.scale)
     return _product(block.proj, mixed.flatten(0, 1)), keys
+
+
+def _weighed(block: Attention, x: Tensor | Quantised, layout: Layout, size: Tensor) -> tuple[Tensor, Tensor]:
+    """As `Attention.with_cls`, on rows of images of one length."""
+    qkv = _product(block.qkv, x)
+    weights = cls_attention(qkv.view(layout.images, layout.longest, -1), block.heads, block.scale)
+    return _attended(block, qkv, layout), weights[..., None]
 
 
 def _transformed(mlp: Mlp, x: Tensor | Quantised, layout: Layout) -> Tensor:
@@ -196,6 +209,8 @@ def why_not(network: Deployed) -> str | None:
     within = [getattr(block, name) for block in blocks for part, name in SLOTS.items() if part not in ("", "start")]
     if not all(isinstance(slot, KeepTokens) for slot in within) or not isinstance(encoder.outlet, KeepTokens | Unmerge):
         return "its method merges tokens for a part of a block, or after it"
+    if any(isinstance(part, REPLAYS) for part in model.modules()):
+        return "it merges as was recorded"
     start = own[0].start_merge
     if not isinstance(start, KeepTokens | Cts | KeepFirst) or any(
         not isinstance(block.start_merge, KeepTokens) for block in blocks[1:]
@@ -203,11 +218,11 @@ def why_not(network: Deployed) -> str | None:
         return "its method merges tokens before a block"
     slots = [block.merge for block in blocks if not isinstance(block.merge, KeepTokens)]
     if any(_decides(slot) for slot in slots):
-        if any(block.proportional for block in own) or isinstance(encoder.outlet, Unmerge):
+        if any(block.proportional or block.weighs for block in own) or isinstance(encoder.outlet, Unmerge):
             return "its method needs as many tokens in every picture, and the picture decides how many there are"
         return None if all(map(_decides, slots)) else "only some of its merges depend on the picture"
-    known = all(isinstance(slot, Clap | Gbm | KeepFirst | Tome) for slot in slots)
-    return None if known else "it merges neither as ALGM nor as ToMe does"
+    known = all(isinstance(slot, Clap | Gbm | KeepFirst | Tome | Evit) for slot in slots)
+    return None if known else "it merges neither as ALGM nor as ToMe or EViT does"
 
 
 def _segments(encoder: VisionTransformer) -> list[list[_Half]]:
@@ -245,14 +260,17 @@ _FUSED = Steps(_fused_norm, unit, _fused_crossed)
 
 
 class _Outcome:
-    """Where a slot leaves its map (B, N) and length (B)."""
+    """Where a slot leaves its map (B, N) and length (B), and what is told of its merge, (B, N), mostly the map."""
 
-    def __init__(self, first: Tokens) -> None:
+    def __init__(self, first: Tokens, slot: nn.Module) -> None:
         self.map, self.length = torch.empty_like(first.map), torch.empty_like(first.length)
+        self.told = torch.empty_like(first.map) if isinstance(slot, Evit) else self.map
 
-    def keep(self, map: Tensor, length: Tensor) -> None:
-        self.map.copy_(map)
-        self.length.copy_(length)
+    def keep(self, left: Tokens) -> None:
+        self.map.copy_(left.map)
+        self.length.copy_(left.length)
+        if left.decided is not None:
+            self.told.copy_(left.decided)
 
 
 class _Cut(_Outcome):
@@ -263,7 +281,7 @@ class _Cut(_Outcome):
     """
 
     def __init__(self, slot: Clap | Gbm, first: Tokens, kernels: Kernels | None) -> None:
-        super().__init__(first)
+        super().__init__(first, slot)
         values, on_cuda = first.values, first.values.is_cuda
         self.slot, self.merged, self.size = slot, torch.empty_like(values), torch.empty_like(first.size)
         self._tokens = torch.empty_like(values)
@@ -272,6 +290,7 @@ class _Cut(_Outcome):
         if kernels is not None:
             self.decision = kernels.decision(_merge_of(slot, values, first.map.shape[1]), values, first.map.shape[1])
             self.map, self.length = self.decision.map, self.decision.length
+            self.told = self.map
 
     @property
     def left(self) -> Tokens:
@@ -306,7 +325,7 @@ class _Cut(_Outcome):
         size = torch.where(valid, before.size[:, : tokens.shape[1]], 0)
         entering = Tokens(rows, size, before.map, before.length, padded=True)
         left = self.slot(entering, MergeInputs(thresholds[0], thresholds[1]))
-        self.keep(left.map, left.length)
+        self.keep(left)
         self.merged[:, : left.values.shape[1]] = left.values
         self.size[:, : left.values.shape[1]] = left.size
 
@@ -357,7 +376,7 @@ class _Memory:
 
 
 class Merged(NamedTuple):
-    """Results in the network's own memory: scores; length (B) and map (B, N) behind every merge."""
+    """Results in the network's own memory: scores; length (B) behind every merge, and what it tells (B, N)."""
 
     scores: Scores
     lengths: tuple[Tensor, ...]
@@ -417,7 +436,7 @@ class PackedNetwork:
                     self._given = clap, gbm
                     self._thresholds.copy_(torch.tensor((clap, gbm)))
                 scores = self._advance(memory)
-                maps = tuple(outcome.map for outcome in memory.outcomes)
+                maps = tuple(outcome.told for outcome in memory.outcomes)
                 lengths = tuple(outcome.length for outcome in memory.outcomes)
                 yield Merged(scores, lengths, maps)
             finally:  # behind an error too: what was queued until then uses the memory
@@ -454,7 +473,8 @@ class PackedNetwork:
         slots = [half.slot for segment in self._segments for half in segment if half.slot is not None]
         slots = slots if self._start is None else [self._start, *slots]
         outcomes = [
-            _Cut(s, first, self.kernels) if isinstance(s, Clap | Gbm) and s.decides else _Outcome(first) for s in slots
+            _Cut(s, first, self.kernels) if isinstance(s, Clap | Gbm) and s.decides else _Outcome(first, s)
+            for s in slots
         ]
         return _Memory(image, first, outcomes)
 
@@ -524,8 +544,8 @@ class PackedNetwork:
 
     def _left(self, slot: nn.Module, entering: Tokens, outcome: _Outcome) -> tuple[Tensor, Layout, Tokens]:
         """What a slot leaves of images of one length: rows, where they lie, and what is told of them."""
-        tokens = slot(entering, None)
-        outcome.keep(tokens.map, tokens.length)
+        tokens = slot.merged(entering, evit) if isinstance(slot, Evit) else slot(entering, None)
+        outcome.keep(tokens)
         images, longest, width = tokens.values.shape
         tokens = tokens._replace(map=outcome.map, length=outcome.length)
         return tokens.values.reshape(-1, width), Layout(images, longest), tokens
