@@ -41,6 +41,7 @@ PLANS = {
     "shared counts": MergePlan((1,), (3,), batch="batch_min", order="raster"),
     "budgets": MergePlan((1,), (2, 4), clap="budget", clap_budget=0.4, gbm="budget", gbm_budget=0.2),
     "tome": MergePlan((), (), method="tome", tome_r=(9, 0, 5)),
+    "evit": MergePlan((), (), method="evit", evit_layers=(1, 3), evit_keep=0.6),
 }
 USUAL = "clap and gbm"
 CTS = MergePlan((), (), method="cts", cts_shared=5)
@@ -63,6 +64,13 @@ FAMILIES = {
 }
 
 ADAPTER, _ = toy("vit_adapter", "upernet")
+
+
+def plans_of(shape: Network) -> Iterator[str]:
+    """One of each kind that the network can merge by: EViT asks cls."""
+    yield from ("dense", USUAL, "two gbm", "budgets", "tome")
+    if shape.prefix:
+        yield "evit"
 
 
 def model_of(shape: Network, dtype: torch.dtype = torch.float32) -> VitNetwork:
@@ -215,7 +223,7 @@ def test_same_results_as_the_modules(plan: str, decoder: str, rounded: bool, blo
 @pytest.mark.parametrize("family", FAMILIES)
 def test_same_results_as_the_modules_of_every_family(family: str, blob_images: Images) -> None:
     """Also where rows are rounded up, and where a level is read before the last merge."""
-    for plan in ("dense", USUAL, "two gbm", "budgets", "tome"):
+    for plan in plans_of(FAMILIES[family]):
         plain = deployed(PLANS[plan], FAMILIES[family])
         packed = PackedNetwork(plain, torch.uint8)
         for graphs in (None, Rounded()):
@@ -336,11 +344,16 @@ def test_what_does_not_fit_is_told() -> None:
 
     for plan in PLANS.values():
         assert torch_packed.why_not(deployed(plan)) is None
-    replaying = replay_merging(model_of(network()), PLANS[USUAL])
-    assert "neither as ALGM nor as ToMe" in said(Deployed(replaying, network(), "scores"))
-    counting = deployed(PLANS[USUAL])
-    counting.model.encoder.blocks[2].proportional = True
-    assert "as many tokens in every picture" in said(counting)
+        if plan.layers:
+            replaying = replay_merging(model_of(network()), plan)
+            assert "as was recorded" in said(Deployed(replaying, network(), "scores"))
+    other = deployed(PLANS["evit"])
+    other.model.encoder.blocks[1].merge = nn.Identity()
+    assert "neither as ALGM nor as ToMe or EViT" in said(other)
+    for sees in ("proportional", "weighs"):
+        seeing = deployed(PLANS[USUAL])
+        setattr(seeing.model.encoder.blocks[2], sees, True)
+        assert "as many tokens in every picture" in said(seeing)
     second = deployed(DENSE)
     second.model.encoder.blocks[1].start_merge = nn.Identity()
     assert "tokens before a block" in said(second)
@@ -425,7 +438,7 @@ def test_graphs_share_tokens_as_the_modules_do(blob_images: Images) -> None:
 @pytest.mark.usefixtures("full_fp32")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_graphs_give_the_modules_results_of_every_family(family: str, blob_images: Images) -> None:
-    for plan in ("dense", USUAL, "two gbm", "budgets", "tome"):
+    for plan in plans_of(FAMILIES[family]):
         plain = deployed(PLANS[plan], FAMILIES[family], device="cuda")
         packed = PackedNetwork(plain, torch.uint8)
         assert packed.graphs is not None
