@@ -286,9 +286,10 @@ def test_a_network_that_drops_tokens_keeps_one_segment(blob_images: Images) -> N
     assert len(packed.graphs.keys) == 1
 
 
-def test_budgets_keep_one_segment_a_batch_size(blob_images: Images) -> None:
+@pytest.mark.parametrize("plan", ["budgets", "tome", "evit"])
+def test_known_counts_keep_one_segment_a_batch_size(plan: str, blob_images: Images) -> None:
     """Whatever the pictures; by threshold there are three, for other rows at each other picture."""
-    packed = PackedNetwork(deployed(PLANS["budgets"]), torch.uint8)
+    packed = PackedNetwork(deployed(PLANS[plan]), torch.uint8)
     packed.graphs = graphs = Rounded()  # type: ignore[assignment]
     images = torch.from_numpy(blob_images(4))
     for batch in (images[:1], images[1:2], images[2:], images[:2], torch.full_like(images[:1], 90)):
@@ -482,15 +483,18 @@ def test_labels_of_masks_are_those_of_their_scores(queries: int, classes: int, c
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_low_precision_errs_no_more_than_the_modules(dtype: torch.dtype, merging: str, blob_images: Images) -> None:
+@pytest.mark.parametrize(("plan", "count"), [(USUAL, 1), ("evit", 1), ("evit", 3), ("evit", 8)])
+def test_low_precision_errs_no_more_than_the_modules(
+    plan: str, count: int, dtype: torch.dtype, merging: str, blob_images: Images
+) -> None:
     """Against fp32 with the packed network's own maps; twice the error of the modules in the same precision."""
     shape = network(width=128)
-    packed = PackedNetwork(deployed(PLANS[USUAL], shape, dtype, "cuda"), torch.uint8)
-    image = torch.from_numpy(blob_images(1)).cuda()
+    packed = PackedNetwork(deployed(PLANS[plan], shape, dtype, "cuda"), torch.uint8)
+    image = torch.from_numpy(blob_images(count)).cuda()
     for _ in range(2):
         scores, _, maps = run(packed, image, 0.9, 0.0)
     models = model_of(shape, dtype), model_of(shape, dtype).float()
-    plain, exact = (Deployed(replay_merging(m, PLANS[USUAL]), shape, "scores").eval().cuda() for m in models)
+    plain, exact = (Deployed(replay_merging(m, PLANS[plan]), shape, "scores").eval().cuda() for m in models)
     with torch.inference_mode():
         inputs = merge_inputs(0.0, 0.0, tuple(maps), "cuda")
         truth, same = exact(image, inputs)[0], plain(image, inputs)[0]
@@ -517,8 +521,9 @@ def test_counts_and_thresholds_change_without_new_graphs(blob_images: Images) ->
 
 
 @pytest.mark.gpu
-def test_budgets_are_one_graph_a_batch_size_on_cuda(merging: str, blob_images: Images) -> None:
-    packed = PackedNetwork(deployed(PLANS["budgets"], device="cuda"), torch.uint8)
+@pytest.mark.parametrize("plan", ["budgets", "evit"])
+def test_known_counts_are_one_graph_a_batch_size_on_cuda(plan: str, merging: str, blob_images: Images) -> None:
+    packed = PackedNetwork(deployed(PLANS[plan], device="cuda"), torch.uint8)
     assert packed.graphs is not None
     images = torch.from_numpy(blob_images(4)).cuda()
     for _ in range(2):
