@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from algm_deploy.models.deployed import PIXEL_CENTRE, PIXEL_SCALE, Deployed, PixelEmbedding
 from algm_deploy.models.fp8 import Fp8Linear, Quantised
-from algm_deploy.models.merges import REPLAYS, Clap, Cts, Evit, Gbm, KeepFirst, Tome, Unmerge
+from algm_deploy.models.merges import REPLAYS, Clap, Cts, Evit, G2tm, Gbm, KeepFirst, Tome, Unmerge
 from algm_deploy.models.quantized import quantized_layers
 from algm_deploy.models.readout import Crossed, Joining, ReadNetwork, Steps, heads_of
 from algm_deploy.models.scores import GridScores, MaskScores, Scores, TokenScores
@@ -185,9 +185,9 @@ def _transformed(mlp: Mlp, x: Tensor | Quantised, layout: Layout) -> Tensor:
     return product_fp8(product_gelu_fp8(x, first, second.fit), second)
 
 
-def _decides(slot: nn.Module | None) -> bool:
+def _decides(slot: nn.Module | None) -> TypeGuard[Clap | Gbm | G2tm]:
     """Whether the number of rows behind a slot depends on the pictures."""
-    return isinstance(slot, Clap | Gbm) and slot.decides
+    return isinstance(slot, G2tm) or (isinstance(slot, Clap | Gbm) and slot.decides)
 
 
 def why_not(network: Deployed) -> str | None:
@@ -222,7 +222,7 @@ def why_not(network: Deployed) -> str | None:
             return "its method needs as many tokens in every picture, and the picture decides how many there are"
         return None if all(map(_decides, slots)) else "only some of its merges depend on the picture"
     known = all(isinstance(slot, Clap | Gbm | KeepFirst | Tome | Evit) for slot in slots)
-    return None if known else "it merges neither as ALGM nor as ToMe or EViT does"
+    return None if known else "it merges as none of ALGM, ToMe, EViT and G2TM does"
 
 
 def _segments(encoder: VisionTransformer) -> list[list[_Half]]:
@@ -280,7 +280,7 @@ class _Cut(_Outcome):
     in memory of the host.
     """
 
-    def __init__(self, slot: Clap | Gbm, first: Tokens, kernels: Kernels | None) -> None:
+    def __init__(self, slot: Clap | Gbm | G2tm, first: Tokens, kernels: Kernels | None) -> None:
         super().__init__(first, slot)
         values, on_cuda = first.values, first.values.is_cuda
         self.slot, self.merged, self.size = slot, torch.empty_like(values), torch.empty_like(first.size)
@@ -330,7 +330,8 @@ class _Cut(_Outcome):
         self.size[:, : left.values.shape[1]] = left.size
 
 
-def _merge_of(slot: Clap | Gbm, tokens: Tensor, patches: int) -> Merge:
+def _merge_of(slot: Clap | Gbm | G2tm, tokens: Tensor, patches: int) -> Merge:
+    assert not isinstance(slot, G2tm), "it has no kernels"
     plan = slot.plan
     batch = plan.batch if len(tokens) > 1 else "per_image"  # the same for one image, and quicker
     if isinstance(slot, Clap):
@@ -404,7 +405,8 @@ class PackedNetwork:
         self._projection = embedding.weight.flatten(1).contiguous()
         self._device = embedding.weight.device
         on_cuda = self._device.type == "cuda"
-        self.kernels = use_kernels() if on_cuda else None
+        without = any(isinstance(module, G2tm) for module in model.modules())  # there are kernels for ALGM alone
+        self.kernels = use_kernels() if on_cuda and not without else None
         self.graphs = Graphs(self._device, most_graphs) if on_cuda and graphs else None
         if on_cuda:
             _lay_out_like_rows(model)
@@ -472,10 +474,7 @@ class PackedNetwork:
         first = first._replace(values=first.values.contiguous(), map=first.map.contiguous())
         slots = [half.slot for segment in self._segments for half in segment if half.slot is not None]
         slots = slots if self._start is None else [self._start, *slots]
-        outcomes = [
-            _Cut(s, first, self.kernels) if isinstance(s, Clap | Gbm) and s.decides else _Outcome(first, s)
-            for s in slots
-        ]
+        outcomes = [_Cut(slot, first, self.kernels) if _decides(slot) else _Outcome(first, slot) for slot in slots]
         return _Memory(image, first, outcomes)
 
     def _picture(self, memory: _Memory) -> Tensor:

@@ -42,6 +42,7 @@ PLANS = {
     "budgets": MergePlan((1,), (2, 4), clap="budget", clap_budget=0.4, gbm="budget", gbm_budget=0.2),
     "tome": MergePlan((), (), method="tome", tome_r=(9, 0, 5)),
     "evit": MergePlan((), (), method="evit", evit_layers=(1, 3), evit_keep=0.6),
+    "g2tm": MergePlan((), (), method="g2tm", g2tm_layer=2),
 }
 USUAL = "clap and gbm"
 CTS = MergePlan((), (), method="cts", cts_shared=5)
@@ -68,7 +69,7 @@ ADAPTER, _ = toy("vit_adapter", "upernet")
 
 def plans_of(shape: Network) -> Iterator[str]:
     """One of each kind that the network can merge by: EViT asks cls."""
-    yield from ("dense", USUAL, "two gbm", "budgets", "tome")
+    yield from ("dense", USUAL, "two gbm", "budgets", "tome", "g2tm")
     if shape.prefix:
         yield "evit"
 
@@ -350,7 +351,7 @@ def test_what_does_not_fit_is_told() -> None:
             assert "as was recorded" in said(Deployed(replaying, network(), "scores"))
     other = deployed(PLANS["evit"])
     other.model.encoder.blocks[1].merge = nn.Identity()
-    assert "neither as ALGM nor as ToMe or EViT" in said(other)
+    assert "none of ALGM, ToMe, EViT and G2TM" in said(other)
     for sees in ("proportional", "weighs"):
         seeing = deployed(PLANS[USUAL])
         setattr(seeing.model.encoder.blocks[2], sees, True)
