@@ -28,7 +28,7 @@ from algm_deploy.recipe.reading import flatten
 from algm_deploy.recipe.schema import Protocol, Recipe
 from algm_deploy.report.plans import plan_name
 from algm_deploy.report.records import plan_in_force
-from algm_deploy.runners.contract import Array, runner
+from algm_deploy.runners.contract import Array
 from algm_deploy.wording import merge_titles
 
 PLAN = CONSTANT_COUNTS["evit"]
@@ -102,17 +102,6 @@ def test_the_chain_holds(bundle: Bundle, record_property: Callable[[str, object]
     report = verify(bundle, "onnxruntime-cpu", parity_windows(bundle.recipe, [], 2), progress=False)
     assert [(link.name, link.measured) for link in report.links if not link.passed] == []
     record_property("support", "evit segmenter/mask_transformer onnxruntime-cpu verified")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16", "fp8"])
-def test_packed_rows_hold(tiny_export: Callable[..., Bundle], precision: str) -> None:
-    """Batches of 1, 2, 3 and 8 mixed pictures, with token maps forced and decided freely."""
-    bundle = tiny_export(flatten(PLAN, "merging.") | {"precision": precision})
-    report = verify(bundle, "torch", parity_windows(bundle.recipe, [], 3), progress=False)
-    assert [(link.name, link.measured) for link in report.links if not link.passed] == []
-    with runner(bundle, "torch") as run:
-        assert run.execution["rows"] == "packed"
 
 
 @pytest.mark.parametrize("change", [{"evit_keep": 0.5}, {"evit_layers": (2, 4)}], ids=str)

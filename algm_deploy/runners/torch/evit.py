@@ -24,7 +24,12 @@ _PATCHES = 256  # of a program
 
 
 def cls_attention(qkv: Tensor, heads: int, scale: float) -> Tensor:
-    """The weight (B, S) fp32 that the first row gives every row of (B, S, 3D), the mean over heads: the operator's."""
+    """As the operator: the weight (B, S) fp32 that the first row gives every row, the mean over heads.
+
+    Args:
+        qkv: (B, S, 3D), laid out as for the operator.
+        heads, scale: as of the operator.
+    """
     if not fits_fused(qkv):
         weights: Tensor = torch.ops.algm.cls_attention(qkv, heads, scale)
         return weights
@@ -40,8 +45,14 @@ def cls_attention(qkv: Tensor, heads: int, scale: float) -> Tensor:
 def evit(
     tokens: Tensor, map: Tensor, attention: Tensor, patches: int, rows: int, keep: int, prefix: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As the operator: tokens (B, P + K + 1, D), map (B, N) and source (B, N), given tokens (B, P + R, D), a map (B, N)
-    and attention (B, P + R) fp32."""
+    """As the operator: tokens (B, P + K + 1, D), map (B, N) and source (B, N), both int64.
+
+    Args:
+        tokens: (B, P + R, D), fp32, fp16 or bf16.
+        map: (B, N) int64.
+        attention: (B, P + R) fp32.
+        patches, rows, keep, prefix: N, R, K below R, and P.
+    """
     if not fits_fused(tokens):
         merged: tuple[Tensor, Tensor, Tensor] = torch.ops.algm.evit(tokens, map, attention, patches, rows, keep, prefix)
         return merged
@@ -53,8 +64,7 @@ def evit(
     block = triton.next_power_of_2(rows)
     _choose_kernel[(images,)](attention, order, place, nearest, *counts, block, num_warps=min(max(block // 128, 1), 16))
     tiles = triton.cdiv(rows - keep, _TILE), triton.cdiv(keep, _TILE), images
-    inner = 32 if tokens.element_size() > 2 else 64
-    _nearest_kernel[tiles](tokens, order, nearest, *counts, width, _TILE, inner)
+    _nearest_kernel[tiles](tokens, order, nearest, *counts, width, _TILE, 128 // tokens.element_size())
     values = tokens.new_empty(images, prefix + keep + 1, width)
     programs = prefix + keep + triton.cdiv(width, _COLUMNS), images
     sizes = width, triton.next_power_of_2(width), _SUMMED, _COLUMNS

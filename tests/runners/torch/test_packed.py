@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from toys import toy
 
+from algm_deploy.bundle.store import Bundle
+from algm_deploy.deployment import parity_windows
 from algm_deploy.merging import insert_merging, merge_inputs, replay_merging, truncate
 from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.loading import network_class
@@ -23,13 +25,16 @@ from algm_deploy.models.vit import VitNetwork
 from algm_deploy.ops.clap import clap as clap_operator
 from algm_deploy.ops.gbm import gbm as gbm_operator
 from algm_deploy.ops.native_kernels import use_kernels
+from algm_deploy.parity.chain import verify
 from algm_deploy.predictor import batch_sizes
 from algm_deploy.recipe.families import architectures
 from algm_deploy.recipe.network import Network
 from algm_deploy.recipe.plan import DENSE, MergePlan
+from algm_deploy.recipe.reading import flatten
 from algm_deploy.runners.torch import packed as torch_packed
 from algm_deploy.runners.torch.layout import Layout, bucket, packed_index, padded_index
 from algm_deploy.runners.torch.packed import MOST_BATCH_SIZES, MOST_GRAPHS, PackedNetwork, attend
+from algm_deploy.runners.torch.runner import TorchRunner
 from algm_deploy.runners.torch.tail import labels
 
 Images = Callable[[int], np.ndarray]
@@ -502,6 +507,22 @@ def test_low_precision_errs_no_more_than_the_modules(
     assert torch.isfinite(scores).all()
     allowed = 2 * (same - truth).abs().max() + 1e-3
     assert (scores - truth).abs().max() <= allowed
+
+
+CHAINED = [("evit", "fp32"), ("evit", "fp16"), ("evit", "bf16"), ("evit", "fp8"), ("tome", "fp16"), ("g2tm", "fp16")]
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize(("plan", "precision"), CHAINED)
+def test_the_chain_holds_on_packed_rows(plan: str, precision: str, tiny_export: Callable[..., Bundle]) -> None:
+    """Batches of 1, 2, 3 and 8 mixed pictures, with token maps forced and decided freely."""
+    bundle = tiny_export(flatten(PLANS[plan], "merging.") | {"precision": precision})
+    report = verify(bundle, "torch", parity_windows(bundle.recipe, [], 3), progress=False)
+    assert [(link.name, link.measured) for link in report.links if not link.passed] == []
+    assert report.batches == (1, 2, 3, 8)
+    with TorchRunner(bundle) as run:
+        assert run.execution["rows"] == "packed"
 
 
 @pytest.mark.gpu
