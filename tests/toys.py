@@ -183,7 +183,7 @@ def deployed_toy(
 ) -> Deployed:
     """What a bundle of the network deploys, made from `checkpoint_state`."""
     grids = None if _trained(network) == network.grid else (_trained(network), network.grid)
-    weights = _naming(network).translated(checkpoint_state(network), parameter_shapes(network), grids)
+    weights = dict(_naming(network).translated(checkpoint_state(network), parameter_shapes(network), grids))
     model = network_module(network, weights, dtype)
     return Deployed(insert_merging(model, plan), network, output).eval()
 

@@ -41,8 +41,8 @@ def write_bundle(
 ) -> Bundle:
     """Exports a checkpoint to a new bundle at `target`, complete or not at all.
 
-    The peak is about the weights in fp32, once more in the graph's layout. `calibration`: windows (n, 3, H, W) in the
-    graph's pixel dtype, for a recipe in int8 or fp8.
+    Memory peaks when all weights are read, at those of the checkpoint and those of the bundle; then `checkpoint` is
+    released. `calibration`: windows (n, 3, H, W) in the graph's pixel dtype, for a recipe in int8 or fp8.
 
     Raises:
         CheckpointError: the weights do not fit the recipe's network.
@@ -50,9 +50,8 @@ def write_bundle(
         ExportError: the network cannot be written as ONNX.
     """
     with BundleWriter(target, recipe) as writer:  # first of all: a place that takes no bundle is told before the work
-        weights = state_dict_for(recipe.network, checkpoint)
         source = {file.name: sha256_of(file) for file in checkpoint.files}
-        model = network_module(recipe.network, weights.state_dict, DTYPES[recipe.precision])
+        model = _described_network(writer, checkpoint)
         network = as_written(model)
         if calibration is not None:
             single = model if in_graphs(recipe.precision) else copy.deepcopy(model).float()
@@ -62,12 +61,17 @@ def write_bundle(
                 network = quantized(model, quantization.products, recipe.precision)
             writer.describe(quantization=quantization)
         write_network(writer, model, deployed(network, recipe), source)
-        writer.describe(
-            unused_checkpoint_keys=weights.unused,
-            position_embedding_resized_from=weights.resized_from,
-            preprocessing_sha256=preprocessing_sha256,
-        )
+        writer.describe(preprocessing_sha256=preprocessing_sha256)
     return Bundle.open(target)
+
+
+def _described_network(writer: BundleWriter, checkpoint: Checkpoint) -> VitNetwork:
+    """The network with the weights of a checkpoint, which is released; the manifest says how they were taken."""
+    network, dtype = writer.recipe.network, DTYPES[writer.recipe.precision]
+    weights = state_dict_for(network, checkpoint, dtype)
+    checkpoint.release()
+    writer.describe(unused_checkpoint_keys=weights.unused, position_embedding_resized_from=weights.resized_from)
+    return network_module(network, weights.state_dict, dtype)
 
 
 def as_written(model: VitNetwork) -> VitNetwork:

@@ -7,7 +7,7 @@ neighbour, in fp64 with one rounding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -97,22 +97,26 @@ class Naming:
 
     def translated(
         self, found: Mapping[str, Tensor], shapes: Shapes, grids: tuple[Size, Size] | None = None
-    ) -> dict[str, Tensor]:
-        """Our parameters in fp32, copies, from their checkpoint, which has all of `expected`.
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Our parameters by name in fp32, copies, from their checkpoint, which has all of `expected`.
+
+        They come one at a time, so that whoever wants another dtype never holds all of them in fp32.
 
         `grids`: that of the position embedding and the one it is resized to, if it has to be.
         """
-        ours = {}
         for name in shapes:
-            layer, _, kind = name.rpartition(".")
-            if name in self.made:
-                ours[name] = self.made[name].make(found)
-            elif layer not in self.convs:
-                ours[name] = found[self._theirs(name)].to(torch.float32, copy=True)
-            elif kind == "weight":
-                ours |= self._folded(layer, found)
-        ours[_POSITIONS] = self._position_rows(ours[_POSITIONS], _prefix(shapes), grids)
-        return ours | {name: change(ours[name]) for name, change in self.changed.items()}
+            value = self._translated(name, found)
+            if name == _POSITIONS:
+                value = self._position_rows(value, _prefix(shapes), grids)
+            yield name, self.changed[name](value) if name in self.changed else value
+
+    def _translated(self, name: str, found: Mapping[str, Tensor]) -> Tensor:
+        layer, _, kind = name.rpartition(".")
+        if name in self.made:
+            return self.made[name].make(found)
+        if layer in self.convs:
+            return self._folded(layer, kind, found)
+        return found[self._theirs(name)].to(torch.float32, copy=True)
 
     def _position_rows(self, positions: Tensor, prefix: int, grids: tuple[Size, Size] | None) -> Tensor:
         """Theirs with one row for each token in front of the patches, zero for those that have none."""
@@ -128,14 +132,14 @@ class Naming:
         start = max((s for s in self.names if ours.startswith(s)), key=len)
         return self.names[start] + ours.removeprefix(start)
 
-    def _folded(self, layer: str, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _folded(self, layer: str, kind: str, found: Mapping[str, Tensor]) -> Tensor:
+        """The weight or the bias of a convolution with its batch norm."""
         conv, norm = self.convs[layer]
         scale, shift = batch_norm(norm, found)
+        if kind == "weight":
+            return (found[f"{conv}.weight"].double() * scale[:, None, None, None]).float()
         own = found[f"{conv}.bias"].double() if self.conv_bias else 0
-        return {
-            f"{layer}.weight": (found[f"{conv}.weight"].double() * scale[:, None, None, None]).float(),
-            f"{layer}.bias": (own * scale + shift).float(),
-        }
+        return (own * scale + shift).float()
 
 
 def batch_norm(name: str, found: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:

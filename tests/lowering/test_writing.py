@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -124,6 +125,20 @@ def test_the_network_comes_back(tiny_bundle: Bundle, tiny_checkpoint: Path) -> N
 def half_bundle(tiny_bundle: Bundle, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     recipe = replace(tiny_bundle.recipe, precision="fp16", output="labels", max_batch=2)
     return write_bundle(read_checkpoint(tiny_checkpoint), recipe, tmp_path_factory.mktemp("half") / "bundle", "42")
+
+
+def test_a_checkpoint_is_released_before_the_graph_is_made(
+    tiny_bundle: Bundle, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = read_checkpoint(tiny_checkpoint)
+    mapped = [weakref.ref(value) for value in checkpoint.state_dict.values()]
+
+    def stop(*_: Any) -> None:
+        raise ExportError(f"{sum(value() is not None for value in mapped)} of {len(mapped)} live")
+
+    monkeypatch.setattr("algm_deploy.lowering.writing.base_onnx", stop)
+    with pytest.raises(ExportError, match=r"^0 of \d\d+ live"):
+        write_bundle(checkpoint, tiny_bundle.recipe, tmp_path / "bundle", "")
 
 
 def test_half_precision_halves_the_weights(half_bundle: Bundle, tiny_bundle: Bundle, blob_images: Any) -> None:

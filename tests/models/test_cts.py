@@ -53,7 +53,7 @@ class Case:
         for key, value in found.items():
             if key.startswith("policy_net.") and value.ndim == 4:
                 value *= 1.5
-        return naming.translated(found, shapes)
+        return dict(naming.translated(found, shapes))
 
 
 @pytest.fixture(scope="module")

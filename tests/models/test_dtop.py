@@ -62,7 +62,7 @@ class Case:
                 found[key.replace("weight", "bias")] = torch.tensor([3.0, -3.0]) / (6 if first else 1)
             elif key.endswith(COMPARED):
                 found[key] *= 2
-        self.model = network_module(self.network, naming.translated(found, shapes), torch.float32)
+        self.model = network_module(self.network, dict(naming.translated(found, shapes)), torch.float32)
 
     def sampled(self, scores: GridScores | TokenScores) -> torch.Tensor:
         return upsample_scores(scores, self.network.grid, self.network.image_size)[..., ::4, ::4]

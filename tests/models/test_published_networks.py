@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,6 +69,11 @@ def golden(name: str) -> Golden:
 def images() -> Tensor:
     with np.load(FOLDER / "images.npz") as file:
         return torch.from_numpy(file["images"])
+
+
+def places(state: Mapping[str, Tensor]) -> set[int]:
+    """Where in memory tensors begin whose weights those of a checkpoint are."""
+    return {value.untyped_storage().data_ptr() for value in state.values()}
 
 
 def sampled(scores: Tensor) -> Tensor:
@@ -195,6 +200,7 @@ def test_unused_keys_are_named(name: str, tmp_path: Path) -> None:
     found = state_dict_for(case.network, checkpoint)
     assert set(found.state_dict) == set(parameter_shapes(case.network))
     assert {value.dtype for value in found.state_dict.values()} == {torch.float32}
+    assert places(found.state_dict).isdisjoint(places(checkpoint.state_dict)), "the file stays in memory"
     naming = next(n for n in network_class(case.network).namings(case.network) if n.mark in " ".join(case.keys))
     assert set(found.unused) == set(state) - set(naming.expected(parameter_shapes(case.network)))
     assert ("backbone.cls_token" in found.unused) == ("backbone.cls_token" in state and case.network.prefix == 0)
@@ -312,7 +318,7 @@ def test_segvit_scores_every_class_but_that_of_no_object(classes: int) -> None:
     assert shapes["decoder.queries"] == (classes, 16)
     assert shapes["decoder.classes.weight"] == (classes + 1, 16)
     (naming,) = network_class(network).namings(network)
-    model = network_module(network, naming.translated(weights(naming.expected(shapes)), shapes), torch.float32)
+    model = network_module(network, dict(naming.translated(weights(naming.expected(shapes)), shapes)), torch.float32)
     scores = upsample_scores(model(torch.zeros(1, 3, 96, 96)), network.grid, network.image_size)
     assert scores.shape == (1, classes, 96, 96)
     assert scores.min() >= 0

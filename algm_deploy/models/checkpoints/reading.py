@@ -69,6 +69,10 @@ class Checkpoint:
     files: tuple[Path, ...] = ()
     notes: tuple[str, ...] = ()
 
+    def release(self) -> None:
+        """Lets go of the tensors: a mapped file that was read counts as memory while one of them lives."""
+        self.state_dict.clear()
+
 
 def read_checkpoint(path: str | Path) -> Checkpoint:
     """Reads `checkpoint.pth` (or the folder that holds it) and, where present, the `variant.yml` beside it.

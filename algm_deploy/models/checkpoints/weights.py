@@ -1,9 +1,9 @@
-"""A checkpoint's tensors as the weights of a network: names and shapes checked, names translated, fp32."""
+"""A checkpoint's tensors as the weights of a network: names and shapes checked, names translated."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,14 +12,14 @@ from torch import Tensor
 from algm_deploy.errors import CheckpointError
 from algm_deploy.models.checkpoints.reading import VARIANT_FILE, Checkpoint, names_of, shape_of
 from algm_deploy.models.checkpoints.variant import training_size
-from algm_deploy.models.loading import network_class, parameter_shapes
+from algm_deploy.models.loading import converted, is_finite, network_class, parameter_shapes
 from algm_deploy.models.naming import Naming
 from algm_deploy.recipe.network import Network, Size
 
 
 @dataclass(frozen=True)
 class Weights:
-    """fp32 tensors that fit a network exactly; `unused` checkpoint keys; the grid the position embedding came from."""
+    """Tensors that fit a network exactly; `unused` checkpoint keys; the grid the position embedding came from."""
 
     state_dict: dict[str, Tensor]
     unused: tuple[str, ...]
@@ -32,12 +32,16 @@ def checkpoint_shapes(network: Network) -> dict[str, tuple[int, ...]]:
     return naming.expected(parameter_shapes(network))
 
 
-def state_dict_for(network: Network, checkpoint: Checkpoint) -> Weights:
-    """The checkpoint's weights for a network: every key and shape checked, fp32, the position embedding at its grid.
+def state_dict_for(network: Network, checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> Weights:
+    """The checkpoint's weights for a network: every key and shape checked, the position embedding at its grid.
+
+    What makes a weight is computed in fp32 or fp64 and rounded to `dtype` once. At no time is more than one weight held
+    in another dtype, beside the checkpoint.
 
     Raises:
         CheckpointError: a key is missing, unknown or of another shape, a weight is not finite, or the position
             embedding is of another grid and its project has no rule to resize it.
+        ExportError: a weight is beyond the range of `dtype`.
     """
     naming = _naming(network, checkpoint)
     shapes, found = parameter_shapes(network), checkpoint.state_dict
@@ -50,8 +54,8 @@ def state_dict_for(network: Network, checkpoint: Checkpoint) -> Weights:
     _check_shapes(checkpoint, expected, naming)
     old = _stored_grid(checkpoint, naming, network)
     grids = None if old == network.grid else (old, network.grid)
-    state_dict = naming.translated(found, shapes, grids)
-    _check_finite(checkpoint, state_dict)
+    weights = _finite(checkpoint, naming.translated(found, shapes, grids))
+    state_dict = {name: converted(name, weight, dtype) for name, weight in weights}
     return Weights(state_dict, unused, old if grids else None)
 
 
@@ -71,13 +75,13 @@ def _naming(network: Network, checkpoint: Checkpoint) -> Naming:
     return naming
 
 
-def _check_finite(checkpoint: Checkpoint, state_dict: Mapping[str, Tensor]) -> None:
-    bad = [key for key, value in state_dict.items() if not bool(torch.isfinite(value).all())]
-    if bad:
-        raise CheckpointError(
-            f"{checkpoint.path}: expected finite weights, got NaN or infinity in {names_of(bad)}: train or copy it "
-            "again"
-        )
+def _finite(checkpoint: Checkpoint, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    for name, weight in weights:
+        if not is_finite(weight):
+            raise CheckpointError(
+                f"{checkpoint.path}: expected finite weights, got NaN or infinity in {name}: train or copy it again"
+            )
+        yield name, weight
 
 
 def _check_keys(checkpoint: Checkpoint, expected: Iterable[str], found: set[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ import pytest
 import torch
 from official_files import LINEAR, TINY, official, official_shapes, tensors, variant, write
 
-from algm_deploy.errors import CheckpointError
+from algm_deploy.errors import CheckpointError, ExportError
 from algm_deploy.models.checkpoints.reading import read_checkpoint
 from algm_deploy.models.checkpoints.variant import network_from_variant
 from algm_deploy.models.checkpoints.weights import state_dict_for
+from algm_deploy.models.loading import converted
 from algm_deploy.models.segmenter import resized_positions
 from algm_deploy.recipe.network import Network
 
@@ -51,6 +53,33 @@ def test_half_weights_become_fp32_copies(tmp_path: Path) -> None:
     tensors_again = checkpoint.state_dict["encoder.cls_token"]
     weights.state_dict["encoder.cls_token"].zero_()
     assert bool(tensors_again.any())
+
+
+def test_weights_are_in_fp32_one_at_a_time(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a network with weights of 5 GB more would not fit into memory."""
+    in_fp32: list[weakref.ref[torch.Tensor]] = []
+
+    def watched(name: str, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        assert not any(earlier() is not None for earlier in in_fp32), f"of those before {name} one is still there"
+        in_fp32.append(weakref.ref(weight))
+        return converted(name, weight, dtype)
+
+    checkpoint = read_checkpoint(tiny)
+    monkeypatch.setattr("algm_deploy.models.checkpoints.weights.converted", watched)
+    found = state_dict_for(TINY, checkpoint, torch.float16).state_dict
+    assert len(in_fp32) == len(found)
+    assert all(torch.equal(weight, checkpoint.state_dict[name].half()) for name, weight in found.items())
+    with pytest.raises(AssertionError, match="still there"):  # in fp32 they are what is asked for
+        state_dict_for(TINY, checkpoint)
+
+
+def test_weights_beyond_the_range_of_a_dtype(tmp_path: Path) -> None:
+    model = tensors(TINY)
+    model["decoder.proj_patch"][3] = -7e4
+    checkpoint = read_checkpoint(write(tmp_path, {"model": model}, variant(TINY)))
+    assert state_dict_for(TINY, checkpoint, torch.bfloat16)
+    with pytest.raises(ExportError, match=r"up to 65504 for float16, decoder\.proj_patch holds 70000: export with"):
+        state_dict_for(TINY, checkpoint, torch.float16)
 
 
 # Position embeddings
