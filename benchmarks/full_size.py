@@ -7,7 +7,7 @@ The tests run every family at toy size; this runs a recipe as it is, on random w
 weights make patches less alike than training does, so a recipe may be given another threshold of CLAP. Every step is
 the command that a user types, in a process of its own. Of the two CPU steps, the parity chain takes one synthetic scene
 and the engine is built and not executed; `--runtime` holds another runtime to the chain instead, such as one on a GPU.
-A step that fails ends its recipe and stands in the record; rows of other recipes stay.
+A step that fails ends its recipe and stands in the record; rows of other recipes stay, each with its environment.
 """
 
 from __future__ import annotations
@@ -65,8 +65,7 @@ def main() -> None:
             rows[" ".join(filter(None, told))] = row(
                 name, settings, options.precision, options.runtime, Path(folder), proofs
             )
-        record = {"schema_version": 1, "environment": asdict(environment(devices=True)), "rows": rows}
-        write(record, options.output)
+        write({"schema_version": 2, "rows": rows}, options.output)
 
 
 def proving(runtime: str | None, folder: Path) -> tuple[list[str], ...]:
@@ -88,7 +87,12 @@ def row(
         steps[command[0]] = step(command)
         if steps[command[0]]["exit_code"]:
             break
-    result: dict[str, Any] = {"parameters": parameters, "settings": settings or "recipe's", "steps": steps}
+    result: dict[str, Any] = {
+        "environment": asdict(environment(devices=True)),
+        "parameters": parameters,
+        "settings": settings or "recipe's",
+        "steps": steps,
+    }
     if (folder / BUNDLE).exists():
         written = Bundle.open(folder / BUNDLE)
         chain = written.found(Parity, runtime or CPU)
