@@ -141,7 +141,9 @@ def commands(
         text=True,
         check=False,
         preexec_fn=restrict,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},  # OpenMP ends a process in which it cannot start a thread
+        # OpenMP ends a process in which it cannot start a thread. Where files have to stay short, Python would leave
+        # bytecode that is cut off, which ends every later process that reads it.
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
     )
     assert done.returncode == 0, done.stderr
     return [(code, errors) for code, errors in map(json.loads, done.stdout.splitlines())]
