@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import re
 import subprocess
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 PACKAGES = (
     "algm-deploy",
@@ -83,12 +85,46 @@ def environment(devices: bool = False) -> Environment:
 
 
 def thread_limit() -> int | None:
-    """Threads that a runtime on the CPU may use: those of OMP_NUM_THREADS, None where it sets no limit.
+    """Threads that a runtime on the CPU may use: those of OMP_NUM_THREADS, else as many as `usable_cores`, where these
+    are fewer than the machine's; None where nothing sets a limit.
 
-    PyTorch obeys that variable by itself. Schedulers set it for processes that share a machine.
+    PyTorch obeys that variable by itself. Schedulers set it for processes that share a machine. ONNX Runtime, left to
+    itself, takes all cores of the machine, also those that the process is kept from.
     """
     text = os.environ.get("OMP_NUM_THREADS", "")
-    return int(text) if text.isdecimal() and int(text) else None
+    if text.isdecimal() and int(text):
+        return int(text)
+    usable = usable_cores()
+    return usable if usable < (os.cpu_count() or 1) else None
+
+
+def usable_cores(root: Path = Path("/")) -> int:
+    """Cores that this process may use: those it is bound to, as by `taskset` or a container's `--cpuset-cpus`, and no
+    more than the quotas of its control groups, such as a container's `--cpus`, last for. At least 1."""
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min([bound, *map(math.ceil, _quotas(root))]))
+
+
+def _quotas(root: Path) -> Iterator[float]:
+    """Cores that each control group around this process may use, of those that set a limit: version 2, and 1."""
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, place = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        mounted = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
+        for group in (PurePosixPath(place), *PurePosixPath(place).parents):
+            folder = mounted / group.relative_to("/")
+            files = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
+            facts = " ".join(_text(folder / file) for file in files).split()
+            if len(facts) == 2 and all(fact.isdecimal() and int(fact) for fact in facts):  # "max" and -1 are no limits
+                yield int(facts[0]) / int(facts[1])
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return ""
 
 
 def user_cache() -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Callable
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -27,6 +28,65 @@ def test_versions_are_those_installed() -> None:
 def test_an_absent_package_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PACKAGES", ("torch", "no-such-package"))
     assert list(module.environment().packages) == ["torch"]
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], Path]:
+    """A machine of 8 cores whose files hold those texts, for a process that is bound to 6 cores."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
+
+    def written(files: dict[str, str]) -> Path:
+        for name, text in files.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+        return tmp_path
+
+    return written
+
+
+V2, V1 = "sys/fs/cgroup", "sys/fs/cgroup/cpu"
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({}, 6),
+        ({"proc/self/cgroup": "0::/\n", f"{V2}/cpu.max": "200000 100000\n"}, 2),
+        ({"proc/self/cgroup": "0::/\n", f"{V2}/cpu.max": "150000 100000\n"}, 2),
+        ({"proc/self/cgroup": "0::/\n", f"{V2}/cpu.max": "1000 100000\n"}, 1),
+        ({"proc/self/cgroup": "0::/\n", f"{V2}/cpu.max": "max 100000\n"}, 6),
+        ({"proc/self/cgroup": "0::/\n", f"{V2}/cpu.max": "900000 100000\n"}, 6),
+        ({"proc/self/cgroup": "0::/a/b\n", f"{V2}/a/cpu.max": "300000 100000\n", f"{V2}/a/b/cpu.max": "max 100000"}, 3),
+        ({"proc/self/cgroup": "0::/not/seen/here\n", f"{V2}/cpu.max": "400000 100000\n"}, 4),
+        (
+            {
+                "proc/self/cgroup": "4:memory:/x\n2:cpu,cpuacct:/x\n0::/\n",
+                f"{V1}/x/cpu.cfs_quota_us": "250000\n",
+                f"{V1}/x/cpu.cfs_period_us": "100000\n",
+                f"{V1}/cpu.cfs_quota_us": "-1\n",
+                f"{V1}/cpu.cfs_period_us": "100000\n",
+            },
+            3,
+        ),
+    ],
+)
+def test_cores_that_a_process_may_use(
+    machine: Callable[[dict[str, str]], Path], files: dict[str, str], cores: int
+) -> None:
+    assert module.usable_cores(machine(files)) == cores
+
+
+def test_threads_are_those_of_the_variable_else_of_the_usable_cores(
+    machine: Callable[[dict[str, str]], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine({})
+    assert module.thread_limit() == 6
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    assert module.thread_limit() is None
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert module.thread_limit() == 3
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from threading import current_thread, main_thread
 import numpy as np
 import uvicorn
 
+from algm_deploy.environment import usable_cores
 from algm_deploy.errors import ListenError
 from algm_deploy.predictor import Predictor, sizes_to_warm
 from algm_deploy.serving.app import Limits, Service
@@ -49,7 +49,7 @@ class Settings:
     name: str | None = None
     wait_s: float = 0.002
     grace_s: int = 30
-    threads: int = min(8, os.cpu_count() or 1)
+    threads: int = min(8, usable_cores())
     limits: Limits = field(default_factory=Limits)
 
 

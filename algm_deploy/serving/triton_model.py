@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as triton
 
+from algm_deploy.environment import usable_cores
 from algm_deploy.errors import AlgmDeployError, BundleError, ImageError, RequestError
 from algm_deploy.pictures.sliding import Pending
 from algm_deploy.predictor import Predictor, given_thresholds
@@ -23,7 +23,7 @@ from algm_deploy.serving.answers import Answers, token_rows
 from algm_deploy.serving.protocol import ENCODED, IMAGE, TOKENS_PNG, Asked, Value, merging_of
 
 _LOG = logging.getLogger("algm_deploy")
-_THREADS = min(8, os.cpu_count() or 1)
+_THREADS = min(8, usable_cores())
 _THRESHOLDS = ("tau", "gbm", "dense")
 
 

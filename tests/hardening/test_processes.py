@@ -68,6 +68,29 @@ def test_a_forked_child_is_told_and_ends(tiny_bundle: Bundle) -> None:
     assert done.stdout.split("\n")[:-1] == ["True"] * 5 + ["(1200, 1600)"] * 2 + ["0", "(4, 2)"]
 
 
+BOUND = """
+import os, sys
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+import numpy as np
+from algm_deploy.bundle.store import Bundle
+from algm_deploy.runners.contract import runner
+bundle = Bundle.open(sys.argv[1])
+with runner(bundle, "onnxruntime-cpu") as run:
+    run.infer({"image": np.zeros((1, *bundle.signature.image.shape[1:]), np.uint8)})
+    cores = {len(os.sched_getaffinity(int(thread))) for thread in os.listdir("/proc/self/task")}
+    print(run._session.get_session_options().intra_op_num_threads, *cores)
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs a second core to keep away from")
+def test_a_process_bound_to_a_core_stays_there(tiny_bundle: Bundle) -> None:
+    """Left to itself ONNX Runtime starts a thread for each core of the machine and binds it there."""
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    command = [sys.executable, "-c", BOUND, str(tiny_bundle.path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=environment)
+    assert (done.returncode, done.stdout) == (0, "1 1\n"), done.stderr
+
+
 @pytest.mark.parametrize("runtime", RUNTIMES)
 def test_opened_networks_are_neither_pickled_nor_copied(tiny_bundle: Bundle, runtime: str) -> None:
     with runner(tiny_bundle, runtime) as run, algm_deploy.load(tiny_bundle, runtime) as network:

@@ -126,7 +126,7 @@ class OnnxRuntimeCpuRunner(OnnxRuntimeRunner):
     """ONNX Runtime on the CPU provider. A graph for single images runs once for each image of a batch.
 
     `threads`: how many compute a network, the caller's among them; by default those of OMP_NUM_THREADS, else as many as
-    there are cores.
+    there are cores that the process may use.
     """
 
     runtime = "onnxruntime-cpu"

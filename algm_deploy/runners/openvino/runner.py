@@ -32,7 +32,7 @@ class OpenVinoRunner(Runner):
     """OpenVINO on the CPU. A graph for single images runs once for each image.
 
     `threads`: how many compute a network, on any cores; by default those of OMP_NUM_THREADS, else as many as there are
-    cores, each on its own.
+    cores that the process may use; where it may use all, each on its own.
     """
 
     runtime = "openvino"
