@@ -66,6 +66,9 @@ def main() -> None:
     parser.add_argument("--recipe", help="name or file; default: variant.yml beside each checkpoint")
     parser.add_argument("--calibrate", default="images/val", help="folder of the data set that int8 measures ranges on")
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS, help="of export")
+    parser.add_argument(
+        "--runs", nargs="+", metavar="RUNTIME:PRECISION", help="of measure: the judge, and others; default: all"
+    )
     parser.add_argument("--limit", type=int, help="so many photos, spread evenly")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes at once")
     parser.add_argument("--seconds", type=float, help="begin no photo after so long")
@@ -114,7 +117,7 @@ def measure(options: argparse.Namespace) -> None:
         for folder in folders:
             done = {line["name"] for line in lines_of(folder / LINES)}
             share = max(options.workers // len(folders), 1)
-            pool = stack.enter_context(processes(share, open_all, folder))
+            pool = stack.enter_context(processes(share, open_all, folder, options.runs))
             for sample in samples_of(options):
                 if sample.name not in done:
                     waiting[pool.submit(measured, sample, options.dataset)] = folder / LINES
@@ -150,10 +153,10 @@ def limit_threads(count: int) -> None:
 _OPENED: dict[str, Runner] = {}
 
 
-def open_all(folder: Path) -> None:
-    """Opens every run of a network on one thread, for as long as this process lives."""
+def open_all(folder: Path, runs: list[str] | None) -> None:
+    """Opens these runs of a network, or all, on one thread, for as long as this process lives."""
     limit_threads(1)
-    for run in runs_of(folder):
+    for run in runs or runs_of(folder):
         runtime, _, precision = run.partition(":")
         _OPENED[run] = runner(Bundle.open(folder / precision), runtime, threads=1).__enter__()
 
@@ -256,7 +259,7 @@ def rows_of(folder: Path, root: Path, wanted: set[str]) -> Iterator[dict[str, An
         runtime, _, precision = run.partition(":")
         bundle = Bundle.open(folder / precision)
         for variant in VARIANTS:
-            found = [line["runs"][f"{run} {variant}"] for line in lines]
+            found = [line["runs"][key] for line in lines if (key := f"{run} {variant}") in line["runs"]]
             if not found:
                 continue
             if len({one["made_from"] for one in found}) > 1:
