@@ -327,7 +327,8 @@ class _Cut(_Outcome):
         left = self.slot(entering, MergeInputs(thresholds[0], thresholds[1]))
         self.keep(left)
         self.merged[:, : left.values.shape[1]] = left.values
-        self.size[:, : left.values.shape[1]] = left.size
+        self.size.zero_()  # as the kernels leave rows that do not exist: decoders tell by it which do
+        self.size[:, : left.size.shape[1]] = left.size
 
 
 def _merge_of(slot: Clap | Gbm | G2tm, tokens: Tensor, patches: int) -> Merge:

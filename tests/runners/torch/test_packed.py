@@ -111,6 +111,12 @@ class Rounded:
         self.keys = [key for key in self.keys if not belongs(key)]
 
 
+def busy_before_flat(blob_images: Images) -> list[Tensor]:
+    """Batches of two sizes. Busy pictures, which merge less, come first: the rows of flat ones end before theirs."""
+    images = torch.from_numpy(blob_images(6))
+    return [images[3:], images[:3], images[5:], images[:1]]
+
+
 def run(packed: PackedNetwork, image: Tensor, clap: float, gbm: float) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     with packed.run(image, clap, gbm) as merged:
         scores = upsample_scores(merged.scores, packed._model.network.grid, packed._model.network.image_size)
@@ -234,9 +240,8 @@ def test_same_results_as_the_modules_of_every_family(family: str, blob_images: I
         packed = PackedNetwork(plain, torch.uint8)
         for graphs in (None, Rounded()):
             packed.graphs = graphs  # type: ignore[assignment]
-            for count in (3, 1):
-                thresholds = THRESHOLDS[PLANS[plan].gbm][0]
-                assert_like_modules(packed, plain, torch.from_numpy(blob_images(count)), *thresholds)
+            for images in busy_before_flat(blob_images):
+                assert_like_modules(packed, plain, images, *THRESHOLDS[PLANS[plan].gbm][0])
 
 
 @pytest.mark.parametrize("decoder", ["mask_transformer", "linear"])
@@ -449,10 +454,11 @@ def test_graphs_give_the_modules_results_of_every_family(family: str, blob_image
         plain = deployed(PLANS[plan], FAMILIES[family], device="cuda")
         packed = PackedNetwork(plain, torch.uint8)
         assert packed.graphs is not None
-        for count in (3, 1, 3, 1):
-            image = torch.from_numpy(blob_images(count)).cuda()
-            assert_like_modules(packed, plain, image, *THRESHOLDS[PLANS[plan].gbm][0])
-        assert 0 < packed.graphs.captures == len(packed.graphs) <= 8
+        for _ in range(2):
+            for images in busy_before_flat(blob_images):
+                assert_like_modules(packed, plain, images.cuda(), *THRESHOLDS[PLANS[plan].gbm][0])
+        most = 2 * (1 + 2 * (len(packed._segments) - 1))  # two batches of each of two sizes, which share the first part
+        assert 0 < packed.graphs.captures == len(packed.graphs) <= most
 
 
 @pytest.mark.gpu
