@@ -17,9 +17,11 @@ from algm_deploy.deployment import parity_windows
 from algm_deploy.errors import PlanError, RecipeError
 from algm_deploy.evaluation.flops import multiply_adds
 from algm_deploy.lowering.tensorrt import write_tensorrt_onnx
+from algm_deploy.ops import reference
 from algm_deploy.parity.chain import verify
 from algm_deploy.parity.comparison import output_problem
 from algm_deploy.parity.graph import graph_facts, graph_problems
+from algm_deploy.parity.merges import differing, on_grounds, torch_maps
 from algm_deploy.parity.merges.evit import evit_facts, evit_problems
 from algm_deploy.parity.replay import Replays
 from algm_deploy.recipe.network import Network
@@ -130,6 +132,40 @@ def test_wrong_choices_are_found_out(bundle: Bundle, outputs: dict[str, Array]) 
     swapped[record == prefix + least] = prefix + most
     swapped[most] = prefix + most
     assert any("more attention than one that stays" in one for one in evit_problems(facts, swapped, prefix))
+
+
+def test_a_token_that_stays_instead_of_another_counts_once_and_not_for_all_that_are_near(
+    bundle: Bundle, outputs: dict[str, Array]
+) -> None:
+    plan, prefix = bundle.recipe.merging, bundle.recipe.network.prefix
+    place = 0, plan, bundle.recipe.network
+    told = [outputs[f"token_map_evit_{layer}"][0] for layer in plan.layers]
+    replayed = Replays(bundle, parity_windows(bundle.recipe, [], 2), bundle.recipe.precision)(0, told)
+    truth, rows = replayed.truth[0], len(told[0])
+    x, index, (exact,) = truth.values[:, prefix:].numpy(), prefix + np.arange(rows), torch_maps([truth], *place)
+
+    def restored(stays: np.ndarray) -> np.ndarray:
+        return prefix + reference.evit_sources(x, stays[None].astype(np.float32), int(stays.sum()))[0]
+
+    def swapped(one: int, other: int) -> np.ndarray:
+        stays = exact == index
+        stays[[one, other]] = stays[[other, one]]
+        return restored(stays)
+
+    def difference(ours: np.ndarray) -> tuple[int, int]:
+        return differing(truth.map[0].numpy(), ours, on_grounds(truth, exact, ours, *place), *place)
+
+    stay, leave = np.flatnonzero(exact == index), np.flatnonzero(exact != index)
+    assert difference(exact) == (0, rows)
+    swaps = [swapped(one, other) for one in stay for other in leave[::4]]
+    assert max((ours != exact).sum() for ours in swaps) > 4
+    assert {difference(ours) for ours in swaps} == {(2, rows)}
+    # A token that is restored from another than the nearest of those that stay counts, near to the swapped or not.
+    ours = max(swaps, key=lambda one: (one != exact).sum())
+    for row in np.flatnonzero((ours != index) & (exact != index)):
+        wrong = ours.copy()
+        wrong[row] = next(one for one in ours[ours == index] if one != ours[row])
+        assert difference(wrong) == (3, rows)
 
 
 @pytest.mark.parametrize(

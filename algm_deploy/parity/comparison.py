@@ -14,7 +14,7 @@ import numpy as np
 from algm_deploy.bundle.records import Link
 from algm_deploy.bundle.signature import Signature, mask_names
 from algm_deploy.parity.decisions import Cells, Ints, mask_problems
-from algm_deploy.parity.merges import differing, merge_at, torch_maps
+from algm_deploy.parity.merges import differing, merge_at, on_grounds, torch_maps
 from algm_deploy.parity.replay import Doubles, Error, Replayed, error_of, mask_facts
 from algm_deploy.recipe.network import Network
 from algm_deploy.recipe.plan import MergePlan
@@ -186,6 +186,7 @@ class Decisions:
     held to the recipe's gate, or to twice the share of PyTorch itself in the bundle's precision, in each image rounded
     up to whole decisions. It is a share of decisions (a window merges, a token joins another), not of images: an image
     holds hundreds to thousands, so that one image is enough to tell, and a large one does not fail for a single tie.
+    Where a merge decides twice, as EViT does, the second decision is compared on the grounds of the first, too.
 
     The same holds for the cells that queries choose by their masks. Those are counted apart: there are a thousand times
     as many, which would hide the merges.
@@ -229,10 +230,12 @@ class Decisions:
         return counts
 
     def _counted(self, one: Decided, stage: int, plan: MergePlan, expected: Ints, exact: Ints) -> Counts:
-        ours, network = one.maps[stage], self._network
-        before = one.replayed.truth[stage].map[0].numpy()
-        others, decisions = differing(before, ours, exact, stage, plan, network)
-        own, _ = differing(before, expected, exact, stage, plan, network)
+        ours, place = one.maps[stage], (stage, plan, self._network)
+        truth = one.replayed.truth[stage]
+        (others, decisions), (own, _) = (
+            differing(truth.map[0].numpy(), made, on_grounds(truth, exact, made, *place), *place)
+            for made in (ours, expected)
+        )
         return Counts(not np.array_equal(ours, expected), decisions, others, own)
 
     def _chosen(self, one: Decided) -> tuple[Counts, ...]:

@@ -45,6 +45,12 @@ def torch_maps(entering: Sequence[Tokens], stage: int, plan: MergePlan, network:
     return list(merge_at(plan, stage).decided(plan, plan.layers[stage], network, stacked(entering)).numpy())
 
 
+def on_grounds(tokens: Tokens, choice: Ints, grounds: Ints, stage: int, plan: MergePlan, network: Network) -> Ints:
+    """The decision `choice` (N,) on the tokens of one image, as it is where what it is made on is that of `grounds`."""
+    found: Ints = merge_at(plan, stage).on_grounds(plan, plan.layers[stage], network, tokens, choice, grounds)
+    return found
+
+
 def differing(before: Ints, ours: Ints, other: Ints, stage: int, plan: MergePlan, network: Network) -> tuple[int, int]:
     """How many decisions of one merge differ between two token maps (N,) after it, and how many there are.
 

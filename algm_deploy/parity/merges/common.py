@@ -46,6 +46,9 @@ class MergeParity(NamedTuple, Generic[Facts]):
         order, in that order.
     maps_problem: why token maps cannot be.
     outlet: the node that restores every patch for the decoder, where the method does.
+    on_grounds: a decision (N,) on the tokens of one image, as it is where another, given last, has decided what it is
+        made on: so a difference counts where it was made, and not again where it leads. As it is, where the merge
+        decides but once.
     """
 
     node: Callable[[MergePlan, int, Network], dict[str, Any]]
@@ -56,6 +59,7 @@ class MergeParity(NamedTuple, Generic[Facts]):
     decisions: Callable[[MergePlan, int, Network, Ints, Ints], tuple[NDArray[Any], Sequence[int] | Ints]]
     maps_problem: Callable[[Sequence[Ints], NDArray[Any], MergePlan, Network], str | None] = patch_maps_problem
     outlet: Callable[[Network], dict[str, Any]] = lambda network: UNMERGE
+    on_grounds: Callable[[MergePlan, int, Network, Tokens, Ints, Ints], Ints] = lambda *given: given[4]
 
 
 # --- of tokens --------------------------------------------------------------------------------------------------------

@@ -115,6 +115,23 @@ def _decided(plan: MergePlan, layer: int, network: Network, tokens: Tokens) -> t
     return evit_record(source, patches, prefix)
 
 
+def _on_grounds(plan: MergePlan, layer: int, network: Network, tokens: Tokens, choice: Ints, grounds: Ints) -> Ints:
+    """`choice` with every token that leaves in both restored from the nearest of those that stay in `grounds`.
+
+    EViT decides which tokens stay, and on top of that from which of them the others are restored. Where one token stays
+    instead of another, all that are near to either are restored from another, though nothing was decided on them.
+    """
+    prefix, rows = network.prefix, plan.evit_counts(len(choice))[layer][0]
+    index = np.arange(prefix, prefix + rows)
+    stays, staying = choice[:rows] == index, grounds[:rows] == index
+    x = wide(tokens.values[:, prefix:])
+    distance = squared_distances(x, x[:, torch.from_numpy(staying)])[0]
+    near = torch.where(distance.isnan(), torch.inf, distance).argmin(1).numpy()
+    told = choice.copy()
+    told[:rows] = np.where(stays | staying, choice[:rows], index[staying][near])
+    return told
+
+
 def _maps_problem(maps: Sequence[Ints], counts: NDArray[Any], plan: MergePlan, network: Network) -> str | None:
     told = (_record_problem([m[i] for m in maps], counts[i], plan, network.prefix) for i in range(len(counts)))
     return next(filter(None, told), None)
@@ -128,4 +145,5 @@ EVIT = MergeParity(
     lambda facts, _, after, plan, network: evit_problems(facts, after, network.prefix),
     lambda plan, layer, network, before, after: (after[: plan.evit_counts(len(after))[layer][0]], ()),
     _maps_problem,
+    on_grounds=_on_grounds,
 )
