@@ -77,8 +77,8 @@ def placement(
 
 CUDA_PROVIDER = "CUDAExecutionProvider"
 CUDA_OPTIONS = {
-    # Similarities in fp32 need all its bits. For convolutions the option excludes tensor cores in 16 bits too; cuDNN has
-    # no others there, so ONNX Runtime prints an error of cudnn_frontend and then plans them without the option.
+    # Similarities in fp32 need all its bits. For convolutions the option excludes tensor cores in 16 bits too; cuDNN
+    # has no others there, so ONNX Runtime prints an error of cudnn_frontend and plans them again without the option.
     "use_tf32": "0",
     # The other mode keeps sums over a row in 16 bits.
     "enable_skip_layer_norm_strict_mode": "1",
