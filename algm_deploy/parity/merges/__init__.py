@@ -46,7 +46,7 @@ def torch_maps(entering: Sequence[Tokens], stage: int, plan: MergePlan, network:
 
 
 def on_grounds(tokens: Tokens, choice: Ints, grounds: Ints, stage: int, plan: MergePlan, network: Network) -> Ints:
-    """The decision `choice` (N,) on the tokens of one image, as it is where what it is made on is that of `grounds`."""
+    """`choice` (N,) on the tokens of one image, its second decision, if it has one, made on the first of `grounds`."""
     found: Ints = merge_at(plan, stage).on_grounds(plan, plan.layers[stage], network, tokens, choice, grounds)
     return found
 

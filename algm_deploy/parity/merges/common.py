@@ -32,6 +32,10 @@ def patch_maps_problem(maps: Sequence[Ints], counts: NDArray[Any], plan: MergePl
     return None
 
 
+def _decided_once(plan: MergePlan, layer: int, network: Network, tokens: Tokens, choice: Ints, grounds: Ints) -> Ints:
+    return choice
+
+
 class MergeParity(NamedTuple, Generic[Facts]):
     """What the parity chain asks about a merge: a row of `MERGES`, whose module defines its `Facts`.
 
@@ -46,9 +50,9 @@ class MergeParity(NamedTuple, Generic[Facts]):
         order, in that order.
     maps_problem: why token maps cannot be.
     outlet: the node that restores every patch for the decoder, where the method does.
-    on_grounds: a decision (N,) on the tokens of one image, as it is where another, given last, has decided what it is
-        made on: so a difference counts where it was made, and not again where it leads. As it is, where the merge
-        decides but once.
+    on_grounds: for a merge whose second decision is made on its first. Given the tokens of one image and the decisions
+        (N,) of two, those of the first one with the second decision made anew on the other's first, so that a
+        difference in the first counts once. For other merges those of the first one as they are.
     """
 
     node: Callable[[MergePlan, int, Network], dict[str, Any]]
@@ -59,7 +63,7 @@ class MergeParity(NamedTuple, Generic[Facts]):
     decisions: Callable[[MergePlan, int, Network, Ints, Ints], tuple[NDArray[Any], Sequence[int] | Ints]]
     maps_problem: Callable[[Sequence[Ints], NDArray[Any], MergePlan, Network], str | None] = patch_maps_problem
     outlet: Callable[[Network], dict[str, Any]] = lambda network: UNMERGE
-    on_grounds: Callable[[MergePlan, int, Network, Tokens, Ints, Ints], Ints] = lambda *given: given[4]
+    on_grounds: Callable[[MergePlan, int, Network, Tokens, Ints, Ints], Ints] = _decided_once
 
 
 # --- of tokens --------------------------------------------------------------------------------------------------------
