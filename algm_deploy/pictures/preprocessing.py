@@ -82,19 +82,19 @@ def decoded_photo(content: bytes, name: str, most_pixels: int) -> NDArray[np.uin
         ImageError: as `read_photo`; neither JPEG, PNG nor WebP; or more pixels than `most_pixels`, which the
             header tells before anything is decoded.
     """
-    most = f"{name}: expected at most {most_pixels} pixels"
-    with _reading(name, "a JPEG, PNG or WebP picture"), _opened(content, most) as opened:
+    expected = f"{name}: expected at most {most_pixels} pixels"
+    with _reading(name, "a JPEG, PNG or WebP picture"), _opened(content, expected) as opened:
         if opened.width * opened.height > most_pixels:
-            raise ImageError(f"{most}, got {opened.width}x{opened.height}: shrink it first")
+            raise ImageError(f"{expected}, got {opened.width}x{opened.height}: shrink it first")
         return _pixels(opened, name)
 
 
-def _opened(content: bytes, most: str) -> Image.Image:
-    """A picture whose header is read. Pillow refuses the largest by a limit of its own, which is not `most`."""
+def _opened(content: bytes, expected: str) -> Image.Image:
+    """A picture whose header is read. Pillow refuses the largest by its own limit; `expected` tells the caller's."""
     try:
         return Image.open(BytesIO(content), formats=_WEB_FORMATS)
     except Image.DecompressionBombError as error:
-        raise ImageError(f"{most}, got far more: shrink it first") from error
+        raise ImageError(f"{expected}, got far more: shrink it first") from error
 
 
 def read_indices(path: Path) -> NDArray[np.integer[Any]]:

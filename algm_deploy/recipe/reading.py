@@ -39,8 +39,9 @@ def recipe(name: str) -> Recipe:
 
 def recipe_settings(name: str) -> Settings:
     """What a recipe says, and no more: by its name, the path of a TOML file, or `NAME@ROW` for one of its rows."""
-    # The last @ alone, and none in front of `.toml`: folders and files may have one in their names.
-    name, row = (name, "") if name.endswith(".toml") else (*name.rsplit("@", 1), "")[:2]
+    row = ""
+    if "@" in name and not name.endswith(".toml"):  # folders and files may have one in their names
+        name, row = name.rsplit("@", 1)
     if name.endswith(".toml"):
         return _read_settings(Path(name), row)
     names = recipe_names()

@@ -1,7 +1,7 @@
 """EViT on a CUDA device in few kernels, in Triton; elsewhere by the operators, whose rules (`ops/evit.py`) these keep.
 
-Tokens in 16 bits are multiplied as they are and summed in fp32, which loses nothing: a product of two has no more
-digits than fp32.
+Tokens in 16 bits are multiplied as they are, which loses nothing, as fp32 holds every digit of a product of two; sums
+are in fp32.
 """
 
 from __future__ import annotations
