@@ -67,7 +67,10 @@ def main() -> None:
     parser.add_argument("--calibrate", default="images/val", help="folder of the data set that int8 measures ranges on")
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS, help="of export")
     parser.add_argument(
-        "--runs", nargs="+", metavar="RUNTIME:PRECISION", help="of measure: the judge, and others; default: all"
+        "--runs",
+        nargs="+",
+        metavar="RUNTIME:PRECISION",
+        help="of measure: the judge, and others; default: all. A photo that is done is not taken again for others",
     )
     parser.add_argument("--limit", type=int, help="so many photos, spread evenly")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes at once")
