@@ -8,7 +8,7 @@
 `--calibrate`. `measure` takes each photo through all runtimes and precisions of a network, without merging and with
 it, by the data set's protocol; one process a core, one thread a network. Every finished photo is a line of
 `W/NETWORK/photos.jsonl`: a run that stops, by itself after `--seconds`, goes on where it stopped. Labels and groups of
-patches are held to those of the first run, dense to dense and merged to merged, each network deciding for itself.
+patches are held to those of the judge (`JUDGE`), dense to dense and merged to merged, each network deciding for itself.
 `benchmarks/cpu_runtimes.py` times the same.
 """
 
@@ -50,6 +50,7 @@ from algm_deploy.runners.contract import Runner, runner
 from algm_deploy.timing.variants import executables, executed_bytes
 
 RUNTIMES, PRECISIONS = ("onnxruntime-cpu", "openvino"), ("fp32", "bf16", "int8")
+JUDGE = f"{RUNTIMES[0]}:{PRECISIONS[0]}"  # the run that the others are held to
 VARIANTS = ("dense", "merged")
 BATCH = 8
 LINES = "photos.jsonl"
@@ -70,7 +71,7 @@ def main() -> None:
         "--runs",
         nargs="+",
         metavar="RUNTIME:PRECISION",
-        help="of measure: the judge, and others; default: all. A photo that is done is not taken again for others",
+        help="of measure, beside the judge; default: all. A photo that is done is not taken again for others",
     )
     parser.add_argument("--limit", type=int, help="so many photos, spread evenly")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes at once")
@@ -157,9 +158,9 @@ _OPENED: dict[str, Runner] = {}
 
 
 def open_all(folder: Path, runs: list[str] | None) -> None:
-    """Opens these runs of a network, or all, on one thread, for as long as this process lives."""
+    """Opens the judge and these runs of a network, or all, on one thread each, for as long as this process lives."""
     limit_threads(1)
-    for run in runs or runs_of(folder):
+    for run in dict.fromkeys((JUDGE, *(runs or runs_of(folder)))):
         runtime, _, precision = run.partition(":")
         _OPENED[run] = runner(Bundle.open(folder / precision), runtime, threads=1).__enter__()
 
@@ -233,7 +234,7 @@ def combine(options: argparse.Namespace) -> None:
     record = {
         "schema_version": 1,
         "environment": asdict(environment()),
-        "judge": f"{RUNTIMES[0]}:{PRECISIONS[0]}",
+        "judge": JUDGE,
         "photos_wanted": len(wanted),
         "networks": {name: list(rows) for name, rows in networks.items()},
     }
