@@ -33,6 +33,8 @@ from algm_deploy.recipe.reading import recipe
 from algm_deploy.recipe.schema import Protocol, Recipe
 from algm_deploy.report.plans import plan_name, told_merges
 from algm_deploy.report.records import plan_in_force
+from algm_deploy.runners.torch.packed import PackedNetwork
+from algm_deploy.runners.torch.runner import TorchRunner
 from algm_deploy.wording import merge_titles
 
 PLAN = MergePlan((), (), method="dtop", dtop_layers=(1, 2), dtop_keep=2, clap_threshold=0.4)
@@ -136,6 +138,36 @@ def test_the_chain_holds(bundle: Bundle, record_property: Callable[[str, object]
     report = verify(bundle, "onnxruntime-cpu", parity_windows(bundle.recipe, [], 2), progress=False)
     assert [(link.name, link.measured) for link in report.links if not link.passed] == []
     record_property("support", "dtop segmenter/mask_transformer onnxruntime-cpu verified")
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "fp8"])
+def test_the_chain_holds_on_packed_rows(precision: str, checkpoint: Path, made_once: Callable[..., Path]) -> None:
+    """Batches of 1, 2, 3 and 8 mixed pictures, with token maps forced and decided freely."""
+    settings = SETTINGS | {"precision": precision}
+    bundle = Bundle.open(made_once(f"dtop_{precision}", lambda target: export(checkpoint, target, None, settings)))
+    report = verify(bundle, "torch", parity_windows(bundle.recipe, [], 3), progress=False)
+    assert [(link.name, link.measured) for link in report.links if not link.passed] == []
+    with TorchRunner(bundle) as run:
+        assert run.execution["rows"] == "packed"
+
+
+@pytest.mark.parametrize("tau", [-2.0, 0.4, 2.0])
+def test_packed_rows_tell_what_the_modules_tell(bundle: Bundle, tau: float) -> None:
+    """The runner's scores, token counts and maps, in which patches whose token has left are -1."""
+    names = [tensor.name for tensor in bundle.signature.outputs]
+    given = {"image": parity_windows(bundle.recipe, [], 3), "clap_threshold": np.array(tau, np.float32)}
+    with TorchRunner(bundle, device="cpu") as run:
+        expected = run.infer(given, names)
+        assert run._model is not None
+        run._packed = PackedNetwork(run._model, getattr(torch, bundle.signature.image.dtype))
+        found = run.infer(given, names)
+    assert names == ["scores", "token_counts", "token_map_dtop_1", "token_map_dtop_2"]
+    np.testing.assert_allclose(found["scores"], expected["scores"], rtol=0, atol=1e-4)
+    for name in names[1:]:
+        np.testing.assert_array_equal(found[name], expected[name])
+    assert (np.asarray(found["token_map_dtop_2"]) < 0).any() == (tau < 2)
 
 
 def test_the_threshold_may_change(bundle: Bundle) -> None:

@@ -17,7 +17,7 @@ from algm_deploy.models.vit import MergeInputs, Tokens
 from algm_deploy.ops._rows import merge_rows, row_of, sum_rows, wide
 from algm_deploy.ops.clap import window_members
 from algm_deploy.ops.cts import cts_rows, cts_values
-from algm_deploy.ops.dtop import dtop_rows
+from algm_deploy.ops.dtop import dtop_rows, dtop_stays
 from algm_deploy.ops.elvit import elvit_centroids, nearest, restoring_weights, squared_distances
 from algm_deploy.ops.evit import evit_record, evit_rows
 from algm_deploy.recipe.network import Size
@@ -195,6 +195,13 @@ class Dtop(nn.Module):
         facts = tokens.map, tokens.length, tokens.keys, inputs.clap, self.prefix, self.keep
         values, size, map, length = torch.ops.algm.dtop(tokens.values, *facts)
         return Tokens(values, size, map, length, padded=True, canvas=tokens.canvas)
+
+    def unshortened(self, tokens: Tokens, inputs: MergeInputs) -> Tokens:
+        """The same in as many rows as came, those of padding zero: nothing is read back."""
+        assert tokens.keys is not None
+        stays = dtop_stays(tokens.keys, inputs.clap, tokens.length, self.prefix, self.keep)
+        rows = dtop_rows(tokens.values, tokens.map, stays, self.prefix, tokens.values.shape[1])
+        return Tokens(*rows, padded=True, canvas=tokens.canvas)
 
 
 class DtopReplay(nn.Module):

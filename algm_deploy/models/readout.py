@@ -131,10 +131,10 @@ def read(readout: Readout, outputs: Sequence[Tokens], stages: list[Merged]) -> S
         levels[-1], front = _joined(readout.joining, levels[-1])
     if readout.unmerged:
         levels = [_every_patch(tokens, readout.skipped) for tokens in levels]
-    return _filled(readout.scores(levels, front, PLAIN), levels[-1].canvas)._replace(stages=stages)
+    return filled(readout.scores(levels, front, PLAIN), levels[-1].canvas)._replace(stages=stages)
 
 
-def _filled(scores: Scores, canvas: Tensor | None) -> Scores:
+def filled(scores: Scores, canvas: Tensor | None) -> Scores:
     """Scores of every patch where tokens have left, of whom a canvas tells."""
     if canvas is None or not isinstance(scores, TokenScores):
         return scores

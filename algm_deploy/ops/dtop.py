@@ -48,11 +48,16 @@ def dtop_stays(confidence: Tensor, threshold: Tensor, length: Tensor, prefix: in
     return valid & ~leaves.gather(1, order.argsort(dim=1))
 
 
-def dtop_rows(tokens: Tensor, map: Tensor, stays: Tensor, prefix: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Tokens, size, map and length where it is known which rows (B, R) stay."""
+def dtop_rows(
+    tokens: Tensor, map: Tensor, stays: Tensor, prefix: int, rows_out: int | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Tokens, size, map and length where it is known which rows (B, R) stay.
+
+    `rows_out`: S', where the host is not to wait for the most that stay in an image.
+    """
     kept = F.pad(stays, (prefix, 0), value=True)
     length = kept.sum(1)
-    rows_out = int(length.max())
+    rows_out = int(length.max()) if rows_out is None else rows_out
     row = torch.where(kept, kept.cumsum(1) - 1, GONE)
     source = (~kept).sort(dim=1, stable=True).indices[:, :rows_out]
     there = torch.arange(rows_out, device=row.device) < length[:, None]

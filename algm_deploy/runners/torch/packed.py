@@ -11,16 +11,17 @@ which stops at the end of an image.
 What decoders make of the rows is not written here: each network describes it (`models/readout.py`). Rows that the
 decoder reads from blocks before a merge wait in memory of their own, those of every patch where it reads such.
 
-All that a segment leaves for the next lies in memory of its own (`_Cut`). Networks that merge nothing, merge by
-budgets or as ToMe, EViT or CTS does, or drop a fixed number of tokens, have a single segment, and every image its own
-place: one CUDA graph a batch size holds all of it, and the host waits for nothing.
+All that a segment leaves for the next lies in memory of its own (`_Cut`), also what auxiliary heads have said of
+patches. Networks that merge nothing, merge by budgets or as ToMe, EViT or CTS does, or drop a fixed number of tokens,
+have a single segment, and every image its own place: one CUDA graph a batch size holds all of it, and the host waits
+for nothing.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,12 +34,11 @@ from torch import Tensor, nn
 
 from algm_deploy.models.deployed import PIXEL_CENTRE, PIXEL_SCALE, Deployed, PixelEmbedding
 from algm_deploy.models.fp8 import Fp8Linear, Quantised
-from algm_deploy.models.merges import REPLAYS, Clap, Cts, Evit, G2tm, Gbm, KeepFirst, Tome, Unmerge
+from algm_deploy.models.merges import REPLAYS, Clap, Cts, Dtop, Evit, G2tm, Gbm, KeepFirst, Tome, Unmerge
 from algm_deploy.models.quantized import quantized_layers
-from algm_deploy.models.readout import Crossed, Joining, ReadNetwork, Steps, heads_of
+from algm_deploy.models.readout import Crossed, Joining, ReadNetwork, Steps, filled, heads_of
 from algm_deploy.models.scores import GridScores, MaskScores, Scores, TokenScores
 from algm_deploy.models.vit import (
-    SLOTS,
     Attention,
     Block,
     KeepTokens,
@@ -100,6 +100,18 @@ def _attend_image_by_image(qkv: Tensor, starts: Tensor, heads: int, scale: float
     return out
 
 
+class _Pruning(nn.Module):
+    """DToP's slot at the end of a block, and the head that it asks there."""
+
+    def __init__(self, head: nn.Module, slot: Dtop) -> None:
+        super().__init__()
+        self.head, self.slot = head, slot
+
+    def forward(self, tokens: Tokens, inputs: MergeInputs) -> Tokens:
+        """What stays, in as many rows as came, so that the host waits for nothing."""
+        return self.slot.unshortened(self.head(tokens), inputs)
+
+
 class _Half(NamedTuple):
     """Half a block: rows plus `branch` of their norm; then the merge slot, where it is not empty.
 
@@ -125,16 +137,22 @@ class _Half(NamedTuple):
         return step(x, delta, self.norm)
 
 
-def _halves(blocks: nn.ModuleList, outputs: Sequence[int] = ()) -> Iterator[_Half]:
+def _halves(blocks: Iterable[nn.Module], outputs: Sequence[int] = ()) -> Iterator[_Half]:
     """`outputs`: 1-based blocks that are read."""
     for layer, block in enumerate(blocks, 1):
         assert isinstance(block, Block)
-        slot = None if isinstance(block.merge, KeepTokens) else block.merge
+        last = block.end_merge
+        last = _Pruning(block.auxiliary, last) if isinstance(last, Dtop) else last
         tells = _counted if block.proportional else _weighed if block.weighs else None
         telling = None if tells is None else partial(tells, block.attn)
-        yield _Half(block.norm1, block.attn.qkv, partial(_mixed, block.attn), slot, telling=telling)
+        yield _Half(block.norm1, block.attn.qkv, partial(_mixed, block.attn), _filling(block.merge), telling=telling)
         output = outputs.index(layer) if layer in outputs else None
-        yield _Half(block.norm2, block.mlp.fc1, partial(_transformed, block.mlp), output=output)
+        yield _Half(block.norm2, block.mlp.fc1, partial(_transformed, block.mlp), _filling(last), output)
+
+
+def _filling(slot: nn.Module) -> nn.Module | None:
+    """What is in a slot that is not empty."""
+    return None if isinstance(slot, KeepTokens) else slot
 
 
 def _on_fp8_units(layer: nn.Module) -> TypeGuard[Fp8Linear]:
@@ -185,9 +203,9 @@ def _transformed(mlp: Mlp, x: Tensor | Quantised, layout: Layout) -> Tensor:
     return product_fp8(product_gelu_fp8(x, first, second.fit), second)
 
 
-def _decides(slot: nn.Module | None) -> TypeGuard[Clap | Gbm | G2tm]:
+def _decides(slot: nn.Module | None) -> bool:
     """Whether the number of rows behind a slot depends on the pictures."""
-    return isinstance(slot, G2tm) or (isinstance(slot, Clap | Gbm) and slot.decides)
+    return isinstance(slot, G2tm | _Pruning) or (isinstance(slot, Clap | Gbm) and slot.decides)
 
 
 def why_not(network: Deployed) -> str | None:
@@ -206,9 +224,9 @@ def why_not(network: Deployed) -> str | None:
         return "its blocks are not those of a plain ViT"
     if encoder.outputs[-1] != len(own):
         return "its decoder does not read the last block"
-    within = [getattr(block, name) for block in blocks for part, name in SLOTS.items() if part not in ("", "start")]
+    within = [slot for block in blocks for slot in (block.attention_merge, block.mlp_merge)]
     if not all(isinstance(slot, KeepTokens) for slot in within) or not isinstance(encoder.outlet, KeepTokens | Unmerge):
-        return "its method merges tokens for a part of a block, or after it"
+        return "its method merges tokens for a part of a block"
     if any(isinstance(part, REPLAYS) for part in model.modules()):
         return "it merges as was recorded"
     start = own[0].start_merge
@@ -216,13 +234,16 @@ def why_not(network: Deployed) -> str | None:
         not isinstance(block.start_merge, KeepTokens) for block in blocks[1:]
     ):
         return "its method merges tokens before a block"
-    slots = [block.merge for block in blocks if not isinstance(block.merge, KeepTokens)]
+    halves = [half for half in _halves(blocks, encoder.outputs) if half.slot is not None]
+    if any(_decides(half.slot) and half.output is not None for half in halves):
+        return "its decoder reads a block after which the picture decides how many tokens there are"
+    slots = [half.slot for half in halves]
     if any(_decides(slot) for slot in slots):
         if any(block.proportional or block.weighs for block in own) or isinstance(encoder.outlet, Unmerge):
             return "its method needs as many tokens in every picture, and the picture decides how many there are"
         return None if all(map(_decides, slots)) else "only some of its merges depend on the picture"
     known = all(isinstance(slot, Clap | Gbm | KeepFirst | Tome | Evit) for slot in slots)
-    return None if known else "it merges as none of ALGM, ToMe, EViT and G2TM does"
+    return None if known else "it merges as none of ALGM, ToMe, EViT, G2TM and DToP does"
 
 
 def _segments(encoder: VisionTransformer) -> list[list[_Half]]:
@@ -276,26 +297,25 @@ class _Outcome:
 class _Cut(_Outcome):
     """All that passes from one segment to the next.
 
-    merged (B, S, D) and size (B, S): merged rows, those of an image first, S as many as there can be. `counts`: lengths
-    in memory of the host.
+    merged (B, S, D) and size (B, S): merged rows, those of an image first, S as many as there can be; sizes behind them
+    are 0. `counts`: lengths in memory of the host. `canvas`: that of the merged tokens, where a head judges them.
+    `waits`: the host takes part in the merge, so that it is no part of the segment's graph.
     """
 
-    def __init__(self, slot: Clap | Gbm | G2tm, first: Tokens, kernels: Kernels | None) -> None:
+    def __init__(self, slot: nn.Module, first: Tokens) -> None:
         super().__init__(first, slot)
         values, on_cuda = first.values, first.values.is_cuda
         self.slot, self.merged, self.size = slot, torch.empty_like(values), torch.empty_like(first.size)
+        self.canvas: Tensor | None = None
+        self.waits = not isinstance(slot, _Pruning)
         self._tokens = torch.empty_like(values)
         self._starts = torch.zeros(len(values) + 1, dtype=torch.int32, device=values.device)
         self.counts = torch.empty(len(values), dtype=torch.int64, pin_memory=on_cuda)
-        if kernels is not None:
-            self.decision = kernels.decision(_merge_of(slot, values, first.map.shape[1]), values, first.map.shape[1])
-            self.map, self.length = self.decision.map, self.decision.length
-            self.told = self.map
 
     @property
     def left(self) -> Tokens:
         """The merged rows."""
-        return Tokens(self.merged, self.size, self.map, self.length, padded=True)
+        return Tokens(self.merged, self.size, self.map, self.length, padded=True, canvas=self.canvas)
 
     def tokens(self, longest: int) -> Tensor:
         """Room for the rows that go into the merge, (B, longest, D)."""
@@ -307,32 +327,53 @@ class _Cut(_Outcome):
         torch.cumsum(self.length, 0, dtype=torch.int32, out=self._starts[1:])
         return Layout(len(self.length), longest, self._starts)
 
-    def merge_by(self, kernels: Kernels, before: Tokens | _Cut, tokens: Tensor, thresholds: Tensor) -> None:
-        """Merges `tokens` (B, S, D) by the kernels; `before` has their sizes, maps and lengths."""
-        merge = _merge_of(self.slot, tokens, self.map.shape[1])
-        if isinstance(self.slot, Clap):
-            kernels.decide_clap(merge, tokens, thresholds[0], self.decision)
-        else:
-            kernels.decide_gbm(merge, tokens, before.map, before.length, thresholds[1], self.decision)
-        size = before.size[:, : tokens.shape[1]].contiguous()
-        kernels.apply(merge, self.decision, tokens, size, (self.merged, self.size))
-
-    def merge_by_slot(self, before: Tokens | _Cut, tokens: Tensor, thresholds: Tensor) -> None:
-        """The same by the slot, which may wait for the device."""
+    def merge(self, before: Tokens | _Cut, tokens: Tensor, thresholds: Tensor) -> None:
+        """Merges `tokens` (B, S, D); `before` has their sizes, maps and lengths, and their canvas."""
         valid = torch.arange(tokens.shape[1], device=tokens.device) < before.length[:, None]
-        # It moves rows by a product with zeros and ones, and zero times a NaN would be NaN.
+        # Slots move rows by a product with zeros and ones, and zero times a NaN would be NaN.
         rows = torch.where(valid[:, :, None], tokens, 0)
         size = torch.where(valid, before.size[:, : tokens.shape[1]], 0)
-        entering = Tokens(rows, size, before.map, before.length, padded=True)
+        entering = Tokens(rows, size, before.map, before.length, padded=True, canvas=before.canvas)
         left = self.slot(entering, MergeInputs(thresholds[0], thresholds[1]))
         self.keep(left)
         self.merged[:, : left.values.shape[1]] = left.values
         self.size.zero_()  # as the kernels leave rows that do not exist: decoders tell by it which do
         self.size[:, : left.size.shape[1]] = left.size
+        if left.canvas is not None:
+            self.canvas = torch.empty_like(left.canvas) if self.canvas is None else self.canvas
+            self.canvas.copy_(left.canvas)
 
 
-def _merge_of(slot: Clap | Gbm | G2tm, tokens: Tensor, patches: int) -> Merge:
-    assert not isinstance(slot, G2tm), "it has no kernels"
+class _KernelCut(_Cut):
+    """The same where the kernels merge."""
+
+    slot: Clap | Gbm
+
+    def __init__(self, slot: Clap | Gbm, first: Tokens, kernels: Kernels) -> None:
+        super().__init__(slot, first)
+        self.kernels, self.waits = kernels, False
+        patches = first.map.shape[1]
+        self.decision = kernels.decision(_merge_of(slot, first.values, patches), first.values, patches)
+        self.map, self.length = self.decision.map, self.decision.length
+        self.told = self.map
+
+    def merge(self, before: Tokens | _Cut, tokens: Tensor, thresholds: Tensor) -> None:
+        merge = _merge_of(self.slot, tokens, self.map.shape[1])
+        if isinstance(self.slot, Clap):
+            self.kernels.decide_clap(merge, tokens, thresholds[0], self.decision)
+        else:
+            self.kernels.decide_gbm(merge, tokens, before.map, before.length, thresholds[1], self.decision)
+        size = before.size[:, : tokens.shape[1]].contiguous()
+        self.kernels.apply(merge, self.decision, tokens, size, (self.merged, self.size))
+
+
+def _outcome(slot: nn.Module, first: Tokens, kernels: Kernels | None) -> _Outcome:
+    if not _decides(slot):
+        return _Outcome(first, slot)
+    return _KernelCut(slot, first, kernels) if isinstance(slot, Clap | Gbm) and kernels else _Cut(slot, first)
+
+
+def _merge_of(slot: Clap | Gbm, tokens: Tensor, patches: int) -> Merge:
     plan = slot.plan
     batch = plan.batch if len(tokens) > 1 else "per_image"  # the same for one image, and quicker
     if isinstance(slot, Clap):
@@ -406,8 +447,7 @@ class PackedNetwork:
         self._projection = embedding.weight.flatten(1).contiguous()
         self._device = embedding.weight.device
         on_cuda = self._device.type == "cuda"
-        without = any(isinstance(module, G2tm) for module in model.modules())  # there are kernels for ALGM alone
-        self.kernels = use_kernels() if on_cuda and not without else None
+        self.kernels = use_kernels() if on_cuda else None
         self.graphs = Graphs(self._device, most_graphs) if on_cuda and graphs else None
         if on_cuda:
             _lay_out_like_rows(model)
@@ -475,8 +515,7 @@ class PackedNetwork:
         first = first._replace(values=first.values.contiguous(), map=first.map.contiguous())
         slots = [half.slot for segment in self._segments for half in segment if half.slot is not None]
         slots = slots if self._start is None else [self._start, *slots]
-        outcomes = [_Cut(slot, first, self.kernels) if _decides(slot) else _Outcome(first, slot) for slot in slots]
-        return _Memory(image, first, outcomes)
+        return _Memory(image, first, [_outcome(slot, first, self.kernels) for slot in slots])
 
     def _picture(self, memory: _Memory) -> Tensor:
         """The part of the memory's image, which consists of whole patches, that a picture (B, 3, H, W) covers."""
@@ -505,8 +544,8 @@ class PackedNetwork:
     def _lengths(self, memory: _Memory, number: int, longest: int) -> list[int]:
         """Valid rows of each image behind a segment; waits for the device."""
         cut = memory.cut(number)
-        if self.kernels is None:
-            cut.merge_by_slot(memory.before(number), cut.tokens(longest), self._thresholds)
+        if cut.waits:
+            cut.merge(memory.before(number), cut.tokens(longest), self._thresholds)
             cut.counts.copy_(cut.length)
         elif self._stream is not None:
             self._stream.synchronize()
@@ -539,8 +578,8 @@ class PackedNetwork:
                 if number < len(self._segments) - 1:
                     memory.levels[half.output] = self._waiting(memory, half.output, read)
                 levels[half.output] = read._replace(size=read.size[:, : read.values.shape[1]])
-        scores = self._readout.scores([levels[i] for i in range(len(levels))], front, _FUSED)
-        return self._kept(memory, scores)
+        ordered = [levels[i] for i in range(len(levels))]
+        return self._kept(memory, filled(self._readout.scores(ordered, front, _FUSED), ordered[-1].canvas))
 
     def _left(self, slot: nn.Module, entering: Tokens, outcome: _Outcome) -> tuple[Tensor, Layout, Tokens]:
         """What a slot leaves of images of one length: rows, where they lie, and what is told of them."""
@@ -568,15 +607,15 @@ class PackedNetwork:
         return values.flatten(0, 1)
 
     def _end(self, memory: _Memory, number: int, x: Tensor, delta: Tensor, layout: Layout) -> None:
-        """Lays x + delta out for the merge, and merges where the kernels are there."""
+        """Lays x + delta out for the merge, and merges where that needs no host."""
         cut = memory.cut(number)
         tokens = cut.tokens(layout.longest)
         if layout.regular:
             torch.add(x, delta, out=tokens.view(x.shape))
         else:
             tokens.copy_(apart(x, layout, 0, layout.longest, delta))
-        if self.kernels is not None:
-            cut.merge_by(self.kernels, memory.before(number), tokens, self._thresholds)
+        if not cut.waits:
+            cut.merge(memory.before(number), tokens, self._thresholds)
             cut.counts.copy_(cut.length, non_blocking=True)
 
     # --- decoder ---
@@ -629,7 +668,7 @@ class PackedNetwork:
         return tokens._replace(values=room)
 
     def _kept(self, memory: _Memory, scores: Scores) -> Scores:
-        """The same in memory that stays."""
+        """The same in memory that stays. Maps are those of slots, or the same ones every time."""
         if isinstance(scores, TokenScores):
             return scores._replace(scores=memory.kept("scores", scores.scores, memory.first.map.shape[1]))
         if isinstance(scores, GridScores):

@@ -18,11 +18,13 @@ from toys import toy
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.deployment import parity_windows
 from algm_deploy.merging import insert_merging, merge_inputs, replay_merging, truncate
+from algm_deploy.models.auxiliary import LinearHead
 from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.loading import network_class
 from algm_deploy.models.scores import MaskScores, labels_of, upsample_scores
-from algm_deploy.models.vit import VitNetwork
+from algm_deploy.models.vit import MergeInputs, Tokens, VitNetwork
 from algm_deploy.ops.clap import clap as clap_operator
+from algm_deploy.ops.dtop import dtop as dtop_operator
 from algm_deploy.ops.gbm import gbm as gbm_operator
 from algm_deploy.ops.native_kernels import use_kernels
 from algm_deploy.parity.chain import verify
@@ -48,10 +50,12 @@ PLANS = {
     "tome": MergePlan((), (), method="tome", tome_r=(9, 0, 5)),
     "evit": MergePlan((), (), method="evit", evit_layers=(1, 3), evit_keep=0.6),
     "g2tm": MergePlan((), (), method="g2tm", g2tm_layer=2),
+    "dtop": MergePlan((), (), method="dtop", dtop_layers=(1, 3), dtop_keep=1),
 }
 USUAL = "clap and gbm"
 CTS = MergePlan((), (), method="cts", cts_shared=5)
 THRESHOLDS = {"fixed": ((0.9, 0.9), (0.99, 0.8)), "adaptive": ((0.9, 0.0), (0.99, 2.0)), "budget": ((0.0, 0.0),)}
+SURE = (0.16, 0.0), (0.2, 0.0)  # confidences that the heads of a Segmenter with random weights have of some tokens
 NEVER = float("inf")
 
 
@@ -63,13 +67,25 @@ FAMILIES = {
     "setr": replace(network(), family="setr", decoder="pup", decoder_dim=16),
     "setr, levels": replace(network(), family="setr", decoder="mla", decoder_dim=16, stages=(1, 2, 3, 4)),
     "segvit": replace(network(), family="segvit", decoder="atm", decoder_dim=32, stages=(2, 3, 4)),
+    "segvit, pruned": replace(network(), family="segvit", decoder="prune", decoder_dim=32, decoder_heads=2),
     "dinov2, padded pictures": replace(network(), family="dinov2", decoder="linear", patch_size=14, extra_tokens=4),
     "dinov2, levels": replace(network(), family="dinov2", decoder="linear_ms", stages=(1, 2, 3, 4)),
     "deit": replace(network(), family="deit", decoder="linear", extra_tokens=1),
     "eomt": replace(network(), family="eomt", decoder="queries", depth=5, decoder_depth=1, queries=7, extra_tokens=4),
 }
 
+PRUNED = FAMILIES["segvit, pruned"]
 ADAPTER, _ = toy("vit_adapter", "upernet")
+
+
+def thresholds_of(plan: str) -> tuple[tuple[float, float], ...]:
+    """By which some tokens merge or leave."""
+    return SURE if PLANS[plan].method == "dtop" else THRESHOLDS[PLANS[plan].gbm]
+
+
+def with_heads(shape: Network, plan: MergePlan) -> Network:
+    """The network with the auxiliary heads that the plan asks, if any."""
+    return replace(shape, auxiliary=plan.dtop_layers)
 
 
 def plans_of(shape: Network) -> Iterator[str]:
@@ -91,7 +107,7 @@ def model_of(shape: Network, dtype: torch.dtype = torch.float32) -> VitNetwork:
 def deployed(
     plan: MergePlan, shape: Network | None = None, dtype: Any = torch.float32, device: str = "cpu"
 ) -> Deployed:
-    shape = shape or network()
+    shape = with_heads(shape or network(), plan)
     return Deployed(insert_merging(model_of(shape, dtype), plan), shape, "scores").eval().to(device)
 
 
@@ -227,7 +243,7 @@ def test_same_results_as_the_modules(plan: str, decoder: str, rounded: bool, blo
         packed.graphs = Rounded()  # type: ignore[assignment]
     for count in (3, 1, 2):
         image = torch.from_numpy(blob_images(count))
-        for clap, gbm in (*THRESHOLDS[PLANS[plan].gbm], (NEVER, NEVER)):
+        for clap, gbm in (*thresholds_of(plan), (NEVER, NEVER)):
             assert_like_modules(packed, plain, image, clap, gbm)
 
 
@@ -241,7 +257,7 @@ def test_same_results_as_the_modules_of_every_family(family: str, blob_images: I
         for graphs in (None, Rounded()):
             packed.graphs = graphs  # type: ignore[assignment]
             for images in busy_before_flat(blob_images):
-                assert_like_modules(packed, plain, images, *THRESHOLDS[PLANS[plan].gbm][0])
+                assert_like_modules(packed, plain, images, *thresholds_of(plan)[0])
 
 
 @pytest.mark.parametrize("decoder", ["mask_transformer", "linear"])
@@ -251,12 +267,13 @@ def test_two_tokens_in_front_of_the_patches(decoder: str, blob_images: Images) -
     assert_like_modules(PackedNetwork(plain, torch.uint8), plain, image, *THRESHOLDS["adaptive"][0])
 
 
-def test_rows_of_padding_reach_nothing(blob_images: Images) -> None:
+@pytest.mark.parametrize("plan", [USUAL, "dtop"])
+def test_rows_of_padding_reach_nothing(plan: str, blob_images: Images) -> None:
     """Everything that a segment does not write is NaN before it."""
-    plain = deployed(PLANS[USUAL])
+    plain = deployed(PLANS[plan])
     packed = PackedNetwork(plain, torch.uint8)
-    image = torch.from_numpy(blob_images(3))
-    expected = run(packed, image, 0.9, 0.0)
+    image, thresholds = torch.from_numpy(blob_images(3)), thresholds_of(plan)[0]
+    expected = run(packed, image, *thresholds)
 
     def poison() -> None:
         memory = packed._memories[3]
@@ -268,7 +285,7 @@ def test_rows_of_padding_reach_nothing(blob_images: Images) -> None:
             room.fill_(torch.nan)
 
     packed.graphs = Rounded(poison)  # type: ignore[assignment]
-    scores, lengths, maps = run(packed, image, 0.9, 0.0)
+    scores, lengths, maps = run(packed, image, *thresholds)
     torch.testing.assert_close(scores, expected[0], rtol=0, atol=1e-5)
     assert all(torch.equal(a, b) for a, b in zip(maps, expected[2], strict=True))
     assert min(lengths[0].tolist()) < max(lengths[0].tolist()), "images of one length would leave no padding"
@@ -288,9 +305,11 @@ def test_tokens_that_are_shared_before_the_first_block(plan: str, blob_images: I
     assert len(graphs.keys) == 2
 
 
-def test_a_network_that_drops_tokens_keeps_one_segment(blob_images: Images) -> None:
+@pytest.mark.parametrize("plan", ["dense", "dtop"])
+def test_a_network_that_drops_tokens_keeps_one_segment(plan: str, blob_images: Images) -> None:
+    """Where DToP would let them leave, that is after a block."""
     shape = network()
-    plain = Deployed(truncate(model_of(shape), {1: 40, 3: 25}), shape, "scores").eval()
+    plain = Deployed(truncate(model_of(shape), {1: 40, 3: 25}, PLANS[plan]), shape, "scores").eval()
     packed = PackedNetwork(plain, torch.uint8)
     packed.graphs = Rounded()  # type: ignore[assignment]
     assert_like_modules(packed, plain, torch.from_numpy(blob_images(2)), 0.0, 0.0)
@@ -306,6 +325,55 @@ def test_known_counts_keep_one_segment_a_batch_size(plan: str, blob_images: Imag
     for batch in (images[:1], images[1:2], images[2:], images[:2], torch.full_like(images[:1], 90)):
         run(packed, batch, 0.0, 0.0)
     assert set(graphs.keys) == {(1, 0, 65, 65), (2, 0, 130, 65)}
+
+
+PRUNING = {
+    "mask_transformer": network(),
+    "linear": network("linear"),
+    "two in front": replace(network(), extra_tokens=1),
+}
+
+
+@pytest.mark.usefixtures("unwritten_memory_is_nan")
+@pytest.mark.parametrize("rounded", [False, True])
+@pytest.mark.parametrize("shape", [*PRUNING.values(), PRUNED], ids=[*PRUNING, "segvit"])
+def test_tokens_that_leave(shape: Network, rounded: bool, blob_images: Images) -> None:
+    """None, some, and all but one of each class; then heads are sure of one class alone, and one token is left."""
+    plain = deployed(PLANS["dtop"], shape)
+    packed = PackedNetwork(plain, torch.uint8)
+    packed.graphs = Rounded() if rounded else None  # type: ignore[assignment]
+    images = [torch.from_numpy(blob_images(count)) for count in (3, 1)]
+    some = 0.332 if shape is PRUNED else SURE[0][0]
+    for tau in (NEVER, some, -1.0, some):
+        for image in images:
+            assert_like_modules(packed, plain, image, tau, 0.0)
+    lengths = {length for left in run(packed, images[0], some, 0.0)[1] for length in left.tolist()}
+    assert len(lengths) > 3 and max(lengths) < 64
+    for head in (block.auxiliary for block in plain.model.encoder.blocks if block.judged):
+        if isinstance(head, LinearHead):
+            head.head.bias[5] = 30.0
+    for image in images:
+        assert_like_modules(packed, plain, image, 0.1, 0.0)
+        lengths = {length for left in run(packed, image, 0.1, 0.0)[1] for length in left.tolist()}
+        assert lengths == {shape.prefix + 1}
+
+
+@pytest.mark.parametrize("shape", [network(), PRUNED], ids=["segmenter", "segvit"])
+def test_what_leaves_is_decided_without_reading_back(shape: Network) -> None:
+    """On tensors without values, as below; the operator, which shortens the sequence, has to read how far."""
+    plain = deployed(PLANS["dtop"], shape)
+    slot, block = PackedNetwork(plain, torch.uint8)._segments[0][-1].slot, plain.model.encoder.blocks[0]
+    assert slot is not None
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        size, canvas = torch.empty(2, 65), torch.empty(2, 64, 11)
+        places = torch.empty(2, 64, dtype=torch.int64), torch.empty(2, dtype=torch.int64)
+        tokens = Tokens(torch.empty(2, 65, 64), size, *places, padded=True, canvas=canvas)
+        inputs = MergeInputs(torch.empty(()), torch.empty(()))
+        left = slot(tokens, inputs)
+        assert left.values.shape == tokens.values.shape and left.canvas.shape == canvas.shape
+        judged = block.auxiliary(tokens)
+        with pytest.raises(DataDependentOutputException):
+            dtop_operator._init_fn(judged.values, *judged[2:4], judged.keys, inputs.clap, 1, 1)
 
 
 @pytest.mark.parametrize("budget", [True, False])
@@ -357,11 +425,15 @@ def test_what_does_not_fit_is_told() -> None:
     for plan in PLANS.values():
         assert torch_packed.why_not(deployed(plan)) is None
         if plan.layers:
-            replaying = replay_merging(model_of(network()), plan)
+            replaying = replay_merging(model_of(with_heads(network(), plan)), plan)
             assert "as was recorded" in said(Deployed(replaying, network(), "scores"))
     other = deployed(PLANS["evit"])
     other.model.encoder.blocks[1].merge = nn.Identity()
-    assert "none of ALGM, ToMe, EViT and G2TM" in said(other)
+    assert "none of ALGM, ToMe, EViT, G2TM and DToP" in said(other)
+    assert "none of ALGM" in said(deployed(MergePlan((), (), method="mpm", mpm_layers=(2,))))
+    other = deployed(PLANS["dtop"])
+    other.model.encoder.outputs = (3, 4)
+    assert "reads a block after which the picture decides" in said(other)
     for sees in ("proportional", "weighs"):
         seeing = deployed(PLANS[USUAL])
         setattr(seeing.model.encoder.blocks[2], sees, True)
@@ -403,6 +475,24 @@ def assert_threads_take_turns(packed: PackedNetwork, images: Sequence[Tensor]) -
         assert torch.equal(future.result()[0], wanted)
 
 
+@pytest.mark.parametrize("plan", [USUAL, "dtop"])
+def test_labels_of_packed_scores(plan: str, blob_images: Images) -> None:
+    assert_labels_of_packed_scores(plan, "cpu", torch.from_numpy(blob_images(3)))
+
+
+def assert_labels_of_packed_scores(plan: str, device: str, images: Tensor) -> None:
+    plain, thresholds = deployed(PLANS[plan], device=device), thresholds_of(plan)[0]
+    plain.output = "labels"
+    packed, image = PackedNetwork(plain, torch.uint8), images.to(device)
+    for _ in range(2):
+        with packed.run(image, *thresholds) as merged:
+            found = labels(merged.scores, plain.network.grid, plain.network.image_size)
+    with torch.inference_mode():
+        expected = plain(image, merge_inputs(*thresholds, device=device))[0]
+    assert found.dtype == expected.dtype
+    assert (found != expected).double().mean() < 1e-3  # near ties of two classes
+
+
 # --- on a CUDA device ------------------------------------------------------------------------------------------------
 
 
@@ -426,7 +516,7 @@ def test_graphs_give_the_modules_results(plan: str, graphs: bool, merging: str, 
     for _ in range(3):
         for count in (3, 1, 2):
             image = torch.from_numpy(blob_images(count)).cuda()
-            for clap, gbm in THRESHOLDS[PLANS[plan].gbm]:
+            for clap, gbm in thresholds_of(plan):
                 assert_like_modules(packed, plain, image, clap, gbm)
     assert (packed.graphs is None) == (not graphs)
 
@@ -448,6 +538,22 @@ def test_graphs_share_tokens_as_the_modules_do(blob_images: Images) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("full_fp32")
+@pytest.mark.parametrize("shape", [network("linear"), PRUNED], ids=["segmenter", "segvit"])
+def test_graphs_let_tokens_leave_as_the_modules_do(shape: Network, blob_images: Images) -> None:
+    """One graph holds a segment and what its head decides, so the host launches nothing between two segments."""
+    plain = deployed(PLANS["dtop"], shape, device="cuda")
+    packed = PackedNetwork(plain, torch.uint8)
+    assert packed.graphs is not None
+    some = 0.332 if shape is PRUNED else SURE[0][0]
+    for _ in range(2):
+        for count in (3, 1, 2):
+            for tau in (NEVER, some, -1.0):
+                assert_like_modules(packed, plain, torch.from_numpy(blob_images(count)).cuda(), tau, 0.0)
+    assert all(graph is not None for graph, _ in packed.graphs._graphs.values()), "some could not be captured"
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("full_fp32")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_graphs_give_the_modules_results_of_every_family(family: str, blob_images: Images) -> None:
     for plan in plans_of(FAMILIES[family]):
@@ -456,7 +562,7 @@ def test_graphs_give_the_modules_results_of_every_family(family: str, blob_image
         assert packed.graphs is not None
         for _ in range(2):
             for images in busy_before_flat(blob_images):
-                assert_like_modules(packed, plain, images.cuda(), *THRESHOLDS[PLANS[plan].gbm][0])
+                assert_like_modules(packed, plain, images.cuda(), *thresholds_of(plan)[0])
         most = 2 * (1 + 2 * (len(packed._segments) - 1))  # two batches of each of two sizes, which share the first part
         assert 0 < packed.graphs.captures == len(packed.graphs) <= most
 
@@ -495,16 +601,18 @@ def test_labels_of_masks_are_those_of_their_scores(queries: int, classes: int, c
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("plan", "count"), [(USUAL, 1), ("evit", 1), ("evit", 3), ("evit", 8)])
+@pytest.mark.parametrize(
+    ("plan", "count"), [(USUAL, 1), *((plan, count) for plan in ("evit", "dtop") for count in (1, 3, 8))]
+)
 def test_low_precision_errs_no_more_than_the_modules(
     plan: str, count: int, dtype: torch.dtype, merging: str, blob_images: Images
 ) -> None:
     """Against fp32 with the packed network's own maps; twice the error of the modules in the same precision."""
-    shape = network(width=128)
+    shape = with_heads(network(width=128), PLANS[plan])
     packed = PackedNetwork(deployed(PLANS[plan], shape, dtype, "cuda"), torch.uint8)
     image = torch.from_numpy(blob_images(count)).cuda()
     for _ in range(2):
-        scores, _, maps = run(packed, image, 0.9, 0.0)
+        scores, _, maps = run(packed, image, *thresholds_of(plan)[0])
     models = model_of(shape, dtype), model_of(shape, dtype).float()
     plain, exact = (Deployed(replay_merging(m, PLANS[plan]), shape, "scores").eval().cuda() for m in models)
     with torch.inference_mode():
@@ -532,11 +640,12 @@ def test_the_chain_holds_on_packed_rows(plan: str, precision: str, tiny_export: 
 
 
 @pytest.mark.gpu
-def test_counts_and_thresholds_change_without_new_graphs(blob_images: Images) -> None:
-    packed = PackedNetwork(deployed(PLANS[USUAL], device="cuda"), torch.uint8)
+@pytest.mark.parametrize("plan", [USUAL, "dtop"])
+def test_counts_and_thresholds_change_without_new_graphs(plan: str, blob_images: Images) -> None:
+    packed = PackedNetwork(deployed(PLANS[plan], device="cuda"), torch.uint8)
     assert packed.graphs is not None
     images = [torch.from_numpy(blob_images(4)[i : i + 1]).cuda() for i in range(4)]
-    work = [(image, clap, gbm) for image in images for clap, gbm in (*THRESHOLDS["adaptive"], (NEVER, NEVER))]
+    work = [(image, clap, gbm) for image in images for clap, gbm in (*thresholds_of(plan), (NEVER, NEVER))]
     first = [run(packed, *each) for each in work]
     captures = packed.graphs.captures
     order = np.random.default_rng(0).permutation(len(work) * 3) % len(work)
@@ -600,14 +709,6 @@ def test_graphs_are_few_and_share_their_memory(blob_images: Images) -> None:
 
 
 @pytest.mark.gpu
-def test_labels_of_packed_scores(merging: str, blob_images: Images) -> None:
-    plain = deployed(PLANS[USUAL], device="cuda")
-    plain.output = "labels"
-    packed = PackedNetwork(plain, torch.uint8)
-    image = torch.from_numpy(blob_images(3)).cuda()
-    for _ in range(2):
-        with packed.run(image, 0.9, 0.0) as merged:
-            labels = labels_of(merged.scores, plain.network.grid, plain.network.image_size)
-    with torch.inference_mode():
-        expected = plain(image, merge_inputs(0.9, 0.0, device="cuda"))[0]
-    assert (labels != expected).double().mean() < 1e-3  # near ties of two classes
+@pytest.mark.parametrize("plan", [USUAL, "dtop"])
+def test_labels_of_packed_scores_on_cuda(plan: str, merging: str, blob_images: Images) -> None:
+    assert_labels_of_packed_scores(plan, "cuda", torch.from_numpy(blob_images(3)))
