@@ -59,8 +59,11 @@ def test_many_predictions_need_no_more_memory(bundle: Bundle, runtime: str, long
 def test_layers_of_every_length_need_no_more_memory(small_bundle: Callable[..., Bundle], runtime: str) -> None:
     """Blocks as large as real networks free them, of another size for each token count.
 
-    All lengths in one order: then a runtime has what it needs for any. In another order they take nothing more. And
+    All lengths in one order: then a runtime has what it needs for any. In other orders they take nothing more. And
     what they freed is given back: a heap that keeps it holds 40 MB, whereas scores of a picture are 3.
+
+    What takes more takes it in every order. A process that has run many tests may take some megabytes in one of them,
+    as what it needs finds no room between what is still held.
     """
     network = Network("segmenter", 256, 2, 4, 5, (384, 384), decoder="linear")
     wide = small_bundle((384, 384), network=network)
@@ -76,12 +79,16 @@ def test_layers_of_every_length_need_no_more_memory(small_bundle: Callable[..., 
                 counts.add(tuple(run.infer({"image": picture})["token_counts"][0]))
 
         all_lengths()
-        before = resident()
-        all_lengths()
-        grown, kept = grown_and_kept(before)
+        grown, kept = [], []
+        for _ in range(3):
+            before = resident()
+            all_lengths()
+            more, unused = grown_and_kept(before)
+            grown.append(more)
+            kept.append(unused)
     assert len(counts) > 20
-    assert grown < 4 << 20, f"{grown / 1e6:.1f} MB more"
-    assert kept < 12 << 20, f"{kept / 1e6:.1f} MB kept"
+    assert min(grown) < 4 << 20, f"{min(grown) / 1e6:.1f} MB more in every order"
+    assert min(kept) < 12 << 20, f"{min(kept) / 1e6:.1f} MB kept in every order"
 
 
 @pytest.mark.parametrize("runtime", CPU_RUNTIMES)
