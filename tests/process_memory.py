@@ -24,3 +24,9 @@ def resident() -> int:
 def held() -> int:
     """Bytes of memory that the process has, with those that it has freed and not given back."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def grown_and_kept(before: int) -> tuple[int, int]:
+    """Bytes that are in use since `before`, and bytes that are free and not given back: see `resident`."""
+    found, after = held(), resident()
+    return after - before, found - after
