@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -59,7 +59,7 @@ def used() -> Used:
 
 
 @pytest.fixture
-def settled(record_property: Callable[[str, object], None]) -> Iterator[Callable[[Used, int], None]]:
+def settled(record_property: Callable[[str, object], None]) -> Callable[[Used, int], None]:
     """Compares what is used with what was used so many steps before, and keeps the figures in the report of the run."""
 
     def check(before: Used, steps: int) -> None:
