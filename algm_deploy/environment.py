@@ -127,6 +127,11 @@ def _text(path: Path) -> str:
         return ""
 
 
+def processor_flags() -> frozenset[str]:
+    """Instruction sets of the processor, by Linux's names, such as avx2 and amx_bf16; empty on other systems."""
+    return frozenset((_first(_CPU, r"flags\s*: (.+)") or "").split())
+
+
 def user_cache() -> Path:
     """Folder of what can be made again for this user: `$XDG_CACHE_HOME/algm-deploy`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "algm-deploy"

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import statistics
 import tempfile
 import time
@@ -30,7 +29,7 @@ from trained import write
 from algm_deploy.bundle.manifest import MANIFEST
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.deployment import build, export, parity_windows, verify
-from algm_deploy.environment import environment
+from algm_deploy.environment import environment, processor_flags
 from algm_deploy.pictures.sources import find_images
 from algm_deploy.runners.contract import Runner, runner
 from algm_deploy.timing.variants import variant_bundle, variant_runner
@@ -134,12 +133,6 @@ def timed(networks: dict[tuple[str, str], Runner], image: np.ndarray, repeats: i
         key: {"tokens": found[key], **{clock: statistics.median(values) for clock, values in clocks.items()}}
         for key, clocks in times.items()
     }
-
-
-def processor_flags() -> set[str]:
-    """Instruction sets that Linux names."""
-    found = re.search(r"^flags\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    return set(found[1].split()) if found else set()
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from algm_deploy.bundle.records import OptimizedGraph
 from algm_deploy.bundle.store import Bundle
-from algm_deploy.environment import thread_limit
+from algm_deploy.environment import processor_flags, thread_limit
 from algm_deploy.errors import BundleError
 from algm_deploy.lowering.openvino import write_openvino_onnx
 from algm_deploy.native_libraries import say_once
@@ -26,6 +26,7 @@ from algm_deploy.runners.contract import Array, Runner
 from algm_deploy.runners.openvino.library import openvino
 
 DEVICE = "CPU"
+ATTENTION_BF16 = {"bf16_attention", "bf16"}  # rewrites that make it so; "bf16" stood for both kinds of layers before
 
 
 class OpenVinoRunner(Runner):
@@ -48,7 +49,7 @@ class OpenVinoRunner(Runner):
         """Adds the graph that is made for OpenVINO."""
         row = cls.row()
         row.check_options(options)
-        counts = write_openvino_onnx(bundle, row.own)
+        counts = write_openvino_onnx(bundle, row.own, attention_bf16=has_amx())
         bundle.record(OptimizedGraph(runtime=cls.runtime, rewrites=dict(counts)))
         return [f"{row.own}: {', '.join(f'{count} {name}' for name, count in sorted(counts.items()))}"]
 
@@ -65,22 +66,30 @@ class OpenVinoRunner(Runner):
     @property
     def precision(self) -> Precision:
         """In what it executes the bundle: bf16 in fp32 where the processor or the graph for it is missing."""
-        return "fp32" if self.bundle.recipe.precision == "bf16" and not self._low else super().precision
+        return "fp32" if self._why_not_bf16 else super().precision
 
     @property
     def _low(self) -> bool:
         """Whether products are computed in bf16: the bundle's precision, written in its graph, on a CPU that has it."""
-        written = self.bundle.recipe.precision == "bf16" and self.executable == self.row().own
-        return written and has_bf16()
+        return self.bundle.recipe.precision == "bf16" and self._why_not_bf16 is None
+
+    @property
+    def _why_not_bf16(self) -> str | None:
+        """Why a bundle in bf16 is computed in fp32; None where it is not, and for another precision."""
+        if self.bundle.recipe.precision != "bf16":
+            return None
+        if self.executable != self.row().own:
+            return f"the graph for it is missing: `{self.build_command}`"
+        if not has_bf16():
+            return "this processor has none of its instructions"
+        built = self.bundle.found(OptimizedGraph, self.runtime)
+        if built is not None and ATTENTION_BF16 & built.rewrites.keys() and not has_amx():
+            return f"its graph was made for processors with AMX, which this one is not: `{self.build_command}`"
+        return None
 
     def _open(self) -> None:
-        if self.bundle.recipe.precision == "bf16" and not self._low:
-            why = (
-                "this processor has none of its instructions"
-                if self.executable == self.row().own
-                else f"the graph for it is missing: `{self.build_command}`"
-            )
-            say_once(f"{self.runtime} computes {self.bundle.path} in fp32 and not in bf16: {why}")
+        if self._why_not_bf16:
+            say_once(f"{self.runtime} computes {self.bundle.path} in fp32 and not in bf16: {self._why_not_bf16}")
         path = self.bundle.file(self.executable)
         try:
             self._compiled = openvino.Core().compile_model(path, DEVICE, self._properties())
@@ -123,6 +132,11 @@ class OpenVinoRunner(Runner):
 def has_bf16() -> bool:
     """Whether this machine's processor computes in bf16."""
     return "BF16" in openvino.Core().get_property(DEVICE, "OPTIMIZATION_CAPABILITIES")
+
+
+def has_amx() -> bool:
+    """Whether this machine's processor has AMX. Attention is in bf16 only with it: see `lowering/openvino.py`."""
+    return "amx_bf16" in processor_flags()
 
 
 def _run(request: openvino.InferRequest, feeds: dict[str, Array], outputs: Sequence[str]) -> list[Array]:

@@ -94,6 +94,30 @@ def test_bf16_says_what_is_computed(
     assert there or "in fp32 and not in bf16: this processor has none of its instructions" in said[0]
 
 
+@pytest.mark.parametrize(("made_for", "here"), [(True, True), (True, False), (False, True), (False, False)])
+def test_attention_in_bf16_is_for_amx(
+    tiny_export: Callable[..., Bundle],
+    copied: Copied,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    made_for: bool,
+    here: bool,
+) -> None:
+    module: Any = sys.modules[runner_type(OPENVINO).__module__]
+    module.say_once.cache_clear()
+    monkeypatch.setattr(module, "has_bf16", lambda: True)
+    monkeypatch.setattr(module, "has_amx", lambda: made_for)
+    bundle = built(copied(tiny_export({"precision": "bf16"})))
+    rewrites = bundle.found(OptimizedGraph, OPENVINO).rewrites  # type: ignore[union-attr]
+    assert ("bf16_attention" in rewrites, "bf16_linear" in rewrites) == (made_for, True)
+    monkeypatch.setattr(module, "has_amx", lambda: here)
+    with runner(bundle, OPENVINO) as run:
+        assert run.precision == ("fp32" if made_for and not here else "bf16")
+    said = [record.message for record in caplog.records]
+    assert len(said) == (made_for and not here)
+    assert all("made for processors with AMX" in line and "algm-deploy build" in line for line in said)
+
+
 def test_bf16_without_its_graph_says_how_to_get_it(
     tiny_export: Callable[..., Bundle], caplog: pytest.LogCaptureFixture
 ) -> None:
