@@ -3,6 +3,8 @@
     python benchmarks/cpu_runtimes.py CHECKPOINT --images PHOTOS --calibrate OTHERS -o cpu_runtimes.json
     python benchmarks/cpu_runtimes.py CHECKPOINT --runs openvino:fp32 openvino:bf16 --images PHOTOS -o x.json
 
+With `--budget` there is a third network, which merges that share of every picture's windows and tokens.
+
 A run is RUNTIME:PRECISION. Each precision is exported once, each runtime built and verified on two of the photos; one
 that fails the parity chain is not timed. Then every photo goes through all networks, one after the other,
 `--repeats` times. The record holds medians by the wall's and by the processor's clock, averaged over the photos, and
@@ -28,6 +30,7 @@ from trained import write
 
 from algm_deploy.bundle.manifest import MANIFEST
 from algm_deploy.bundle.store import Bundle
+from algm_deploy.cli.arguments import budget
 from algm_deploy.deployment import build, export, parity_windows, verify
 from algm_deploy.environment import environment, processor_flags
 from algm_deploy.pictures.sources import find_images
@@ -46,6 +49,7 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--recipe", help="name or file; default: variant.yml beside the checkpoint")
     parser.add_argument("--tau", type=float, help="CLAP's threshold; default: the recipe's")
+    parser.add_argument("--budget", type=budget, help="a third network beside dense and merged, such as 0.43,0.225")
     parser.add_argument("--output-kind", choices=("labels", "scores"), default="labels")
     parser.add_argument("--runs", nargs="+", default=list(RUNS), metavar="RUNTIME:PRECISION")
     parser.add_argument("--images", type=Path, nargs="+", default=[], help="photos; default: synthetic scenes")
@@ -57,20 +61,22 @@ def main() -> None:
     options = parser.parse_args()
 
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
-        bundles = {
-            run: bundle_of(run.partition(":")[2], options, options.work or Path(scratch)) for run in options.runs
-        }
+        work = options.work or Path(scratch)
+        bundles = {run: bundle_of(run.partition(":")[2], options, work) for run in options.runs}
         networks: dict[tuple[str, str], Runner] = {}
         proven: dict[str, Any] = {}
         for run, bundle in bundles.items():
-            runtime = run.partition(":")[0]
-            build(bundle, runtime)
-            report = verify(bundle, runtime, images=options.images, count=2)
-            proven[run] = {link.name: link.measured for link in report.links} | {"passed": report.passed}
-            if report.passed:
+            runtime, _, precision = run.partition(":")
+            proven[run] = proof(bundle, runtime, options)
+            if proven[run]["passed"]:
                 dense = variant_bundle(bundle, "dense", ())
                 networks[run, "dense"] = stack.enter_context(variant_runner(dense, runtime, bundle))
                 networks[run, "merged"] = stack.enter_context(runner(bundle, runtime))
+            if options.budget:
+                constant = bundle_of(precision, options, work, options.budget)
+                proven[f"{run} budget"] = proof(constant, runtime, options)
+                if proven[f"{run} budget"]["passed"]:
+                    networks[run, "budget"] = stack.enter_context(runner(constant, runtime))
         first = next(iter(bundles.values()))
         windows = parity_windows(first.recipe, find_images(options.images) if options.images else [], options.count)
         photos = [timed(networks, window[None], options.repeats) for window in tqdm(windows, "photos")]
@@ -84,6 +90,7 @@ def main() -> None:
             "output": first.recipe.output,
             "batch": 1,
             "thresholds": first.signature.defaults,
+            "budget": options.budget,
             "pictures": "photos" if options.images else "synthetic scenes",
             "repeats": options.repeats,
             "parity": proven,
@@ -105,14 +112,24 @@ def main() -> None:
         )
 
 
-def bundle_of(precision: str, options: argparse.Namespace, folder: Path) -> Bundle:
-    """The bundle of a precision, exported where it is not there."""
-    target = folder / precision
+def proof(bundle: Bundle, runtime: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Builds a bundle for a runtime; what each link of the parity chain measured."""
+    build(bundle, runtime)
+    report = verify(bundle, runtime, images=options.images, count=2)
+    return {link.name: link.measured for link in report.links} | {"passed": report.passed}
+
+
+def bundle_of(
+    precision: str, options: argparse.Namespace, folder: Path, shares: tuple[float, float] | None = None
+) -> Bundle:
+    """The bundle of a precision, which merges by thresholds or by a budget, exported where it is not there."""
+    target = folder / (precision if shares is None else f"{precision}-budget")
     if (target / MANIFEST).is_file():
         return Bundle.open(target)
     settings = {"precision": precision, "output": options.output_kind}
     photos = options.calibrate if precision == "int8" else ()
-    return export(options.checkpoint, target, options.recipe, settings, tau=options.tau, calibrate=photos).bundle
+    tau = options.tau if shares is None else None
+    return export(options.checkpoint, target, options.recipe, settings, tau=tau, budget=shares, calibrate=photos).bundle
 
 
 def timed(networks: dict[tuple[str, str], Runner], image: np.ndarray, repeats: int) -> dict[tuple[str, str], Any]:

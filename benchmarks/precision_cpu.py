@@ -38,6 +38,7 @@ from trained import write
 from algm_deploy.bundle.manifest import MANIFEST
 from algm_deploy.bundle.records import storable
 from algm_deploy.bundle.store import Bundle
+from algm_deploy.cli.arguments import budget
 from algm_deploy.deployment import build, export
 from algm_deploy.environment import environment
 from algm_deploy.evaluation.datasets import IGNORE, Dataset, Sample, open_dataset
@@ -67,6 +68,9 @@ def main() -> None:
     parser.add_argument("--recipe", help="name or file; default: variant.yml beside each checkpoint")
     parser.add_argument("--calibrate", default="images/val", help="folder of the data set that int8 measures ranges on")
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS, help="of export")
+    parser.add_argument(
+        "--budget", type=budget, help="of export: merge by it, such as 0.43,0.225, and not by thresholds"
+    )
     parser.add_argument(
         "--runs",
         nargs="+",
@@ -104,7 +108,7 @@ def exported(asked: tuple[Path, str, argparse.Namespace]) -> str:
     target.parent.mkdir(parents=True, exist_ok=True)
     photos = options.dataset / options.calibrate if precision == "int8" else ()
     settings = {"precision": precision, "output": "scores", "max_batch": BATCH}
-    found = export(checkpoint, target, options.recipe, settings, calibrate=photos)
+    found = export(checkpoint, target, options.recipe, settings, budget=options.budget, calibrate=photos)
     for runtime in RUNTIMES:
         build(found.bundle, runtime)
     return f"{target}: {time.perf_counter() - started:.0f} s; {'; '.join(found.notes)}"

@@ -112,6 +112,10 @@ class OnnxRuntimeRunner(Runner):
         options.log_severity_level = 4  # it warns about shapes that merging makes unavoidable; its errors are raised
         if self.custom_operators:
             options.register_custom_ops_library(str(require_library(LIBRARY)))
+        if self.bundle.recipe.precision == "int8":
+            # Where shapes are fixed, it makes a Gemm of a product and its bias before products in int8 are looked for,
+            # and a Gemm is computed in fp32.
+            options.add_session_config_entry("optimization.disable_specified_optimizers", "MatMulAddFusion")
         return options
 
     def _provider_options(self) -> dict[str, str]:

@@ -48,6 +48,8 @@ void segment(const Arguments &given) {
     const Ort::Env env(ORT_LOGGING_LEVEL_ERROR, "segment");
     Ort::SessionOptions options;
     if (!given.library.empty()) options.RegisterCustomOpsLibrary(given.library.c_str());
+    if (manifest.text("recipe/precision") == "int8") // or half of the products are fp32 where shapes are fixed
+        options.AddConfigEntry("optimization.disable_specified_optimizers", "MatMulAddFusion");
     Ort::Session session(env, (given.bundle + "/" + given.graph).c_str(), options);
     const auto memory = Ort::MemoryInfo::CreateCpu(OrtArenaAllocator, OrtMemTypeDefault);
 

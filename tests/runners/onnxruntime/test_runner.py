@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import onnx
 import onnxruntime as ort
 import pytest
 
@@ -18,6 +21,7 @@ from algm_deploy.pictures.shipped import scene
 from algm_deploy.runners.contract import runner, runner_type
 from algm_deploy.runners.onnxruntime import runner as module
 from algm_deploy.runners.onnxruntime import sessions
+from algm_deploy.timing.variants import variant_bundle
 
 CPU = "onnxruntime-cpu"
 
@@ -55,6 +59,44 @@ def test_one_image_of_a_batch_equals_itself_alone(bundle: Bundle, images: np.nda
     assert len(set(batch["token_counts"][:, 1])) > 1, "images of one length would prove nothing"
     for name, value in alone.items():
         np.testing.assert_array_equal(batch[name][1:2], value)
+
+
+@pytest.fixture(scope="module")
+def int8_budget_bundle(tiny_checkpoint: Path, scenes_to_calibrate: Path, made_once: Callable[..., Path]) -> Bundle:
+    """Like `int8_bundle`, with a budget in place of thresholds: all shapes are fixed."""
+    settings = {"precision": "int8", "gates.int8_label_agreement": 0.0}
+    calibrate = [scenes_to_calibrate]
+    return Bundle.open(
+        made_once(
+            "tiny-int8-budget",
+            lambda to: export(tiny_checkpoint, to, None, settings, budget=(0.4, 0.2), calibrate=calibrate),
+        )
+    )
+
+
+@pytest.mark.parametrize("merging", ["thresholds", "budget", "dense"])
+def test_every_product_of_int8_is_computed_in_int8(
+    int8_bundle: Bundle, int8_budget_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, merging: str
+) -> None:
+    made = int8_budget_bundle if merging == "budget" else int8_bundle
+    bundle = Bundle.open(shutil.copytree(made.path, tmp_path / "bundle"))
+    if merging == "dense":
+        bundle = variant_bundle(bundle, "dense", ())
+    runner_type(CPU).build(bundle)
+    optimized = tmp_path / "optimized.onnx"
+    asked = module.OnnxRuntimeCpuRunner._session_options
+
+    def kept(self: module.OnnxRuntimeCpuRunner) -> ort.SessionOptions:
+        options = asked(self)
+        options.optimized_model_filepath = str(optimized)
+        return options
+
+    monkeypatch.setattr(module.OnnxRuntimeCpuRunner, "_session_options", kept)
+    with runner(bundle, CPU):
+        nodes = Counter(node.op_type for node in onnx.load(optimized, load_external_data=False).graph.node)
+    assert made.manifest.quantization is not None
+    assert nodes["MatMulIntegerToFloat"] == len(made.manifest.quantization.products)
+    assert nodes["DequantizeLinear"] == 0
 
 
 def test_placement_counts_every_node(bundle: Bundle, images: np.ndarray) -> None:
