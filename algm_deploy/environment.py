@@ -42,7 +42,8 @@ class Device:
 
 @dataclass(frozen=True)
 class Environment:
-    """`packages` holds installed versions only; `driver` is the NVIDIA driver's version, None without one."""
+    """`cpu_count`: cores that this process may use; `packages` holds installed versions only; `driver` is the NVIDIA
+    driver's version, None without one."""
 
     python: str
     platform: str
@@ -77,7 +78,7 @@ def environment(devices: bool = False) -> Environment:
         python=platform.python_version(),
         platform=platform.platform(),
         cpu=_first(_CPU, r"model name\s*: (.+)") or platform.machine(),
-        cpu_count=os.cpu_count() or 1,
+        cpu_count=usable_cores(),
         packages={name: found for name in PACKAGES if (found := installed_version(name))},
         driver=_first(_DRIVER, r"Module.*?\s(\d+(?:\.\d+)+)"),
         devices=cuda_devices() if devices else (),

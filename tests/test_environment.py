@@ -25,6 +25,12 @@ def test_versions_are_those_installed() -> None:
     assert asdict(facts)["packages"] == facts.packages
 
 
+def test_cores_are_those_that_may_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "usable_cores", lambda: 3)
+    assert module.environment().cpu_count == 3
+    assert module.device_name(cuda=False).endswith("3 cores")
+
+
 def test_an_absent_package_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PACKAGES", ("torch", "no-such-package"))
     assert list(module.environment().packages) == ["torch"]
