@@ -14,9 +14,9 @@ Attention in bf16 is one kernel where the processor has AMX, and its scores are 
 2026.4 computes its steps one by one and rounds the scores to bf16 between them: on an EPYC with AVX512_BF16 that made
 2.5 times PyTorch's error, and took as long as attention in fp32, with which the error is 1.1 times PyTorch's.
 
-Weights are not written anew: casts stand behind them, which OpenVINO folds when it loads. It rounds some values to bf16
-the wrong way there, those next to an even one, and so do casts in graphs whose shapes vary. Weights of a bundle in bf16
-are such values already.
+Weights are not written anew: casts stand behind them, which OpenVINO folds when it loads. There, and in casts where
+shapes vary, OpenVINO 2026.4 does not round a value to bf16 but cuts it off, if the last bit that stays is 0. Weights lose
+nothing by it, as those of a bundle in bf16 are such values already; what it costs the rest is in the 1.1 above.
 """
 
 from __future__ import annotations
