@@ -15,8 +15,8 @@ Attention in bf16 is one kernel where the processor has AMX, and its scores are 
 2.5 times PyTorch's error, and took as long as attention in fp32, with which the error is 1.1 times PyTorch's.
 
 Weights are not written anew: casts stand behind them, which OpenVINO folds when it loads. There, and in casts where
-shapes vary, OpenVINO 2026.4 does not round a value to bf16 but cuts it off, if the last bit that stays is 0. Weights lose
-nothing by it, as those of a bundle in bf16 are such values already; what it costs the rest is in the 1.1 above.
+shapes vary, OpenVINO 2026.4 does not round a value to bf16 but cuts it off, if the last bit that stays is 0. Weights
+lose nothing by it, as those of a bundle in bf16 are such values already; the 1.1 above has what the rest loses.
 """
 
 from __future__ import annotations
