@@ -3,7 +3,8 @@
     python benchmarks/cpu_runtimes.py CHECKPOINT --images PHOTOS --calibrate OTHERS -o cpu_runtimes.json
     python benchmarks/cpu_runtimes.py CHECKPOINT --runs openvino:fp32 openvino:bf16 --images PHOTOS -o x.json
 
-With `--budget` there is a third network, which merges that share of every picture's windows and tokens.
+With `--budget 0.43,0.225` there is a third network, which merges that share of every picture's windows and tokens; the
+published record has it, and five photos (`--count 5`).
 
 A run is RUNTIME:PRECISION. Each precision is exported once, each runtime built and verified on two of the photos; one
 that fails the parity chain is not timed. Then every photo goes through all networks, one after the other,
@@ -123,7 +124,7 @@ def bundle_of(
     precision: str, options: argparse.Namespace, folder: Path, shares: tuple[float, float] | None = None
 ) -> Bundle:
     """The bundle of a precision, which merges by thresholds or by a budget, exported where it is not there."""
-    target = folder / (precision if shares is None else f"{precision}-budget")
+    target = folder / (precision if shares is None else f"{precision}-budget-{shares[0]}-{shares[1]}")
     if (target / MANIFEST).is_file():
         return Bundle.open(target)
     settings = {"precision": precision, "output": options.output_kind}

@@ -5,11 +5,12 @@
     python benchmarks/precision_cpu.py combine DATASET --work W -o precision_camvid.json
 
 `export` makes a bundle of each checkpoint and precision, with scores as output, and calibrates int8 on the photos of
-`--calibrate`. `measure` takes each photo through all runtimes and precisions of a network, without merging and with
-it, by the data set's protocol; one process a core, one thread a network. Every finished photo is a line of
-`W/NETWORK/photos.jsonl`: a run that stops, by itself after `--seconds`, goes on where it stopped. Labels and groups of
-patches are held to those of the judge (`JUDGE`), dense to dense and merged to merged, each network deciding for itself.
-`benchmarks/cpu_runtimes.py` times the same.
+`--calibrate`. With `--budget` they merge by it, and are not measured without merging; thresholds take another `--work`.
+`measure` takes each photo through all runtimes and precisions of a network, without merging and with it, by the data
+set's protocol; one process a core, one thread a network. Every finished photo is a line of `W/NETWORK/photos.jsonl`: a
+run that stops, by itself after `--seconds`, goes on where it stopped. Labels and groups of patches are held to those of
+the judge (`JUDGE`), dense to dense and merged to merged, each network deciding for itself. `benchmarks/cpu_runtimes.py`
+times the same.
 """
 
 from __future__ import annotations
@@ -89,7 +90,14 @@ def main() -> None:
 
 
 def export_all(options: argparse.Namespace) -> None:
-    """A bundle for each checkpoint and precision that is not there yet, several at once."""
+    """A bundle for each checkpoint and precision that is not there yet, several at once.
+
+    Raises:
+        SystemExit: the folder holds bundles that merge by another rule.
+    """
+    for folder in networks_in(options.work) if options.work.is_dir() else ():
+        if budget_of(Bundle.open(folder / PRECISIONS[0])) != options.budget:
+            raise SystemExit(f"{folder}: its bundles merge by another rule than was asked for: take another --work")
     asked = [
         (checkpoint, precision, options)
         for checkpoint in options.checkpoints
@@ -175,7 +183,7 @@ def measured(sample: Sample, root: Path) -> dict[str, Any]:
     photo, labels = dataset.read(sample)
     digest = sha256(sample.image_path.read_bytes() + sample.label_path.read_bytes()).hexdigest()
     runs: dict[str, Any] = {}
-    for variant in VARIANTS:
+    for variant in variants_of(_OPENED[JUDGE].bundle):
         first: Prediction | None = None
         for run, network in _OPENED.items():
             found = predicted(photo, network, variant)
@@ -207,6 +215,11 @@ def predicted(photo: NDArray[np.uint8], network: Runner, variant: str) -> Predic
     for _ in run_all([pending], compute, BATCH):
         pass
     return pending.prediction()
+
+
+def variants_of(bundle: Bundle) -> tuple[str, ...]:
+    """A network that merges by a budget always merges."""
+    return VARIANTS if bundle.signature.defaults else VARIANTS[1:]
 
 
 def thresholds_of(bundle: Bundle, variant: str) -> dict[str, float]:
@@ -266,7 +279,7 @@ def rows_of(folder: Path, root: Path, wanted: set[str]) -> Iterator[dict[str, An
     for run in runs_of(folder):
         runtime, _, precision = run.partition(":")
         bundle = Bundle.open(folder / precision)
-        for variant in VARIANTS:
+        for variant in variants_of(bundle):
             found = [line["runs"][key] for line in lines if (key := f"{run} {variant}") in line["runs"]]
             if not found:
                 continue
@@ -292,6 +305,7 @@ def rows_of(folder: Path, root: Path, wanted: set[str]) -> Iterator[dict[str, An
                 "bytes": executed_bytes(bundle, runtime),
                 "quantization": None if bundle.manifest.quantization is None else summary(bundle),
                 "thresholds": thresholds,
+                "budget": budget_of(bundle),
                 **{name: evaluation[name] for name in KEPT},
                 "slices": {
                     name: {key: one[key] for key in KEPT_OF_SLICES} for name, one in evaluation["slices"].items()
@@ -305,6 +319,12 @@ def rows_of(folder: Path, root: Path, wanted: set[str]) -> Iterator[dict[str, An
                     for merge in found[0]["grouped_otherwise"]
                 },
             }
+
+
+def budget_of(bundle: Bundle) -> tuple[float, float] | None:
+    """What a bundle merges of every picture, None where it merges by thresholds."""
+    merging = bundle.recipe.merging
+    return None if bundle.signature.defaults else (merging.clap_budget, merging.gbm_budget)
 
 
 def summary(bundle: Bundle) -> dict[str, Any]:

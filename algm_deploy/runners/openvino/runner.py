@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -66,30 +67,28 @@ class OpenVinoRunner(Runner):
     @property
     def precision(self) -> Precision:
         """In what it executes the bundle: bf16 in fp32 where the processor or the graph for it is missing."""
-        return "fp32" if self._why_not_bf16 else super().precision
+        return "fp32" if self.bundle.recipe.precision == "bf16" and not self._low else super().precision
 
     @property
     def _low(self) -> bool:
         """Whether products are computed in bf16: the bundle's precision, written in its graph, on a CPU that has it."""
-        return self.bundle.recipe.precision == "bf16" and self._why_not_bf16 is None
+        return self.bundle.recipe.precision == "bf16" and self._lacks is None
 
-    @property
-    def _why_not_bf16(self) -> str | None:
-        """Why a bundle in bf16 is computed in fp32; None where it is not, and for another precision."""
-        if self.bundle.recipe.precision != "bf16":
-            return None
+    @cached_property
+    def _lacks(self) -> str | None:
+        """What is missing to compute a bundle in bf16 as its graph says, None where nothing is."""
         if self.executable != self.row().own:
             return f"the graph for it is missing: `{self.build_command}`"
         if not has_bf16():
             return "this processor has none of its instructions"
         built = self.bundle.found(OptimizedGraph, self.runtime)
         if built is not None and ATTENTION_BF16 & built.rewrites.keys() and not has_amx():
-            return f"its graph was made for processors with AMX, which this one is not: `{self.build_command}`"
+            return f"its graph has attention in bf16, which is for processors with AMX: `{self.build_command}`"
         return None
 
     def _open(self) -> None:
-        if self._why_not_bf16:
-            say_once(f"{self.runtime} computes {self.bundle.path} in fp32 and not in bf16: {self._why_not_bf16}")
+        if self.bundle.recipe.precision == "bf16" and not self._low:
+            say_once(f"{self.runtime} computes {self.bundle.path} in fp32 and not in bf16: {self._lacks}")
         path = self.bundle.file(self.executable)
         try:
             self._compiled = openvino.Core().compile_model(path, DEVICE, self._properties())

@@ -115,7 +115,19 @@ def test_attention_in_bf16_is_for_amx(
         assert run.precision == ("fp32" if made_for and not here else "bf16")
     said = [record.message for record in caplog.records]
     assert len(said) == (made_for and not here)
-    assert all("made for processors with AMX" in line and "algm-deploy build" in line for line in said)
+    assert all("attention in bf16" in line and "algm-deploy build" in line for line in said)
+
+
+def test_graphs_of_before_had_attention_in_bf16_on_every_processor(
+    tiny_export: Callable[..., Bundle], copied: Copied, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module: Any = sys.modules[runner_type(OPENVINO).__module__]
+    monkeypatch.setattr(module, "has_bf16", lambda: True)
+    monkeypatch.setattr(module, "has_amx", lambda: False)
+    bundle = built(copied(tiny_export({"precision": "bf16"})))
+    bundle.record(OptimizedGraph(runtime=OPENVINO, rewrites={"bf16": 50}))
+    with runner(Bundle.open(bundle.path), OPENVINO) as run:
+        assert run.precision == "fp32"
 
 
 def test_bf16_without_its_graph_says_how_to_get_it(
