@@ -102,7 +102,8 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--recipe")
     parser.add_argument("--runtime", default="torch")
     parser.add_argument("--device", help="such as cpu; default: the runtime's usual one")
-    parser.add_argument("--precision", choices=("fp16", "fp32"), default="fp16")
+    parser.add_argument("--precision", choices=("fp16", "fp32", "bf16", "int8"), default="fp16")
+    parser.add_argument("--calibrate", type=Path, help="photos that int8 measures ranges on, none of PHOTOS")
     parser.add_argument("--budget", help="CLAP,GBM as shares: serve that network too")
     parser.add_argument("--count", type=int, default=64, help="photos")
     parser.add_argument("--limits-ms", type=float, nargs="+", default=[50], help="of 99 in 100 latencies")
@@ -159,6 +160,7 @@ def exported(name: str, options: argparse.Namespace, scratch: Path) -> Path:
     words = ["export", str(options.checkpoint), "-o", str(folder), "--labels", "--precision", options.precision, "-q"]
     words += ["--max-batch", str(options.batch)]
     words += ["--recipe", options.recipe] if options.recipe else []
+    words += ["--calibrate", str(options.calibrate)] if options.calibrate else []
     words += {"dense": ["--dense"], "thresholds": [], "budgets": ["--budget", options.budget]}[name]
     subprocess.run([*COMMAND, *words], check=True, stdout=subprocess.DEVNULL)  # noqa: S603 - our own command
     if options.runtime != "torch":
