@@ -81,13 +81,21 @@ class OpenVinoRunner(Runner):
             return f"the graph for it is missing: `{self.build_command}`"
         if not has_bf16():
             return "this processor has none of its instructions"
-        built = self.bundle.found(OptimizedGraph, self.runtime)
-        if built is not None and ATTENTION_BF16 & built.rewrites.keys() and not has_amx():
-            return f"its graph has attention in bf16, which is for processors with AMX: `{self.build_command}`"
         return None
 
+    def _check_attention(self) -> None:
+        """OpenVINO keeps to bf16 in a graph that has it, on every processor that can, so such a graph is refused."""
+        built = self.bundle.found(OptimizedGraph, self.runtime)
+        if built is not None and ATTENTION_BF16 & built.rewrites.keys() and not has_amx():
+            raise BundleError(
+                f"{self.bundle.path}: its graph for {self.runtime} has attention in bf16, which only processors with "
+                f"AMX compute well, and this one has none: build it here with `{self.build_command}`"
+            )
+
     def _open(self) -> None:
-        if self.bundle.recipe.precision == "bf16" and not self._low:
+        if self._low:
+            self._check_attention()
+        elif self.bundle.recipe.precision == "bf16":
             say_once(f"{self.runtime} computes {self.bundle.path} in fp32 and not in bf16: {self._lacks}")
         path = self.bundle.file(self.executable)
         try:
