@@ -5,13 +5,27 @@ from __future__ import annotations
 import ctypes
 import gc
 import re
+import time
 from pathlib import Path
 
 MOST_PASSES = 8  # of Python's collector: an object that a finalizer has kept alive goes in the next pass
+MOST_WAITS, PAUSE_S, STEADY_BYTES = 40, 0.05, 1 << 16
 
 
 def resident() -> int:
-    """Bytes of memory that are in use.
+    """Bytes of memory that are in use, once they stay the same: threads of earlier tests may be giving theirs back."""
+    last = _collected()
+    for _ in range(MOST_WAITS):
+        time.sleep(PAUSE_S)
+        found = _collected()
+        if abs(found - last) <= STEADY_BYTES:
+            return found
+        last = found
+    return last
+
+
+def _collected() -> int:
+    """Bytes in use now.
 
     A process that has run many tests holds hundreds of megabytes that it has freed, and its C library gives pages of
     them back or takes them again at its own time. So it is asked to give all of them back before it is measured.

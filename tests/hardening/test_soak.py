@@ -156,7 +156,7 @@ def test_a_leaked_file_is_seen(settled: Callable[[Used, int], None]) -> None:
 
 def test_leaked_memory_is_seen(settled: Callable[[Used, int], None]) -> None:
     before = used()
-    kept = np.ones(8 * MOST_BYTES, np.uint8)
-    with pytest.raises(AssertionError, match=r"memory=3\d{7}\b"):
+    kept = np.ones(16 * MOST_BYTES, np.uint8)
+    with pytest.raises(AssertionError, match="memory="):
         settled(before, 1)
     del kept
