@@ -11,6 +11,7 @@ import msgspec
 
 from algm_deploy.bundle.files import reading_errors, write_atomically
 from algm_deploy.bundle.records import SCHEMA, Manifest
+from algm_deploy.bundle.signature import merge_names
 from algm_deploy.bundle.upgrade import upgraded
 from algm_deploy.errors import BundleError, RecipeError
 from algm_deploy.recipe.conversion import converted
@@ -79,6 +80,9 @@ def _checked(table: Mapping[str, Any]) -> Manifest:
     entries = {key: part for key, part in table.items() if key != "schema"}
     recipe = converted(dict[str, Any], entries.get("recipe"), "recipe")
     manifest: Manifest = converted(Manifest, entries | {"recipe": from_table(recipe, "recipe")}, "")
+    merges = merge_names(manifest.recipe.merging)
+    if manifest.signature is not None and manifest.signature.merges != merges:
+        raise RecipeError(f"signature.merges: expected those of the recipe, {merges}, got {manifest.signature.merges}")
     for listed in (manifest.files, manifest.replacing):
         for name, entry in listed.items():
             for one in (name, *entry.uses):

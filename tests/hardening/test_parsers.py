@@ -184,6 +184,14 @@ def test_manifests(tmp_path: Path, described: dict[int, dict[str, Any]], schema:
         assert bundle.signature.merges or not bundle.recipe.merging.layers
 
 
+def test_a_manifest_that_lost_its_merges(tmp_path: Path, described: dict[int, dict[str, Any]]) -> None:
+    manifest = json.loads(json.dumps(described[2]))
+    manifest["signature"]["merges"] = []
+    (tmp_path / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(BundleError, match=r"signature\.merges: expected those of the recipe"):
+        Bundle.open(tmp_path)
+
+
 @pytest.mark.parametrize("schema", [1, 2])
 def test_sound_manifests_are_read(tmp_path: Path, described: dict[int, dict[str, Any]], schema: int) -> None:
     """Otherwise the changed ones would prove nothing."""
