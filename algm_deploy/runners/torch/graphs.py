@@ -6,6 +6,7 @@ import logging
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
@@ -39,10 +40,14 @@ class Graphs:
         self._graphs: OrderedDict[Key, tuple[torch.cuda.CUDAGraph | None, Any]] = OrderedDict()
         self._stream = _take_stream(device)
         weakref.finalize(self, _FREE[device].append, self._stream)
-        self._pool = torch.cuda.graph_pool_handle()
         self.captures = 0
+        self._start_pool()
+
+    def _start_pool(self) -> None:
+        """From now on graphs are captured into a pool of their own."""
+        self._pool = torch.cuda.graph_pool_handle()
         # A pool cannot be used again once its last graph is gone: this one stays.
-        self._anchor = self._captured(lambda: torch.zeros(1, device=device))
+        self._anchor = self._captured(lambda: torch.zeros(1, device=self._device))
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -66,6 +71,10 @@ class Graphs:
                 _LOG.warning(
                     "a CUDA graph could not be captured, so each of its kernels is launched: %s", _first(error)
                 )
+                # PyTorch still takes its random numbers and the pool to be in that capture: the next that succeeds, in
+                # another pool, ends this. Without, whoever draws random numbers on the device gets an error.
+                with suppress(RuntimeError):
+                    self._start_pool()
             return result
         self._graphs.move_to_end(key)
         graph, result = self._graphs[key]

@@ -22,6 +22,8 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
     monkeypatch.setattr(Graphs, "_captured", captured)
     made = object.__new__(Graphs)
     made._graphs, made._limit, made.captures = OrderedDict(), 2, 0
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    made._device = torch.device("cpu")
     return made
 
 
@@ -65,4 +67,15 @@ def test_work_that_waits_for_the_device_runs_without_a_graph() -> None:
     assert [graphs.run((0,), waits) for _ in range(3)] == [10, 10, 10]
     for expected in (10, 14, 18):
         assert int(graphs.run((1,), adds).sum()) == expected, "other work goes on"
+    assert graphs.captures == 1, "and is captured"
     assert gc.isenabled()
+
+
+@pytest.mark.gpu
+def test_random_numbers_are_there_after_a_capture_failed() -> None:
+    """PyTorch 2.11 by itself leaves its generator as during a capture."""
+    graphs, x = Graphs(torch.device("cuda", 0), 4), torch.arange(4, device="cuda")
+    replayed = graphs.run((0,), lambda: x * 2)
+    assert graphs.run((1,), lambda: int(x.sum())) == 6
+    assert len(torch.rand(3, device="cuda").tolist()) == 3
+    assert graphs.run((0,), lambda: x * 2) is replayed and replayed.tolist() == [0, 2, 4, 6], "older graphs stay"
