@@ -1,7 +1,7 @@
 """Trains DToP's auxiliary heads for a Segmenter that is there already, and joins the two.
 
-    python benchmarks/dtop_heads.py DATA CHECKPOINT FOLDER --blocks 6 8 --record RECORD     a CPU, half an hour
-    python benchmarks/dtop_heads.py DATA CHECKPOINT FOLDER --device cuda --record RECORD     a GPU, a minute
+    python benchmarks/dtop_heads.py DATA CHECKPOINT FOLDER --blocks 6 8 --record RECORD     a CPU, some minutes
+    python benchmarks/dtop_heads.py DATA CHECKPOINT FOLDER --device cuda --record RECORD     a GPU, half a minute
 
 DATA is CamVid in its official layout, which does not ship with the project: it is for non-commercial use. CHECKPOINT is
 a folder in the authors' format, FOLDER what is written: the same with heads, a norm and one linear layer each, after
