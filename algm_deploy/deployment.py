@@ -271,7 +271,13 @@ def spread(paths: Sequence[Path], count: int) -> list[Path]:
 
 
 def verify(
-    bundle: AnyBundle, runtime: str | None = None, *, images: Images = (), count: int = 4, progress: bool = True
+    bundle: AnyBundle,
+    runtime: str | None = None,
+    *,
+    images: Images = (),
+    count: int = 4,
+    progress: bool = True,
+    reference: str = "cpu",
 ) -> Parity:
     """Runs the parity chain, which compares a runtime with PyTorch; the record's `passed` is the verdict.
 
@@ -281,11 +287,12 @@ def verify(
         images: pictures to compare on, `count` of them spread evenly.
         count: how many.
         progress: show a bar.
+        reference: what PyTorch computes on, cpu or cuda: a GPU is faster where networks are large.
     """
     bundle, runtime = chosen(bundle, runtime)
     paths = _pictures(images)
     bundle.require_writable()
-    found = verify_chain(bundle, runtime, parity_windows(bundle.recipe, paths, count), progress)
+    found = verify_chain(bundle, runtime, parity_windows(bundle.recipe, paths, count), progress, reference)
     record = structs.replace(
         found,
         pictures="photos" if paths else "synthetic scenes",

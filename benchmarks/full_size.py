@@ -51,6 +51,7 @@ def main() -> None:
     parser.add_argument("recipes", nargs="+", metavar="RECIPE[=CLAP_THRESHOLD]")
     parser.add_argument("--precision", choices=("fp32", "fp16"), default="fp32")
     parser.add_argument("--runtime", help=f"of the parity chain; default: {CPU}, then an engine of {ENGINE}")
+    parser.add_argument("--reference", choices=("cpu", "cuda"), default="cpu", help="what PyTorch computes on")
     parser.add_argument("--dense", action="store_true", help="the network without merging")
     parser.add_argument("--export-only", action="store_true", help="no parity chain and no engine")
     parser.add_argument("-o", "--output", type=Path, default=Path("full_size.json"))
@@ -60,7 +61,7 @@ def main() -> None:
         name, _, threshold = argument.partition("=")
         with tempfile.TemporaryDirectory() as folder:
             told = (name, options.precision, options.runtime, "dense" if options.dense else None)
-            proofs = () if options.export_only else proving(options.runtime, Path(folder))
+            proofs = () if options.export_only else proving(options, Path(folder))
             settings = DENSE if options.dense else [f"merging.clap_threshold={threshold}"] if threshold else []
             rows[" ".join(filter(None, told))] = row(
                 name, settings, options.precision, options.runtime, Path(folder), proofs
@@ -68,10 +69,10 @@ def main() -> None:
         write({"schema_version": 2, "rows": rows}, options.output)
 
 
-def proving(runtime: str | None, folder: Path) -> tuple[list[str], ...]:
+def proving(options: argparse.Namespace, folder: Path) -> tuple[list[str], ...]:
     """The commands after the export."""
-    bundle = str(folder / BUNDLE)
-    verify = ["verify", bundle, "--runtime", runtime or CPU, "--count", "1"]
+    bundle, runtime = str(folder / BUNDLE), options.runtime
+    verify = ["verify", bundle, "--runtime", runtime or CPU, "--count", "1", "--reference", options.reference]
     build = ["build", bundle, "--runtime", runtime or ENGINE]
     return (verify, build) if runtime is None else (build, verify) if row_of(runtime).builds else (verify,)
 

@@ -127,7 +127,8 @@ class Link(Record, frozen=True, kw_only=True):
 
 
 class Parity(Measurement, Record, frozen=True, kw_only=True):
-    """The parity chain on one runtime. `files`: those that were executed, by SHA-256; `pictures`: of what kind."""
+    """The parity chain on one runtime. `files`: those that were executed, by SHA-256; `pictures`: of what kind;
+    `reference`: what PyTorch computed on."""
 
     section: ClassVar[str] = "parity"
     step: ClassVar[Step] = "parity"
@@ -139,6 +140,7 @@ class Parity(Measurement, Record, frozen=True, kw_only=True):
     pictures: str = "pictures"
     device: str = "not recorded"
     files: dict[str, str] | None = None
+    reference: str = "cpu"
 
     @property
     def passed(self) -> bool:

@@ -31,6 +31,12 @@ def verify_flags(command: arguments.Parser) -> None:
     arguments.bundle(command)
     arguments.runtime(command)
     picture_flags(command)
+    command.add_argument(
+        "--reference",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="what PyTorch computes on, which the runtime is held to (default cpu); a GPU is faster for large networks",
+    )
     arguments.as_json(command)
 
 
@@ -49,7 +55,14 @@ def verified(bundle: Bundle, runtime: str, options: argparse.Namespace) -> Parit
     from algm_deploy.report.tables import text_table
     from algm_deploy.wording import counted
 
-    record = verify(bundle, runtime, images=options.images, count=options.count, progress=not options.quiet)
+    record = verify(
+        bundle,
+        runtime,
+        images=options.images,
+        count=options.count,
+        progress=not options.quiet,
+        reference=getattr(options, "reference", "cpu"),
+    )
     if getattr(options, "json", False):
         say_json(record)
         return record

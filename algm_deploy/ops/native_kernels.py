@@ -170,6 +170,11 @@ def _contiguous(threshold: Tensor | None) -> Tensor | None:
     return None if threshold is None else threshold.contiguous()
 
 
+def in_use() -> bool:
+    """Whether the operators call the library's kernels in this process."""
+    return use_kernels.cache_info().currsize > 0 and use_kernels() is not None
+
+
 @cache
 def use_kernels() -> Kernels | None:
     """Loads the kernel library and makes the operators use it on CUDA devices; None without it, which one line says."""

@@ -15,7 +15,7 @@ and everything merges, so one that ignores its threshold inputs, or has built th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
@@ -27,9 +27,10 @@ from tqdm import tqdm
 from algm_deploy.bundle.records import Link, Parity
 from algm_deploy.bundle.signature import CLAP_THRESHOLD, GBM_THRESHOLD, mask_names, signature_of, threshold_defaults
 from algm_deploy.bundle.store import Bundle
-from algm_deploy.errors import BundleError, ExecutionError
+from algm_deploy.errors import BundleError, ExecutionError, RuntimeUnavailableError
 from algm_deploy.merging import deployed_network
 from algm_deploy.models.quantized import computes_levels
+from algm_deploy.ops.native_kernels import in_use
 from algm_deploy.parity.comparison import Decided, Decisions, Labels, Numbers, output_problem
 from algm_deploy.parity.jitter import jittered_network
 from algm_deploy.parity.links import graph_link, network_link, operators_link
@@ -68,7 +69,7 @@ def trials_of(images: int, max_batch: int, plan: MergePlan) -> list[Trial]:
     return singles + batches + (extremes if names else [])
 
 
-def verify(bundle: Bundle, runtime: str, images: Array, progress: bool = True) -> Parity:
+def verify(bundle: Bundle, runtime: str, images: Array, progress: bool = True, reference: str = "cpu") -> Parity:
     """Runs the chain for one runtime.
 
     Args:
@@ -76,9 +77,12 @@ def verify(bundle: Bundle, runtime: str, images: Array, progress: bool = True) -
         runtime: its name.
         images: (n, 3, H, W) RGB 0..255 in the dtype of the bundle's image input, all different, n >= 1.
         progress: show a bar.
+        reference: what PyTorch computes on, by its own operators: cpu or cuda.
 
     Raises:
         BundleError: no image, two equal images, or images that do not fit the bundle.
+        RuntimeUnavailableError: a GPU as the reference of the torch runtime, or of any where that has run in this
+            process: PyTorch's operators there are this project's kernels, which would be on both sides.
     """
     if len(images) == 0:
         raise BundleError("parity needs at least one image, got none")
@@ -88,8 +92,9 @@ def verify(bundle: Bundle, runtime: str, images: Array, progress: bool = True) -
     with ExitStack() as stack:
         run = stack.enter_context(runner(bundle, runtime))
         run.check_image(images[:1])
-        network = network_link(bundle, images[:1])  # before other copies of the weights are held
-        chain = _Chain(bundle, run, _pytorch(bundle, run.precision, stack), images)
+        stack.enter_context(_reference_on(reference))
+        network = network_link(bundle, images[:1], reference)  # before other copies of the weights are held
+        chain = _Chain(bundle, run, _pytorch(bundle, run.precision, reference, stack), images, reference)
         work = sum(len(trial.images) for trial in trials)
         with tqdm(total=work, desc=f"verify {runtime}", unit="image", disable=None if progress else True) as bar:
             for trial in trials:
@@ -97,7 +102,7 @@ def verify(bundle: Bundle, runtime: str, images: Array, progress: bool = True) -
                     bar.update()
         links = [network, *chain.links(trials)]
     batches = sorted({len(trial.images) for trial in trials})
-    return Parity(runtime=runtime, images=len(images), batches=tuple(batches), links=tuple(links))
+    return Parity(runtime=runtime, images=len(images), batches=tuple(batches), links=tuple(links), reference=reference)
 
 
 class _PyTorch(NamedTuple):
@@ -109,13 +114,31 @@ class _PyTorch(NamedTuple):
     unquantized: Runner | None = None
 
 
-def _pytorch(bundle: Bundle, precision: Precision, stack: ExitStack) -> _PyTorch:
+@contextmanager
+def _reference_on(device: str) -> Iterator[None]:
+    """Within it PyTorch's convolutions on a GPU are in fp32 where they are said to be, and not in TF32."""
+    if device != "cpu" and not torch.cuda.is_available():
+        raise RuntimeUnavailableError("expected a GPU to compute the reference on, PyTorch sees none: use the CPU")
+    if device != "cpu" and in_use():
+        raise RuntimeUnavailableError(
+            f"expected a reference that shares no kernel with what is proven, got {device}, where this process runs "
+            "PyTorch with this project's kernels: use the CPU as reference, or a process of its own"
+        )
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
+
+
+def _pytorch(bundle: Bundle, precision: Precision, device: str, stack: ExitStack) -> _PyTorch:
     """Opened runners, which `stack` closes."""
 
     as_stored: Made = partial(deployed_network, quantize=False)
 
     def opened(of: Precision, network: Made = as_stored) -> Runner:
-        return stack.enter_context(TorchRunner(bundle, of, network=network))
+        return stack.enter_context(TorchRunner(bundle, of, device, network))
 
     if computes_levels(bundle, precision):
         exact = opened(precision, lambda of, _: deployed_network(of, torch.float64))
@@ -127,11 +150,11 @@ def _pytorch(bundle: Bundle, precision: Precision, stack: ExitStack) -> _PyTorch
 class _Chain:
     """One verification."""
 
-    def __init__(self, bundle: Bundle, run: Runner, pytorch: _PyTorch, images: Array) -> None:
+    def __init__(self, bundle: Bundle, run: Runner, pytorch: _PyTorch, images: Array, reference: str) -> None:
         self._bundle, self._recipe = bundle, replace(bundle.recipe, precision=run.precision)
         self._run, self._images, self._pytorch = run, images, pytorch
         self._signature = signature_of(self._recipe)
-        self._replays = Replays(bundle, images, run.precision)
+        self._replays = Replays(bundle, images, run.precision, reference)
         self._first: list[Replayed] = []
         self._numbers, self._decisions = Numbers(self._recipe), Decisions(self._recipe)
         self._labels = Labels(self._recipe)

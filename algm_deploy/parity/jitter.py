@@ -49,6 +49,6 @@ def _jitter(seed: int) -> Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor
         (x,) = inputs
         generator = torch.Generator().manual_seed(seed)  # the same for each run, so that results are
         noise = torch.rand(x.shape, generator=generator, dtype=x.dtype) * 2 - 1
-        return (x + noise * (JITTER * module.scale),)
+        return (x + noise.to(x.device) * (JITTER * module.scale),)
 
     return shake

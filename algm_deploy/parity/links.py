@@ -34,14 +34,15 @@ FOLD_ERROR = 1e-9  # fp64 leaves 1e-14; a deviation off by its seventh digit wou
 
 
 @torch.inference_mode()
-def network_link(bundle: Bundle, image: NDArray[Any]) -> Link:
+def network_link(bundle: Bundle, image: NDArray[Any], device: str = "cpu") -> Link:
     """Without merging the network is the original: bit for bit in the bundle's precision, and with the normalisation
-    folded into it to rounding of fp64, for images (1, 3, H, W)."""
-    pixels, precision = torch.from_numpy(image), DTYPES[bundle.recipe.precision]
+    folded into it to rounding of fp64, for images (1, 3, H, W), computed on `device`."""
+    pixels, precision = torch.from_numpy(image).to(device), DTYPES[bundle.recipe.precision]
     original = load_network(bundle, precision, quantize=False)
     normalised = _normalised(pixels, bundle.recipe.network).to(precision)
-    networks = original, insert_merging(original, DENSE)
-    plain, emptied = (_numbers(network(normalised, merge_inputs(0.0, 0.0))) for network in networks)
+    networks = original.to(device), insert_merging(original, DENSE).to(device)
+    inputs = merge_inputs(0.0, 0.0, device=device)
+    plain, emptied = (_numbers(network(normalised, inputs)) for network in networks)
     equal = all(map(torch.equal, plain, emptied))
     error = _fold_error(bundle, pixels)
     return Link(
@@ -62,23 +63,24 @@ def _numbers(output: Scores) -> tuple[Tensor, ...]:
 def _fold_error(bundle: Bundle, pixels: Tensor) -> float:
     """Relative RMS error in fp64 of the deployed network without merging, against the original on normalised pixels;
     or of the scores of its policy network, if that is larger."""
-    network = bundle.recipe.network
+    network, inputs = bundle.recipe.network, merge_inputs(0.0, 0.0, device=pixels.device)
     model = load_network(bundle, torch.float64, quantize=False)
-    scores = model(_normalised(pixels, network), merge_inputs(0.0, 0.0))
-    original = upsample_scores(scores, network.grid, network.image_size).numpy()
-    deployed = Deployed(insert_merging(model, DENSE), network, "scores").eval()
-    ours = deployed(pixels, merge_inputs(0.0, 0.0))[0].numpy()
+    deployed = Deployed(insert_merging(model, DENSE), network, "scores").eval().to(pixels.device)
+    scores = model.to(pixels.device)(_normalised(pixels, network), inputs)
+    original = upsample_scores(scores, network.grid, network.image_size).cpu().numpy()
+    ours = deployed(pixels, inputs)[0].cpu().numpy()
     errors = [rms(ours - original) / rms(original)]
     if network.policy:
         original, ours = model.encoder.policy(_normalised(pixels, network)), deployed.model.encoder.policy(pixels)
-        errors.append(rms((ours - original).numpy()) / rms(original.numpy()))
+        errors.append(rms((ours - original).cpu().numpy()) / rms(original.cpu().numpy()))
     return float(np.max(errors))
 
 
 def _normalised(pixels: Tensor, network: Network) -> Tensor:
     """Pixels as the network's authors feed them, fp64."""
     mean, deviation = (
-        torch.tensor(v, dtype=torch.float64)[:, None, None] for v in NORMALIZATIONS[network.normalization]
+        torch.tensor(v, dtype=torch.float64, device=pixels.device)[:, None, None]
+        for v in NORMALIZATIONS[network.normalization]
     )
     return (pixels.double() / 255 - mean) / deviation
 

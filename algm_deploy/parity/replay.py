@@ -73,15 +73,15 @@ class Replayed:
 class Replays:
     """Replays of the images of one verification; the same image with the same decisions is run once.
 
-    `precision`: of the baseline.
+    `precision`: of the baseline. Both are computed on `device`.
     """
 
-    def __init__(self, bundle: Bundle, images: NDArray[Any], precision: Precision) -> None:
+    def __init__(self, bundle: Bundle, images: NDArray[Any], precision: Precision, device: str = "cpu") -> None:
         self._images = images
         levels = computes_levels(bundle, precision)
         change = use_fp8 if precision == "fp8" and not levels else jittered
-        self._truth = _ReplayNetwork(bundle, torch.float64, levels)
-        self._baseline = _ReplayNetwork(bundle, DTYPES[precision], levels, change)
+        self._truth = _ReplayNetwork(bundle, torch.float64, levels, device)
+        self._baseline = _ReplayNetwork(bundle, DTYPES[precision], levels, device, change)
         self._known: dict[tuple[int, bytes], Replayed] = {}
 
     def __call__(self, index: int, maps: Sequence[Ints], masks: Sequence[Cells] = ()) -> Replayed:
@@ -121,11 +121,12 @@ class _ReplayNetwork:
         bundle: Bundle,
         dtype: torch.dtype,
         levels: bool,
+        device: str,
         change: Callable[[VitNetwork], object] = lambda model: model,
     ) -> None:
-        self.network = bundle.recipe.network
+        self.network, self._device = bundle.recipe.network, device
         replaying = replay_merging(load_network(bundle, dtype, levels), bundle.recipe.merging)
-        self._model = Deployed(replaying, self.network, "scores").eval().model
+        self._model = Deployed(replaying, self.network, "scores").eval().model.to(device)
         change(self._model)
         self._entering: list[Tokens] = []
         self._deciding: list[torch.Tensor] = []
@@ -142,10 +143,22 @@ class _ReplayNetwork:
         """Scores of one image (3, H, W), the tokens that entered each merge, and the masks that were decided on."""
         self._entering.clear()
         self._deciding.clear()
-        forced, chosen = (tuple(torch.from_numpy(array)[None] for array in arrays) for arrays in (maps, masks))
-        result = self._model(torch.from_numpy(image)[None], merge_inputs(0.0, 0.0, forced, masks=chosen))
+        forced, chosen = (tuple(map(self._given, arrays)) for arrays in (maps, masks))
+        result = self._model(self._given(image), merge_inputs(0.0, 0.0, forced, self._device, chosen))
         result = result._replace(stages=[], chosen=()) if isinstance(result, GridScores) else result._replace(stages=[])
-        return result, tuple(self._entering), tuple(self._deciding)
+        return _on_host(result), _on_host(tuple(self._entering)), _on_host(tuple(self._deciding))
+
+    def _given(self, array: NDArray[Any]) -> torch.Tensor:
+        """One image's array, of a batch of one."""
+        return torch.from_numpy(array)[None].to(self._device)
+
+
+def _on_host(value: Any) -> Any:
+    """The same, tuples with all that is in them, in the host's memory."""
+    if isinstance(value, tuple):
+        parts = map(_on_host, value)
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
 @torch.inference_mode()

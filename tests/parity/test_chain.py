@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +19,8 @@ from parity_cases import Outputs, broken, edit_constant, edit_graph, edit_manife
 
 from algm_deploy.bundle.records import Parity
 from algm_deploy.bundle.store import Bundle
-from algm_deploy.deployment import export
-from algm_deploy.errors import BundleError
+from algm_deploy.deployment import export, parity_windows
+from algm_deploy.errors import BundleError, RuntimeUnavailableError
 from algm_deploy.models.deployed import PIXEL_SCALE, PixelEmbedding
 from algm_deploy.ops.clap import window_members, window_of_patch
 from algm_deploy.parity import chain, comparison, replay
@@ -244,6 +246,30 @@ def test_the_reference_shares_no_kernel_with_what_is_proven(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert TorchRunner(own_bundle).device.type == "cuda"
     assert TorchRunner(own_bundle, "fp32").device.type == "cpu"
+    assert verified(own_bundle, ORT, parity_windows(own_bundle.recipe, [], 1)).reference == "cpu"
+    monkeypatch.setattr("algm_deploy.parity.chain.in_use", lambda: True)
+    with pytest.raises(RuntimeUnavailableError, match="shares no kernel"):
+        verify(own_bundle, ORT, parity_windows(own_bundle.recipe, [], 1), reference="cuda")
+
+
+def test_a_reference_on_a_gpu_needs_one(own_bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeUnavailableError, match="expected a GPU"):
+        verify(own_bundle, ORT, parity_windows(own_bundle.recipe, [], 1), reference="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("broken_weight", [False, True])
+def test_the_reference_may_be_a_gpu(own_bundle: Bundle, broken_weight: bool) -> None:
+    """In a process of its own, where no network has run with the project's kernels."""
+    if broken_weight:
+        edit_weight(own_bundle, "encoder.blocks.3.mlp.fc2.constant", _first_times(3))
+    command = [sys.executable, "-m", "algm_deploy", "verify", str(own_bundle.path), "--runtime", ORT]
+    done = subprocess.run([*command, "--reference", "cuda", "--json"], capture_output=True, text=True)
+    found = json.loads(done.stdout)
+    assert found["reference"] == "cuda"
+    failed = {link["name"] for link in found["links"] if not link["passed"]}
+    assert (done.returncode == 0, bool(failed)) == (not broken_weight, broken_weight), failed or done.stderr
 
 
 @pytest.mark.parametrize(("name", "value"), [("clap_threshold", 0.5), ("gbm_threshold", 0.0)])

@@ -40,9 +40,10 @@ class TorchRunner(Runner):
     """Runs in the bundle's precision on a CUDA device, or on the CPU where there is none.
 
     fp8 needs a GPU with fp8 units; on the CPU PyTorch computes in fp32 what they would, and it does so everywhere where
-    scales were measured on photos. Given a `precision` it is the
-    reference that runs are held to: the modules as they are, in that precision, on the CPU, where no kernel of this
-    project is on both sides of a comparison. `network` makes what runs of the bundle, given the dtype of its weights.
+    scales were measured on photos. Given a `precision` it is the reference that runs are held to: the modules as they
+    are, in that precision, in PyTorch's own operators, so that no kernel of this project is on both sides of a
+    comparison; on the CPU unless a device is named. `network` makes what runs of the bundle, given the dtype of its
+    weights.
     """
 
     runtime = "torch"
@@ -54,7 +55,8 @@ class TorchRunner(Runner):
         device: str | None = None,
         network: Made = deployed_network,
     ) -> None:
-        super().__init__(bundle, device if precision is None else "cpu")
+        super().__init__(bundle, device or (None if precision is None else "cpu"))
+        self._is_reference = precision is not None
         self._precision, self._network = precision or super().precision, network
         self._model: Deployed | None = None
         self._packed: PackedNetwork | None = None
@@ -92,7 +94,7 @@ class TorchRunner(Runner):
             self._model = self._network(self.bundle, DTYPES[self.precision]).to(self.device)
             if self.precision == "fp8" and not measured:
                 use_fp8(self._model)
-            if self.device.type == "cuda":
+            if self.device.type == "cuda" and not self._is_reference:
                 use_kernels()
                 reason = why_not(self._model)
                 if reason is None:
