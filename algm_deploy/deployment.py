@@ -24,7 +24,7 @@ import numpy as np
 from msgspec import structs
 from numpy.typing import NDArray
 
-from algm_deploy.bundle.records import Evaluation, Parity, ProtocolName, Rebuilds, Speed, Step
+from algm_deploy.bundle.records import Evaluation, Parity, ProtocolName, Rebuilds, Reference, Speed, Step
 from algm_deploy.bundle.signature import signature_of
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BundleError, CheckpointError, DatasetError, NotExecutedError, RecipeError
@@ -277,7 +277,7 @@ def verify(
     images: Images = (),
     count: int = 4,
     progress: bool = True,
-    reference: str = "cpu",
+    reference: Reference = "cpu",
 ) -> Parity:
     """Runs the parity chain, which compares a runtime with PyTorch; the record's `passed` is the verdict.
 
@@ -287,7 +287,11 @@ def verify(
         images: pictures to compare on, `count` of them spread evenly.
         count: how many.
         progress: show a bar.
-        reference: what PyTorch computes on, cpu or cuda: a GPU is faster where networks are large.
+        reference: what PyTorch computes on, to which the runtime is held: a GPU is faster where networks are large.
+
+    Raises:
+        BundleError: two equal pictures, or pictures that do not fit the bundle.
+        RuntimeUnavailableError: the runtime cannot be had here, or the reference: see `parity.chain.verify`.
     """
     bundle, runtime = chosen(bundle, runtime)
     paths = _pictures(images)

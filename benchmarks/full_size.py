@@ -6,7 +6,8 @@
 The tests run every family at toy size; this runs a recipe as it is, on random weights under its authors' names. Random
 weights make patches less alike than training does, so a recipe may be given another threshold of CLAP. Every step is
 the command that a user types, in a process of its own. Of the two CPU steps, the parity chain takes one synthetic scene
-and the engine is built and not executed; `--runtime` holds another runtime to the chain instead, such as one on a GPU.
+and the engine is built and not executed; `--runtime` holds another runtime to the chain instead, such as one on a GPU,
+and `--reference cuda` lets PyTorch compute there what the runtime is held to.
 A step that fails ends its recipe and stands in the record; rows of other recipes stay, each with its environment.
 """
 
@@ -97,6 +98,7 @@ def row(
     if (folder / BUNDLE).exists():
         written = Bundle.open(folder / BUNDLE)
         chain = written.found(Parity, runtime or CPU)
+        result["reference"] = chain.reference if chain else None
         result["links"] = {
             link.name: {"passed": link.passed, "measured": link.measured, "gate": link.gate}
             for link in (chain.links if chain else ())

@@ -22,6 +22,7 @@ Threshold = float | Literal["inf", "-inf"]  # JSON has no infinity
 VariantName = Literal["dense", "merged", "truncated"]
 ProtocolName = Literal["duplicate", "mixed", "latency"]
 Step = Literal["parity", "evaluation", "speed"]
+Reference = Literal["cpu", "cuda"]  # what PyTorch computed on that a runtime was held to
 
 
 class Record(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -140,7 +141,7 @@ class Parity(Measurement, Record, frozen=True, kw_only=True):
     pictures: str = "pictures"
     device: str = "not recorded"
     files: dict[str, str] | None = None
-    reference: str = "cpu"
+    reference: Reference = "cpu"
 
     @property
     def passed(self) -> bool:

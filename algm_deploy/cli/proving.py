@@ -35,7 +35,7 @@ def verify_flags(command: arguments.Parser) -> None:
         "--reference",
         choices=("cpu", "cuda"),
         default="cpu",
-        help="what PyTorch computes on, which the runtime is held to (default cpu); a GPU is faster for large networks",
+        help="what PyTorch computes on, to which the runtime is held (default cpu); a GPU is faster for large networks",
     )
     arguments.as_json(command)
 
@@ -74,7 +74,8 @@ def verified(bundle: Bundle, runtime: str, options: argparse.Namespace) -> Parit
     hint = "" if options.images else " (give --images for your own)"
     batches = arguments.listed(record.batches)
     verdict = "passed" if record.passed else "FAILED"
-    say(f"{counted(record.images, record.pictures)}{hint}; batches of {batches}; {verdict}")
+    gpu = "; PyTorch on a GPU" if record.reference == "cuda" else ""
+    say(f"{counted(record.images, record.pictures)}{hint}; batches of {batches}{gpu}; {verdict}")
     return record
 
 

@@ -18,13 +18,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from algm_deploy.bundle.records import Link, Parity
+from algm_deploy.bundle.records import Link, Parity, Reference
 from algm_deploy.bundle.signature import CLAP_THRESHOLD, GBM_THRESHOLD, mask_names, signature_of, threshold_defaults
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BundleError, ExecutionError, RuntimeUnavailableError
@@ -69,7 +69,7 @@ def trials_of(images: int, max_batch: int, plan: MergePlan) -> list[Trial]:
     return singles + batches + (extremes if names else [])
 
 
-def verify(bundle: Bundle, runtime: str, images: Array, progress: bool = True, reference: str = "cpu") -> Parity:
+def verify(bundle: Bundle, runtime: str, images: Array, progress: bool = True, reference: Reference = "cpu") -> Parity:
     """Runs the chain for one runtime.
 
     Args:
@@ -77,22 +77,24 @@ def verify(bundle: Bundle, runtime: str, images: Array, progress: bool = True, r
         runtime: its name.
         images: (n, 3, H, W) RGB 0..255 in the dtype of the bundle's image input, all different, n >= 1.
         progress: show a bar.
-        reference: what PyTorch computes on, by its own operators: cpu or cuda.
+        reference: what PyTorch computes on, by its own operators.
 
     Raises:
         BundleError: no image, two equal images, or images that do not fit the bundle.
-        RuntimeUnavailableError: a GPU as the reference of the torch runtime, or of any where that has run in this
-            process: PyTorch's operators there are this project's kernels, which would be on both sides.
+        RuntimeUnavailableError: a GPU as the reference where PyTorch sees none; or for the torch runtime, or where that
+            has run on the GPU in this process: PyTorch's operators are this project's kernels there, which would be on
+            both sides.
     """
     if len(images) == 0:
         raise BundleError("parity needs at least one image, got none")
     if len({image.tobytes() for image in images}) < len(images):
         raise BundleError("parity needs different images to tell them apart, got two equal ones: leave one out")
+    _check_reference(reference, runtime)
     trials = trials_of(len(images), bundle.recipe.max_batch, bundle.recipe.merging)
     with ExitStack() as stack:
         run = stack.enter_context(runner(bundle, runtime))
         run.check_image(images[:1])
-        stack.enter_context(_reference_on(reference))
+        stack.enter_context(_without_tf32(reference))
         network = network_link(bundle, images[:1], reference)  # before other copies of the weights are held
         chain = _Chain(bundle, run, _pytorch(bundle, run.precision, reference, stack), images, reference)
         work = sum(len(trial.images) for trial in trials)
@@ -114,25 +116,39 @@ class _PyTorch(NamedTuple):
     unquantized: Runner | None = None
 
 
-@contextmanager
-def _reference_on(device: str) -> Iterator[None]:
-    """Within it PyTorch's convolutions on a GPU are in fp32 where they are said to be, and not in TF32."""
-    if device != "cpu" and not torch.cuda.is_available():
+def _check_reference(device: Reference, runtime: str) -> None:
+    if device == "cpu":
+        return
+    if not torch.cuda.is_available():
         raise RuntimeUnavailableError("expected a GPU to compute the reference on, PyTorch sees none: use the CPU")
-    if device != "cpu" and in_use():
+    if runtime == TorchRunner.runtime or in_use():
         raise RuntimeUnavailableError(
-            f"expected a reference that shares no kernel with what is proven, got {device}, where this process runs "
-            "PyTorch with this project's kernels: use the CPU as reference, or a process of its own"
+            f"expected a reference that shares no kernel with what is proven, got {device}, where PyTorch has this "
+            "project's kernels once the torch runtime has run: use the CPU as reference, or a process of its own"
         )
-    before = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = False
+
+
+@contextmanager
+def _without_tf32(device: Reference) -> Iterator[None]:
+    """Within it products and convolutions of a reference on a GPU are in fp32 where they are said to be.
+
+    For one on the CPU nothing changes: the torch runtime on a GPU is proven as it runs.
+    """
+    if device == "cpu":
+        yield
+        return
+    libraries: tuple[Any, ...] = (torch.backends.cudnn, torch.backends.cuda.matmul)
+    before = [library.allow_tf32 for library in libraries]
     try:
+        for library in libraries:
+            library.allow_tf32 = False
         yield
     finally:
-        torch.backends.cudnn.allow_tf32 = before
+        for library, allowed in zip(libraries, before, strict=True):
+            library.allow_tf32 = allowed
 
 
-def _pytorch(bundle: Bundle, precision: Precision, device: str, stack: ExitStack) -> _PyTorch:
+def _pytorch(bundle: Bundle, precision: Precision, device: Reference, stack: ExitStack) -> _PyTorch:
     """Opened runners, which `stack` closes."""
 
     as_stored: Made = partial(deployed_network, quantize=False)
@@ -150,7 +166,7 @@ def _pytorch(bundle: Bundle, precision: Precision, device: str, stack: ExitStack
 class _Chain:
     """One verification."""
 
-    def __init__(self, bundle: Bundle, run: Runner, pytorch: _PyTorch, images: Array, reference: str) -> None:
+    def __init__(self, bundle: Bundle, run: Runner, pytorch: _PyTorch, images: Array, reference: Reference) -> None:
         self._bundle, self._recipe = bundle, replace(bundle.recipe, precision=run.precision)
         self._run, self._images, self._pytorch = run, images, pytorch
         self._signature = signature_of(self._recipe)

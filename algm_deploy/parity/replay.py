@@ -73,7 +73,7 @@ class Replayed:
 class Replays:
     """Replays of the images of one verification; the same image with the same decisions is run once.
 
-    `precision`: of the baseline. Both are computed on `device`.
+    `precision`: of the baseline. Truth and baseline are computed on `device`, and are handed on in the host's memory.
     """
 
     def __init__(self, bundle: Bundle, images: NDArray[Any], precision: Precision, device: str = "cpu") -> None:

@@ -28,7 +28,7 @@ from algm_deploy.parity.chain import Trial, trials_of, verify
 from algm_deploy.parity.comparison import unexplained_labels
 from algm_deploy.parity.merges import common, torch_maps
 from algm_deploy.recipe.plan import DENSE, MergePlan
-from algm_deploy.runners.contract import Array
+from algm_deploy.runners.contract import Array, runner_type
 from algm_deploy.runners.torch.runner import TorchRunner
 
 Tamper = Callable[[Callable[[Outputs, Array], Outputs]], str]
@@ -247,9 +247,12 @@ def test_the_reference_shares_no_kernel_with_what_is_proven(
     assert TorchRunner(own_bundle).device.type == "cuda"
     assert TorchRunner(own_bundle, "fp32").device.type == "cpu"
     assert verified(own_bundle, ORT, parity_windows(own_bundle.recipe, [], 1)).reference == "cpu"
+    pictures = parity_windows(own_bundle.recipe, [], 1)
+    with pytest.raises(RuntimeUnavailableError, match="shares no kernel"):
+        verify(own_bundle, "torch", pictures, reference="cuda")
     monkeypatch.setattr("algm_deploy.parity.chain.in_use", lambda: True)
     with pytest.raises(RuntimeUnavailableError, match="shares no kernel"):
-        verify(own_bundle, ORT, parity_windows(own_bundle.recipe, [], 1), reference="cuda")
+        verify(own_bundle, ORT, pictures, reference="cuda")
 
 
 def test_a_reference_on_a_gpu_needs_one(own_bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,12 +267,51 @@ def test_the_reference_may_be_a_gpu(own_bundle: Bundle, broken_weight: bool) -> 
     """In a process of its own, where no network has run with the project's kernels."""
     if broken_weight:
         edit_weight(own_bundle, "encoder.blocks.3.mlp.fc2.constant", _first_times(3))
-    command = [sys.executable, "-m", "algm_deploy", "verify", str(own_bundle.path), "--runtime", ORT]
-    done = subprocess.run([*command, "--reference", "cuda", "--json"], capture_output=True, text=True)
+    done = on_a_gpu(own_bundle, "--runtime", ORT, "--json")
     found = json.loads(done.stdout)
     assert found["reference"] == "cuda"
     failed = {link["name"] for link in found["links"] if not link["passed"]}
     assert (done.returncode == 0, bool(failed)) == (not broken_weight, broken_weight), failed or done.stderr
+
+
+@pytest.mark.gpu
+def test_the_torch_runtime_is_held_to_no_gpu(own_bundle: Bundle) -> None:
+    done = on_a_gpu(own_bundle, "--runtime", "torch")
+    assert done.returncode == RuntimeUnavailableError.exit_code
+    assert "shares no kernel" in done.stderr
+
+
+def on_a_gpu(bundle: Bundle, *words: str) -> subprocess.CompletedProcess[str]:
+    """`verify` with a reference on a GPU."""
+    command = [sys.executable, "-m", "algm_deploy", "verify", str(bundle.path), "--reference", "cuda", *words]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+@pytest.mark.gpu
+def test_the_reference_is_computed_where_it_is_said_to_be(own_bundle: Bundle) -> None:
+    truth = replay.Replays(own_bundle, parity_windows(own_bundle.recipe, [], 1), "fp32", "cuda")._truth
+    assert {parameter.device.type for parameter in truth._model.parameters()} == {"cuda"}
+    with TorchRunner(own_bundle, "fp32", "cuda") as run:
+        assert (run.device.type, run._packed, run._whole) == ("cuda", None, None)
+
+
+def test_what_is_proven_keeps_its_tf32(own_bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a reference on the CPU; with one on a GPU that has none."""
+    seen = []
+    kind: Any = runner_type(ORT)
+    infer = kind.infer
+
+    def watched(self: Any, *feeds: Any) -> Any:
+        seen.append(torch.backends.cudnn.allow_tf32)
+        return infer(self, *feeds)
+
+    monkeypatch.setattr(kind, "infer", watched)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    verify(own_bundle, ORT, parity_windows(own_bundle.recipe, [], 1))
+    assert seen and all(seen)
+    with chain._without_tf32("cuda"):
+        assert not torch.backends.cudnn.allow_tf32 and not torch.backends.cuda.matmul.allow_tf32
+    assert torch.backends.cudnn.allow_tf32
 
 
 @pytest.mark.parametrize(("name", "value"), [("clap_threshold", 0.5), ("gbm_threshold", 0.0)])

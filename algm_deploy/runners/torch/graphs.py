@@ -27,8 +27,8 @@ class Graphs:
     """Captured work by key: done as it comes the first time, and captured; replayed from then on.
 
     Work reads and writes memory that stays where it is, and hands nothing else on. Its intermediate results lie in one
-    pool that all graphs share, so that memory grows with the largest graph and not with their number. Work that cannot
-    be captured is done as it comes every time.
+    pool that all graphs share, so that memory grows with the largest graph and not with their number; those that come
+    after a capture that failed share a new one. Work that cannot be captured is done as it comes every time.
 
     Args:
         device: a CUDA device.
@@ -45,9 +45,10 @@ class Graphs:
 
     def _start_pool(self) -> None:
         """From now on graphs are captured into a pool of their own."""
-        self._pool = torch.cuda.graph_pool_handle()
+        pool = torch.cuda.graph_pool_handle()
         # A pool cannot be used again once its last graph is gone: this one stays.
-        self._anchor = self._captured(lambda: torch.zeros(1, device=self._device))
+        anchor = self._captured(lambda: torch.zeros(1, device=self._device), pool)
+        self._pool, self._anchor = pool, anchor
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -64,15 +65,15 @@ class Graphs:
                 torch.cuda.synchronize(self._device)  # it may still run
                 self._graphs.popitem(last=False)
             try:
-                self._graphs[key] = self._captured(work), result
+                self._graphs[key] = self._captured(work, self._pool), result
                 self.captures += 1
             except RuntimeError as error:  # the result is there all the same
                 self._graphs[key] = None, None
                 _LOG.warning(
                     "a CUDA graph could not be captured, so each of its kernels is launched: %s", _first(error)
                 )
-                # PyTorch still takes its random numbers and the pool to be in that capture: the next that succeeds, in
-                # another pool, ends this. Without, whoever draws random numbers on the device gets an error.
+                # PyTorch still counts its generator and this pool as being captured. A capture that succeeds, in a new
+                # pool, ends that; until then drawing random numbers on the device fails.
                 with suppress(RuntimeError):
                     self._start_pool()
             return result
@@ -89,11 +90,11 @@ class Graphs:
         for key in [key for key in self._graphs if belongs(key)]:
             del self._graphs[key]
 
-    def _captured(self, work: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    def _captured(self, work: Callable[[], object], pool: Any) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         with capturing(), torch.cuda.stream(self._stream):
             # thread_local: other threads may allocate memory meanwhile.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 work()
             finally:

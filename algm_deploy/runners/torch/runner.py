@@ -70,7 +70,7 @@ class TorchRunner(Runner):
     @property
     def execution(self) -> dict[str, str]:
         """Packed rows or plain modules, graphs that were replayed or not, and whose merges and label map."""
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" or self._is_reference:
             return {"rows": "plain modules"} | self._fp8_execution
         told = {"rows": "packed" if self._packed else "plain modules"} | self._fp8_execution
         if self._packed is not None and self._packed.graphs is not None:
