@@ -70,6 +70,9 @@ def main() -> None:
         batch=options.batch,
         wait_ms=options.wait_ms,
         limits_ms=options.limits_ms,
+        requests=options.requests,
+        rates=options.rates,
+        warm_rates=options.warm_rates,
     )
     networks = [name for name in NETWORKS if name != "budgets" or options.budget]
     with ExitStack() as stack:
