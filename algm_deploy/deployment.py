@@ -160,9 +160,11 @@ def _high_note(bundle: Bundle) -> tuple[str, ...]:
         return ()
     around = "fp32" if bundle.recipe.precision == "int8" else "fp16"
     kept = f", {len(found.high)} stay in {around} ({', '.join(found.high[:3])}{', ...' if found.high[3:] else ''})"
+    inside = found.label_agreement_attention
+    with_attention = f", {100 * inside:.2f} % with attention's own products in int8" if inside is not None else ""
     return (
         f"{bundle.recipe.precision}: {len(found.products)} matrix products, calibrated on {found.windows} windows"
-        f"{kept if found.high else ''}; {100 * found.label_agreement:.2f} % of labels there as in fp32",
+        f"{kept if found.high else ''}; {100 * found.label_agreement:.2f} % of labels there as in fp32{with_attention}",
     )
 
 

@@ -97,15 +97,16 @@ def deployed(model: VitNetwork, recipe: Recipe, rows: Mapping[int, int] = {}) ->
     return Deployed(filled, recipe.network, recipe.output).eval()
 
 
-def deployed_network(bundle: Bundle, dtype: torch.dtype | None = None, quantize: bool = True) -> Deployed:
-    """The network that a bundle deploys, in the bundle's precision or in `dtype`; `quantize` as for `load_network`.
+def deployed_network(
+    bundle: Bundle, dtype: torch.dtype | None = None, quantize: bool = True, attention: bool = False
+) -> Deployed:
+    """The network that a bundle deploys, in the bundle's precision or in `dtype`; the rest as for `load_network`.
 
     One that drops tokens has no merge plan for it: the manifest tells how many rows it keeps.
     """
     variant = bundle.manifest.variant
-    return deployed(
-        load_network(bundle, dtype, quantize), bundle.recipe, dict(variant.rows_by_layer) if variant else {}
-    )
+    model = load_network(bundle, dtype, quantize, attention)
+    return deployed(model, bundle.recipe, dict(variant.rows_by_layer) if variant else {})
 
 
 def merges_in(plan: MergePlan, layer: int, network: Network) -> int:

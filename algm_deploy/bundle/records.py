@@ -91,18 +91,34 @@ class QuantizedProduct(Record, frozen=True, kw_only=True):
             raise ValueError("expected a finite scale above 0 and a zero point from -128 to 127")
 
 
+class QuantizedAttention(Record, frozen=True, kw_only=True):
+    """Attention, by the name of its module, whose products may be in int8: the fp32 steps of its scaled queries, of its
+    keys and of its values, whose level 0 is zero. Not every runtime computes with them: `ops/attention.py`."""
+
+    name: str
+    query: float
+    key: float
+    value: float
+
+    def __post_init__(self) -> None:
+        if not all(0 < step < float("inf") for step in (self.query, self.key, self.value)):
+            raise ValueError("expected finite steps above 0")
+
+
 class Quantization(Record, frozen=True, kw_only=True):
     """How a bundle in int8 or fp8 was calibrated: its products in that precision, and those of blocks that are not in
     it (`high`).
 
-    Those are in fp32, for fp8 in fp16, and so is everything that is no product of a block: attention's own products and
-    softmax, norms, the patch embedding, the rest of the decoder. Similarities, statistics, sizes and the label map are
-    in fp32. `windows_sha256` is of the pixels of the windows that ranges were measured on. `label_agreement`, a share,
-    is with the same weights in fp32, on some of these windows. In int8 channels were balanced, and weights have levels
-    from -`weight_levels` to `weight_levels`.
+    Those are in fp32, for fp8 in fp16, and so is everything that is no product of a block: softmax, norms, the patch
+    embedding, the rest of the decoder, and attention's own products, but for runtimes that compute those of `attention`
+    in int8. Similarities, statistics, sizes and the label map are in fp32. `windows_sha256` is of the pixels of the
+    windows that ranges were measured on. `label_agreement`, a share, is with the same weights in fp32, on some of these
+    windows, `label_agreement_attention` that with `attention` in int8 too. In int8 channels were balanced, and weights
+    have levels from -`weight_levels` to `weight_levels`.
     """
 
     products: tuple[QuantizedProduct, ...]
+    attention: tuple[QuantizedAttention, ...] = ()
     high: tuple[str, ...] = ()
     windows: int
     windows_sha256: str
@@ -111,6 +127,7 @@ class Quantization(Record, frozen=True, kw_only=True):
     weight_levels: int | None = None
     label_agreement: float
     label_agreement_wanted: float
+    label_agreement_attention: float | None = None
 
 
 # -------------------------------------------------------------------------------------------------------------- parity

@@ -5,6 +5,7 @@
 | `algm` operators | their bodies, inlined |
 | images that decide alone | one image at a time, whose rows are all valid: attention without lengths and masks |
 | precision bf16: linear layers with a bias, and with AMX attention | bf16, by explicit casts; everything else is fp32 |
+| precision int8, with VNNI: attention | its products in int8 by the manifest's steps (`ops/attention.py`) |
 
 OpenVINO can be told to compute in bf16, and then does so everywhere, similarities and statistics included. So the graph
 says itself what is bf16, and OpenVINO is told to keep to its types. Where the processor has no bf16 OpenVINO computes
@@ -14,6 +15,9 @@ Attention in bf16 is one kernel where the processor has AMX, and its scores are 
 2026.4 computes its steps one by one and rounds the scores to bf16 between them: on an EPYC with AVX512_BF16 that made
 2.5 times PyTorch's error, and took as long as attention in fp32, with which the error is 1.1 times PyTorch's.
 
+Attention in int8 makes a Segmenter-S in int8 15 to 20 % faster in OpenVINO 2026.4 on an EPYC with AVX512_VNNI.
+Processors without VNNI add products of bytes in 16 bits, where sums of these levels may not fit.
+
 Weights are not written anew: casts stand behind them, which OpenVINO folds when it loads. There, and in casts where
 shapes vary, OpenVINO 2026.4 does not round a value to bf16 but cuts it off, if the last bit that stays is 0. Weights
 lose nothing by it, as those of a bundle in bf16 are such values already; the 1.1 above has what the rest loses.
@@ -22,21 +26,27 @@ lose nothing by it, as those of a bundle in bf16 are such values already; the 1.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from algm_deploy.bundle.files import ONNX, ONNX_DATA
 from algm_deploy.bundle.graphs import DOMAIN
+from algm_deploy.bundle.records import QuantizedAttention
 from algm_deploy.bundle.store import Bundle
+from algm_deploy.errors import BundleError
 from algm_deploy.lowering.onnxruntime import linear_of, single_image
 from algm_deploy.lowering.portable import add_function_bodies, fix_batch, inline, load_portable, operator_of
+from algm_deploy.ops.attention import Steps
 
 BF16, FP32 = ir.DataType.BFLOAT16, ir.DataType.FLOAT
 
 
-def write_openvino_onnx(bundle: Bundle, file: str, attention_bf16: bool = False) -> Counter[str]:
+def write_openvino_onnx(
+    bundle: Bundle, file: str, attention_bf16: bool = False, attention_int8: bool = False
+) -> Counter[str]:
     """Adds OpenVINO's graph to the bundle as `file`; returns how often each rewrite fired: see `rewrite`.
 
     Raises:
@@ -44,13 +54,21 @@ def write_openvino_onnx(bundle: Bundle, file: str, attention_bf16: bool = False)
     """
     recipe = bundle.recipe
     model = load_portable(bundle.file(ONNX))
-    counts = rewrite(model, single_image(recipe, "cpu"), recipe.precision == "bf16", attention_bf16)
+    quantization = bundle.manifest.quantization
+    steps = quantization.attention if quantization is not None and attention_int8 else ()
+    counts = rewrite(model, single_image(recipe, "cpu"), recipe.precision == "bf16", attention_bf16, steps)
     with bundle.add(file, {ONNX: bundle.files[ONNX].sha256}, uses=(ONNX_DATA,)) as path:
         ir.save(model, path)
     return counts
 
 
-def rewrite(model: ir.Model, single: bool, bf16: bool, attention_bf16: bool = False) -> Counter[str]:
+def rewrite(
+    model: ir.Model,
+    single: bool,
+    bf16: bool,
+    attention_bf16: bool = False,
+    attention_int8: Iterable[QuantizedAttention] = (),
+) -> Counter[str]:
     """Rewrites a portable model in place.
 
     Args:
@@ -58,10 +76,14 @@ def rewrite(model: ir.Model, single: bool, bf16: bool, attention_bf16: bool = Fa
         single: fix the batch to one image, whose rows are all valid.
         bf16: compute linear layers with a bias in bf16.
         attention_bf16: attention too.
+        attention_int8: compute these attentions' products in int8.
 
     Returns:
-        How often each rewrite fired: `bf16_linear`, `bf16_attention` (layers that compute in it), `inlined` (calls of
-        functions), `unmasked` (attentions that are told no lengths).
+        How often each rewrite fired: `bf16_linear`, `bf16_attention`, `int8_attention` (layers that compute in it),
+        `inlined` (calls of functions), `unmasked` (attentions that are told no lengths).
+
+    Raises:
+        BundleError: the graph lacks an attention of `attention_int8`.
     """
     counts: Counter[str] = Counter()
     for node in _operators(model.graph):
@@ -75,6 +97,7 @@ def rewrite(model: ir.Model, single: bool, bf16: bool, attention_bf16: bool = Fa
                 counts["unmasked"] += 1
     if bf16:
         counts += _compute_in_bf16(model.graph, attention_bf16)
+    counts += _compute_in_int8(model.graph, attention_int8)
     RemoveUnusedNodesPass()(model)
     counts["inlined"] = add_function_bodies(model)
     inline(model)
@@ -97,6 +120,25 @@ def _compute_in_bf16(graph: ir.Graph, attention: bool) -> Counter[str]:
                 node.replace_input_with(place, casts.narrow(value))
         casts.widen(node.outputs[0])
     return Counter({name: len(found) for name, found in layers.items()})
+
+
+def _compute_in_int8(graph: ir.Graph, steps: Iterable[QuantizedAttention]) -> Counter[str]:
+    """Hands attentions the steps of their levels, as constants of those names; returns how many."""
+    nodes = {str(node.name).rpartition("/")[0]: node for node in _operators(graph) if node.op_type == "attention"}
+    counts: Counter[str] = Counter()
+    for one in steps:
+        if one.name not in nodes:
+            raise BundleError(f"expected the attention {one.name} in the graph, there is none: export the bundle again")
+        node, first = nodes[one.name], 2  # behind rows and lengths
+        node.resize_inputs(first + len(Steps._fields))
+        for place, kind in enumerate(Steps._fields, first):
+            name = f"{one.name}.{kind}"
+            step = ir.Value(name=name, const_value=ir.tensor(np.float32(getattr(one, kind)), name=name))
+            step.dtype, step.shape = FP32, ir.Shape(())
+            graph.register_initializer(step)
+            node.replace_input_with(place, step)
+        counts["int8_attention"] += 1
+    return counts
 
 
 def _linear_layers(graph: ir.Graph) -> Iterator[tuple[ir.Node, ...]]:

@@ -111,7 +111,9 @@ def function_of(node: ir.Node, name: str) -> ir.Function:
     schema = SCHEMAS[node.op_type]
     present = [value is not None for value in node.inputs]
     shapes = _shapes(node)
-    inputs = [ir.Value(name=p.name, shape=s) for p, s in zip(schema.inputs, shapes, strict=False)]
+    # A body may take more than the operator does, for a runtime that hands it more.
+    names = [parameter.name for parameter in schema.inputs] + [f"more_{i}" for i in range(len(shapes))]
+    inputs = [ir.Value(name=name, shape=shape) for name, shape in zip(names, shapes, strict=False)]
     arguments = [value if there else None for value, there in zip(inputs, present, strict=True)]
     dtypes = [output.dtype or ir.DataType.UNDEFINED for output in node.outputs]
     body = Body(dtypes)

@@ -66,11 +66,13 @@ def save_weights(model: VitNetwork, path: Path) -> None:
         raise OSError(errno.EIO, str(error), str(path)) from error
 
 
-def load_network(bundle: Bundle, dtype: torch.dtype | None = None, quantize: bool = True) -> VitNetwork:
+def load_network(
+    bundle: Bundle, dtype: torch.dtype | None = None, quantize: bool = True, attention: bool = False
+) -> VitNetwork:
     """The network of a bundle, merge slots empty, in the bundle's precision or in `dtype`.
 
     Of a calibrated bundle, in int8 or fp8, its products are quantised, in whatever dtype the rest is, unless `quantize`
-    is False.
+    is False; with `attention` those of attention too.
 
     Raises:
         BundleError: the weights cannot be read or are those of another network.
@@ -93,7 +95,8 @@ def load_network(bundle: Bundle, dtype: torch.dtype | None = None, quantize: boo
     calibrated = bundle.manifest.quantization
     if calibrated is None or not quantize:
         return model
-    return quantized(model, calibrated.products, bundle.recipe.precision)
+    inside = calibrated.attention if attention else ()
+    return quantized(model, calibrated.products, bundle.recipe.precision, inside)
 
 
 def _without_memory(network: Network) -> VitNetwork:

@@ -1,4 +1,5 @@
-"""Linear layers in int8 or in e4m3: weights by channel, inputs by one scale that was measured beforehand.
+"""Linear layers in int8 or in e4m3: weights by channel, inputs by one scale that was measured beforehand. And attention
+whose products are in int8.
 
 They simulate what a runtime computes from levels: (levels of x) @ (levels of the weight) is exact there, here it is
 rounded as any product of floating numbers.
@@ -6,19 +7,20 @@ rounded as any product of floating numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 import algm_deploy.ops.quantize  # noqa: F401  registers the operators
-from algm_deploy.bundle.records import QuantizedProduct
+from algm_deploy.bundle.records import QuantizedAttention, QuantizedProduct
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BundleError
 from algm_deploy.models.fp8 import E4M3, LARGEST, saturated
-from algm_deploy.models.vit import Block, Model, share_parameters
+from algm_deploy.models.vit import Attention, Block, Model, share_parameters
 from algm_deploy.ops._rows import wide
+from algm_deploy.ops.attention import Steps, attention_in_levels
 from algm_deploy.recipe.schema import Precision
 
 # 7 bits. Processors without VNNI add two products of a byte and a signed byte in 16 bits, where two of 255 * 127 do not
@@ -72,6 +74,26 @@ class Int8Linear(QuantizedLinear):
         weight = torch.ops.algm_standard.dequantized(self.levels, self.steps).to(x.dtype)
         out: Tensor = torch.ops.algm_standard.quantized(x, self.scale, self.zero_point) @ weight + self.bias
         return out
+
+
+class Int8Attention(Attention):
+    """Attention whose products are in int8. `shake` is given what is about to be rounded, and its step."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+    def __init__(self, layer: Attention, steps: QuantizedAttention) -> None:
+        nn.Module.__init__(self)
+        self.heads, self.scale, self.qkv, self.proj = layer.heads, layer.scale, layer.qkv, layer.proj
+        self.shake: Callable[[Tensor, Tensor], Tensor] = lambda x, _: x
+        for name in Steps._fields:
+            self.register_buffer(name, torch.tensor(getattr(steps, name), dtype=torch.float32), persistent=False)
+
+    def mixed(self, qkv: Tensor, length: Tensor | None) -> Tensor:
+        """As `Attention.mixed`."""
+        steps = Steps(self.query, self.key, self.value)
+        return attention_in_levels(qkv, length, self.heads, self.scale, steps, self.shake)
 
 
 class E4m3Linear(QuantizedLinear):
@@ -128,8 +150,21 @@ def products_of(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
             )
 
 
-def quantized(model: Model, products: Iterable[QuantizedProduct], precision: Precision) -> Model:
-    """A copy of `model` with these products in int8 or fp8; parameters are shared, `model` is unchanged.
+def attention_of(model: nn.Module) -> Iterator[tuple[str, Attention]]:
+    """Attention of blocks whose products may be in int8, by name: none that also tells what it attends to."""
+    for name, block in model.named_modules():
+        if isinstance(block, Block) and type(block.attn) is Attention and not (block.proportional or block.weighs):
+            yield f"{name}.attn", block.attn
+
+
+def quantized(
+    model: Model,
+    products: Iterable[QuantizedProduct],
+    precision: Precision,
+    attention: Iterable[QuantizedAttention] = (),
+) -> Model:
+    """A copy of `model` with these products in int8 or fp8, and with products of attention in int8; parameters are
+    shared, `model` is unchanged.
 
     Raises:
         BundleError: a product that the network does not have, or a precision that has no levels.
@@ -150,6 +185,12 @@ def quantized(model: Model, products: Iterable[QuantizedProduct], precision: Pre
         parent, _, leaf = product.name.rpartition(".")
         made = _LINEAR[precision](known[product.name], product.scale, product.zero_point)
         setattr(copy.get_submodule(parent), leaf, made)
+    layers = dict(attention_of(copy))
+    for one in attention:
+        if one.name not in layers:
+            raise BundleError(f"expected attention of this network, got {one.name!r:.100}: export the bundle again")
+        parent, _, leaf = one.name.rpartition(".")
+        setattr(copy.get_submodule(parent), leaf, Int8Attention(layers[one.name], one))
     return copy
 
 

@@ -118,8 +118,12 @@ class Attention(nn.Module):
         self.proj = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor, length: Tensor | None) -> Tensor:
-        mixed = torch.ops.algm.attention(self.qkv(x), length, self.heads, self.scale)
-        out: Tensor = self.proj(mixed)
+        out: Tensor = self.proj(self.mixed(self.qkv(x), length))
+        return out
+
+    def mixed(self, qkv: Tensor, length: Tensor | None) -> Tensor:
+        """The rows' values (B, S, D), mixed as queries and keys of the same (B, S, 3D) say."""
+        out: Tensor = torch.ops.algm.attention(qkv, length, self.heads, self.scale)
         return out
 
     def with_cls(self, x: Tensor, length: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,12 @@ Attributes: `heads` H, `scale`. A row of `qkv` is laid out [query | key | value]
 or bf16.
 
 An opaque operator on purpose: a visible mask would let the exporter specialise on the token count.
+
+**Products in int8.** `attention_in_levels` is attention whose two products are of levels: scaled queries, keys and
+values by a step each, and exp(score - largest of the row), from 0 to 1, in 255 steps. What comes out is divided by the
+row's sum of these, so a row that attends to many keys alike loses nothing, where probabilities of less than 1 / 510
+would all be zero. It is no operator of its own: a runtime that gains by it is given the steps as three more inputs of
+the body.
 """
 
 from __future__ import annotations
@@ -14,7 +20,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import algm_deploy.ops.quantize  # noqa: F401  registers the operators of levels
 from algm_deploy.ops.bodies import Body, Value, body_of
 from algm_deploy.ops.schema import Operator, operator
 
@@ -87,23 +94,87 @@ def attention(qkv: Tensor, length: Tensor | None, heads: int, scale: float) -> T
     return masked_attention(qkv, mask, heads, scale)
 
 
+class Steps(NamedTuple):
+    """Of the levels of scaled queries, keys and values, fp32 scalars: numbers, tensors or values of a graph."""
+
+    query: Any
+    key: Any
+    value: Any
+
+
+SHARE_LEVELS = 255
+"""The levels of exp(score - largest)."""
+
+
+def attention_in_levels(
+    qkv: Tensor,
+    length: Tensor | None,
+    heads: int,
+    scale: float,
+    steps: Steps,
+    shake: Callable[[Tensor, Tensor], Tensor] = lambda x, _: x,
+) -> Tensor:
+    """Attention whose products are of levels, (B, S, D) in the dtype of qkv; fp32 or fp64.
+
+    `shake` is given what is about to be rounded, and its step.
+    """
+    images, rows, width = qkv.shape
+    if length is not None and images > 1:
+        valid = torch.arange(rows, device=qkv.device) < length[:, None]
+        qkv = torch.where(valid[:, :, None], qkv, 0)
+    parts = qkv.view(images, rows, 3, heads, width // (3 * heads)).permute(2, 0, 3, 1, 4)
+    zero = torch.zeros((), dtype=torch.int8, device=qkv.device)
+    query, key, value = (
+        torch.ops.algm_standard.quantized(shake(part, step), step, zero)
+        for part, step in zip((parts[0] * scale, parts[1], parts[2]), steps, strict=True)
+    )
+    scores = query @ key.mT
+    if length is not None and images > 1:
+        scores = torch.where(valid[:, None, None], scores, -torch.inf)
+    shares = (scores - scores.amax(-1, keepdim=True)).exp()
+    step = torch.tensor(1 / SHARE_LEVELS, dtype=torch.float32, device=qkv.device)
+    shares = (shake(shares, step) / step).round().clamp(0, SHARE_LEVELS) * step
+    mixed: Tensor = shares @ value / shares.sum(-1, keepdim=True)
+    return mixed.transpose(1, 2).reshape(images, rows, width // 3)
+
+
 def onnx_attention(
-    body: Body, qkv: Value, attributes: Mapping[str, Any], adjust: Callable[[Value, Value], tuple[Value, Value]]
+    body: Body,
+    qkv: Value,
+    attributes: Mapping[str, Any],
+    adjust: Callable[[Value, Value], tuple[Value, Value]],
+    steps: Steps | None = None,
 ) -> Value:
     """Attention in standard ops; the softmax is fp32 for every token type. `adjust` changes scores (B, H, S, S) fp32
-    and values (B, H, S, D / H) before it."""
+    and values (B, H, S, D / H) before it. With `steps` as `attention_in_levels`."""
     heads = body("Transpose", body("Reshape", qkv, [0, 0, 3, attributes["heads"], -1]), perm=[2, 0, 3, 1, 4])
     query, key, value = (body("Squeeze", part, [0]) for part in body.several(3, "Split", heads, axis=0, num_outputs=3))
     scaled = body("Mul", query, body.like(body.number(attributes["scale"]), qkv))
+    if steps is not None:
+        scaled, key = _in_levels(body, scaled, steps.query), _in_levels(body, key, steps.key)
     scores = body.fp32(body("MatMul", scaled, body("Transpose", key, perm=[0, 1, 3, 2])))
     scores, value = adjust(scores, value)
-    mixed = body("MatMul", body.like(body("Softmax", scores, axis=-1), qkv), value)
+    if steps is None:
+        mixed = body("MatMul", body.like(body("Softmax", scores, axis=-1), qkv), value)
+    else:
+        shares = body("Exp", body("Sub", scores, body("ReduceMax", scores, [-1], keepdims=1)))
+        shares = _in_levels(body, shares, body.number(1 / SHARE_LEVELS), np.uint8)
+        mixed = body("MatMul", shares, _in_levels(body, value, steps.value))
+        mixed = body("Div", mixed, body("ReduceSum", shares, [-1], keepdims=1))
     return body("Reshape", body("Transpose", mixed, perm=[0, 2, 1, 3]), [0, 0, -1])
 
 
+def _in_levels(body: Body, x: Value, step: Value, levels: type = np.int8) -> Value:
+    """What levels stand for whose zero is zero."""
+    how = step, body.value(np.zeros((), levels))
+    return body("DequantizeLinear", body("QuantizeLinear", x, *how), *how)
+
+
 @body_of("attention")
-def onnx_body(body: Body, attributes: Mapping[str, Any], qkv: Value, length: Value | None = None) -> list[Value]:
-    """Attention in standard ops, keys behind the length masked."""
+def onnx_body(
+    body: Body, attributes: Mapping[str, Any], qkv: Value, length: Value | None = None, *steps: Value
+) -> list[Value]:
+    """Attention in standard ops, keys behind the length masked; given three steps, with products of levels."""
 
     def masked(scores: Value, value: Value) -> tuple[Value, Value]:
         if length is None:
@@ -112,7 +183,7 @@ def onnx_body(body: Body, attributes: Mapping[str, Any], qkv: Value, length: Val
         scores = body("Where", body("Unsqueeze", valid, [1, 2]), scores, -np.inf)
         return scores, body("Where", body("Unsqueeze", valid, [1, 3]), value, body.like(body.number(0.0), qkv))
 
-    return [onnx_attention(body, qkv, attributes, masked)]
+    return [onnx_attention(body, qkv, attributes, masked, Steps(*steps) if steps else None)]
 
 
 def attention_reference(qkv: np.ndarray, weight: np.ndarray | float, heads: int, scale: float) -> np.ndarray:

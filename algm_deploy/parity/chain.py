@@ -96,7 +96,7 @@ def verify(bundle: Bundle, runtime: str, images: Array, progress: bool = True, r
         run.check_image(images[:1])
         stack.enter_context(_without_tf32(reference))
         network = network_link(bundle, images[:1], reference)  # before other copies of the weights are held
-        chain = _Chain(bundle, run, _pytorch(bundle, run.precision, reference, stack), images, reference)
+        chain = _Chain(bundle, run, _pytorch(bundle, run, reference, stack), images, reference)
         work = sum(len(trial.images) for trial in trials)
         with tqdm(total=work, desc=f"verify {runtime}", unit="image", disable=None if progress else True) as bar:
             for trial in trials:
@@ -148,8 +148,9 @@ def _without_tf32(device: Reference) -> Iterator[None]:
             library.allow_tf32 = allowed
 
 
-def _pytorch(bundle: Bundle, precision: Precision, device: Reference, stack: ExitStack) -> _PyTorch:
+def _pytorch(bundle: Bundle, run: Runner, device: Reference, stack: ExitStack) -> _PyTorch:
     """Opened runners, which `stack` closes."""
+    precision, inside = run.precision, run.attention_in_levels
 
     as_stored: Made = partial(deployed_network, quantize=False)
 
@@ -157,8 +158,8 @@ def _pytorch(bundle: Bundle, precision: Precision, device: Reference, stack: Exi
         return stack.enter_context(TorchRunner(bundle, of, device, network))
 
     if computes_levels(bundle, precision):
-        exact = opened(precision, lambda of, _: deployed_network(of, torch.float64))
-        return _PyTorch(opened(precision, jittered_network), exact, opened("fp32"))
+        exact = opened(precision, lambda of, _: deployed_network(of, torch.float64, attention=inside))
+        return _PyTorch(opened(precision, partial(jittered_network, attention=inside)), exact, opened("fp32"))
     own = opened(precision)
     return _PyTorch(own, own if precision == "fp32" else opened("fp32"))
 
@@ -170,7 +171,7 @@ class _Chain:
         self._bundle, self._recipe = bundle, replace(bundle.recipe, precision=run.precision)
         self._run, self._images, self._pytorch = run, images, pytorch
         self._signature = signature_of(self._recipe)
-        self._replays = Replays(bundle, images, run.precision, reference)
+        self._replays = Replays(bundle, images, run.precision, reference, run.attention_in_levels)
         self._first: list[Replayed] = []
         self._numbers, self._decisions = Numbers(self._recipe), Decisions(self._recipe)
         self._labels = Labels(self._recipe)
@@ -222,7 +223,7 @@ class _Chain:
         )
         return [
             operators_link(plan, network, self._first),
-            graph_link(self._bundle, self._run.executable, self._run.precision),
+            graph_link(self._bundle, self._run.executable, self._run.precision, self._run.attention_in_levels),
             self._numbers.link(runs),
             *decisions,
             self._labels.link(len(self._images)),

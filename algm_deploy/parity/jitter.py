@@ -9,6 +9,7 @@ front of every level, four times as large as fp32 rounding was measured to be: i
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.merging import deployed_network
 from algm_deploy.models.deployed import Deployed
-from algm_deploy.models.quantized import Int8Linear
+from algm_deploy.models.quantized import Int8Attention, Int8Linear
 from algm_deploy.models.vit import Model
 
 # In levels, to either side. What enters a product is off by 2^-14.7 of a level RMS in fp32, against fp64 under the same
@@ -31,24 +32,30 @@ def jittered(model: Model) -> Model:
 
     In fp8 it does: what surrounds its products is in fp16, whose rounding tips as many values in PyTorch as elsewhere.
     """
-    for seed, module in enumerate(m for m in model.modules() if isinstance(m, Int8Linear)):
-        module.register_forward_pre_hook(_jitter(seed))
+    for seed, module in enumerate(m for m in model.modules() if isinstance(m, Int8Linear | Int8Attention)):
+        if isinstance(module, Int8Attention):
+            module.shake = partial(_shaken, seed)
+        else:
+            module.register_forward_pre_hook(_jitter(seed))
     return model
 
 
-def jittered_network(bundle: Bundle, dtype: torch.dtype) -> Deployed:
-    """The network that a bundle with levels deploys, with the jitter of int8."""
-    network = deployed_network(bundle, dtype)
+def jittered_network(bundle: Bundle, dtype: torch.dtype, attention: bool = False) -> Deployed:
+    """The network that a bundle with levels deploys, with the jitter of int8; `attention` as for `load_network`."""
+    network = deployed_network(bundle, dtype, attention=attention)
     jittered(network.model)
     return network
+
+
+def _shaken(seed: int, x: Tensor, step: Tensor) -> Tensor:
+    """x and as much as rounding may be off, in levels of this step; the same for each run, so that results are."""
+    noise = torch.rand(x.shape, generator=torch.Generator().manual_seed(seed), dtype=x.dtype) * 2 - 1
+    return x + noise.to(x.device) * (JITTER * step)
 
 
 def _jitter(seed: int) -> Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor]]:
     def shake(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
         assert isinstance(module, Int8Linear)
-        (x,) = inputs
-        generator = torch.Generator().manual_seed(seed)  # the same for each run, so that results are
-        noise = torch.rand(x.shape, generator=generator, dtype=x.dtype) * 2 - 1
-        return (x + noise.to(x.device) * (JITTER * module.scale),)
+        return (_shaken(seed, inputs[0], module.scale),)
 
     return shake

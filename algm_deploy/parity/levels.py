@@ -7,7 +7,7 @@ weights give, bit by bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +20,9 @@ from algm_deploy.lowering.tensorrt import TENSORRT_ONNX
 from algm_deploy.lowering.tensorrt_fp8 import numbers_of
 from algm_deploy.lowering.tensorrt_zero_points import SHIFT
 from algm_deploy.models.loading import load_network
-from algm_deploy.models.quantized import E4m3Linear, QuantizedLinear, computes_levels, in_graphs
+from algm_deploy.models.quantized import E4m3Linear, Int8Attention, QuantizedLinear, computes_levels, in_graphs
 from algm_deploy.models.vit import Block, VitNetwork
+from algm_deploy.ops.attention import Steps
 from algm_deploy.recipe.schema import Precision
 
 Numbers = dict[str, np.ndarray]
@@ -34,10 +35,13 @@ _NORM = {"LayerNormalization": 1, "SkipLayerNormalization": 2}  # where they tak
 _WORDS = {"zero_point": "zero point", "levels": "levels of the weight", "steps": "steps of the weight"}
 
 
-def level_problems(bundle: Bundle, files: Iterable[str], precision: Precision) -> list[str]:
+def level_problems(
+    bundle: Bundle, files: Iterable[str], precision: Precision, attention: Collection[str] = ()
+) -> list[str]:
     """Where graphs of a bundle quantise other products than the manifest says, or otherwise; empty where none does.
 
-    `precision`: in what the runtime that `files` are for executes the bundle.
+    `precision`: in what the runtime that `files` are for executes the bundle. `attention`: those of `files` in which
+    attention's products are of levels.
 
     Raises:
         BundleError: a graph or its weights cannot be read.
@@ -45,6 +49,7 @@ def level_problems(bundle: Bundle, files: Iterable[str], precision: Precision) -
     wanted = expected_numbers(load_network(bundle)) if computes_levels(bundle, precision) else {}
     exported = wanted if in_graphs(bundle.recipe.precision) else {}
     of = {TENSORRT_ONNX: centred(wanted)}
+    of |= {file: expected_numbers(load_network(bundle, attention=True)) for file in attention}
     return [f"{file}: {one}" for file in files for one in _problems(bundle.file(file), of.get(file, exported))]
 
 
@@ -58,6 +63,8 @@ def expected_numbers(model: VitNetwork) -> Numbers:
         elif isinstance(module, QuantizedLinear):
             kinds = ("scale", "zero_point", "levels", "steps", "bias")
             found |= {f"{name}.{kind}": getattr(module, kind).numpy() for kind in kinds}
+        elif isinstance(module, Int8Attention):
+            found |= {f"{name}.{step}": getattr(module, step).numpy() for step in Steps._fields}
         elif isinstance(module, Block):
             for norm in NORMS:
                 found |= {f"{name}.{norm}.{k}": v.numpy() for k, v in getattr(module, norm).named_parameters()}
@@ -84,13 +91,15 @@ def centred(wanted: Numbers) -> Numbers:
 def _problems(path: Path, wanted: Numbers) -> Iterator[str]:
     try:
         graph = _Graph(path)
-        found = graph.products() | graph.norms(wanted)
+        found = graph.products() | graph.attention() | graph.norms(wanted)
     except (OSError, ValueError, onnx.checker.ValidationError) as error:
         raise BundleError(f"{path}: expected a graph with its weights: {str(error).splitlines()[0]:.200}") from error
     for name in sorted(wanted.keys() | found.keys()):
         yield from _difference(name, wanted.get(name), found.get(name))
     products = sum(name.endswith(".levels") for name in wanted)
-    for op_type, count in (("QuantizeLinear", products), ("DequantizeLinear", 2 * products)):
+    # Queries, keys, values, and the shares that rows have in others.
+    inside = 4 * sum(name.endswith(f".{Steps._fields[0]}") for name in wanted)
+    for op_type, count in (("QuantizeLinear", products + inside), ("DequantizeLinear", 2 * products + inside)):
         if (there := sum(node.op_type == op_type for node in graph.nodes)) != count:
             yield f"expected {count} nodes {op_type}, found {there}"
 
@@ -113,9 +122,25 @@ class _Graph:
         found: Numbers = {}
         for node in self.nodes:
             inputs = [self._makers.get(name) for name in node.input] if node.op_type == "MatMul" else []
-            if any(maker is not None and maker.op_type == "DequantizeLinear" for maker in inputs):
+            kinds = [maker.op_type if maker is not None else "" for maker in inputs]
+            if "DequantizeLinear" in kinds and not self._is_attention(inputs):
                 product = node.name.rpartition("/")[0]
                 found |= {f"{product}.{kind}": array for kind, array in self._product(node, inputs)}
+        return found
+
+    def _is_attention(self, inputs: list[NodeProto | None]) -> bool:
+        """Whether both sides of a product are made in the graph; of weights the levels are constants."""
+        return all(maker is not None and maker.input[0] in self._makers for maker in inputs)
+
+    def attention(self) -> Numbers:
+        """The steps of attention's levels, by the names that they have."""
+        found: Numbers = {}
+        for node in self.nodes:
+            if node.op_type == "QuantizeLinear" and node.input[1].endswith(tuple(f".{step}" for step in Steps._fields)):
+                found[node.input[1]] = self._numbers(node.input[1])
+                (reader,) = self._users[node.output[0]]
+                if reader.input[1] != node.input[1]:
+                    found[f"{node.input[1]} to read"] = self._numbers(reader.input[1])
         return found
 
     def _product(self, node: NodeProto, inputs: list[NodeProto | None]) -> Iterator[tuple[str, np.ndarray]]:

@@ -118,14 +118,15 @@ def operators_link(plan: MergePlan, network: Network, replays: Sequence[Replayed
 # --- link 3 -----------------------------------------------------------------------------------------------------------
 
 
-def graph_link(bundle: Bundle, executed: str, precision: Precision | None = None) -> Link:
+def graph_link(bundle: Bundle, executed: str, precision: Precision | None = None, attention: bool = False) -> Link:
     """The exported graph and the manifest's signature are what the recipe asks for; what is quantised there, and in
     the graph that is `executed` in `precision`, by default the recipe's, or that an engine was made from, is what the
-    manifest and the weights give."""
+    manifest and the weights give; `attention`: that graph computes attention's products in int8."""
     facts = graph_facts(bundle.file(ONNX))
     problems = signature_problems(bundle.signature, bundle.recipe) + graph_problems(facts, bundle.recipe)
-    graphs = dict.fromkeys([ONNX, _graph_of(bundle, executed)])
-    problems += level_problems(bundle, graphs, precision or bundle.recipe.precision)
+    ran = _graph_of(bundle, executed)
+    graphs = dict.fromkeys([ONNX, ran])
+    problems += level_problems(bundle, graphs, precision or bundle.recipe.precision, [ran] if attention else [])
     return Link(
         number=3,
         name="graph",

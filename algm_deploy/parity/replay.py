@@ -73,15 +73,19 @@ class Replayed:
 class Replays:
     """Replays of the images of one verification; the same image with the same decisions is run once.
 
-    `precision`: of the baseline. Truth and baseline are computed on `device`, and are handed on in the host's memory.
+    `precision`: of the baseline. `attention`: its products are in int8 where those of the bundle may be. Truth and
+    baseline are computed on `device`, and are handed on in the host's memory.
     """
 
-    def __init__(self, bundle: Bundle, images: NDArray[Any], precision: Precision, device: str = "cpu") -> None:
+    def __init__(
+        self, bundle: Bundle, images: NDArray[Any], precision: Precision, device: str = "cpu", attention: bool = False
+    ) -> None:
         self._images = images
         levels = computes_levels(bundle, precision)
         change = use_fp8 if precision == "fp8" and not levels else jittered
-        self._truth = _ReplayNetwork(bundle, torch.float64, levels, device)
-        self._baseline = _ReplayNetwork(bundle, DTYPES[precision], levels, device, change)
+        load = partial(load_network, bundle, quantize=levels, attention=attention)
+        self._truth = _ReplayNetwork(bundle, load(torch.float64), device)
+        self._baseline = _ReplayNetwork(bundle, load(DTYPES[precision]), device, change)
         self._known: dict[tuple[int, bytes], Replayed] = {}
 
     def __call__(self, index: int, maps: Sequence[Ints], masks: Sequence[Cells] = ()) -> Replayed:
@@ -113,19 +117,17 @@ class Replays:
 
 
 class _ReplayNetwork:
-    """The network of a bundle in one dtype, merging as it is told; `levels` tells whether its products are quantised.
-    `change` gets it once, to alter it in place."""
+    """A network of a bundle, merging as it is told; `change` gets it once, to alter it in place."""
 
     def __init__(
         self,
         bundle: Bundle,
-        dtype: torch.dtype,
-        levels: bool,
+        model: VitNetwork,
         device: str,
         change: Callable[[VitNetwork], object] = lambda model: model,
     ) -> None:
         self.network, self._device = bundle.recipe.network, device
-        replaying = replay_merging(load_network(bundle, dtype, levels), bundle.recipe.merging)
+        replaying = replay_merging(model, bundle.recipe.merging)
         self._model = Deployed(replaying, self.network, "scores").eval().model.to(device)
         change(self._model)
         self._entering: list[Tokens] = []

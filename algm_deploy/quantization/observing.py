@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -13,8 +14,8 @@ from torch import Tensor, nn
 
 from algm_deploy.merging import deployed, merge_inputs
 from algm_deploy.models.deployed import Deployed
-from algm_deploy.models.quantized import products_of
-from algm_deploy.models.vit import MergeInputs, VitNetwork
+from algm_deploy.models.quantized import attention_of, products_of
+from algm_deploy.models.vit import Attention, MergeInputs, VitNetwork
 from algm_deploy.recipe.schema import Recipe
 
 ROWS = 64  # of each window, evenly spread: enough to look for a range, and little to keep
@@ -52,6 +53,27 @@ def observe(model: VitNetwork, recipe: Recipe, windows: NDArray[np.generic]) -> 
         for window in windows:
             network(torch.from_numpy(window[None]), thresholds_of(recipe))
     return {name: _joined(parts) for name, parts in found.items()}
+
+
+@torch.inference_mode()
+def observe_attention(model: VitNetwork, recipe: Recipe, windows: NDArray[np.generic]) -> dict[str, Tensor]:
+    """By attention, the largest magnitudes (3) of its scaled queries, its keys and its values, as `observe`."""
+    network, found = deployed(model, recipe), dict[str, Tensor]()
+
+    def watch(name: str, layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        assert isinstance(layer, Attention)
+        largest = torch.stack([part.abs().amax() for part in layer.qkv(inputs[0]).chunk(3, dim=-1)])
+        largest[0] *= layer.scale
+        found[name] = torch.maximum(largest, found.get(name, largest))
+
+    hooks = [layer.register_forward_pre_hook(partial(watch, name)) for name, layer in attention_of(network.model)]
+    try:
+        for window in windows:
+            network(torch.from_numpy(window[None]), thresholds_of(recipe))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
 
 
 @contextmanager

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
+from torch import Tensor
 
-from algm_deploy.bundle.records import QuantizedProduct
+from algm_deploy.bundle.records import QuantizedAttention, QuantizedProduct
 from algm_deploy.models.quantized import e4m3_scale
 from algm_deploy.ops.quantize import HIGHEST, LOWEST
 from algm_deploy.quantization.observing import Observed
@@ -16,6 +17,12 @@ ONE_SIDED = 4
 def e4m3_product_of(name: str, observed: Observed) -> QuantizedProduct:
     """A power of two that brings all that was observed into the range of e4m3, and as much again at the most."""
     return QuantizedProduct(name=name, scale=float(e4m3_scale(observed.largest.float().max())), zero_point=0)
+
+
+def attention_of(name: str, largest: Tensor) -> QuantizedAttention:
+    """Levels of int8 around zero for magnitudes (3) of scaled queries, keys and values."""
+    query, key, value = (float(np.float32(one / HIGHEST or 1.0)) for one in largest.tolist())
+    return QuantizedAttention(name=name, query=query, key=key, value=value)
 
 
 def product_of(name: str, observed: Observed) -> QuantizedProduct:

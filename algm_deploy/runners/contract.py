@@ -162,6 +162,11 @@ class Runner(ABC):
         return self.row().precision_of(self.bundle.recipe.precision)
 
     @property
+    def attention_in_levels(self) -> bool:
+        """Whether it computes attention's products in int8, where the bundle has steps for them."""
+        return False
+
+    @property
     def build_command(self) -> str:
         """The command that builds it anew."""
         return f"algm-deploy build {quote(str(self.bundle.path))} --runtime {self.runtime}"

@@ -9,7 +9,9 @@ import onnx_ir as ir
 import pytest
 
 from algm_deploy.bundle.files import ONNX, ONNX_DATA
+from algm_deploy.bundle.records import QuantizedAttention
 from algm_deploy.bundle.store import Bundle
+from algm_deploy.errors import BundleError
 from algm_deploy.lowering.openvino import rewrite, write_openvino_onnx
 from algm_deploy.lowering.portable import load_portable
 
@@ -55,6 +57,25 @@ def test_products_are_bf16_and_what_decides_is_fp32(portable: ir.Model, attentio
     assert [value.name for value in portable.graph.outputs] == names
     assert {value.dtype for value in portable.graph.outputs} == {FP32, ir.DataType.INT64}
     assert {value.dtype for value in portable.graph.initializers.values()} <= {FP32, ir.DataType.INT64}
+
+
+def test_attention_in_int8(int8_bundle: Bundle) -> None:
+    found = int8_bundle.manifest.quantization
+    assert found is not None
+    counts = {}
+    for steps in ((), found.attention):
+        model = load_portable(int8_bundle.file(ONNX))
+        assert rewrite(model, single=True, bf16=False, attention_int8=steps)["int8_attention"] == len(steps)
+        counts[len(steps)] = sum(node.op_type == "QuantizeLinear" for node in model.graph)
+    assert counts[ATTENTIONS] == counts[0] + 4 * ATTENTIONS
+    assert {f"{one.name}.query" for one in found.attention} <= model.graph.initializers.keys()
+    assert not any(node.op_type == "Softmax" for node in model.graph)
+
+
+def test_attention_that_is_not_there(portable: ir.Model) -> None:
+    steps = [QuantizedAttention(name="encoder.blocks.99.attn", query=1.0, key=1.0, value=1.0)]
+    with pytest.raises(BundleError, match=r"encoder\.blocks\.99\.attn"):
+        rewrite(portable, single=True, bf16=False, attention_int8=steps)
 
 
 def test_a_value_is_cast_once(portable: ir.Model) -> None:

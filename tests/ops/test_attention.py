@@ -6,12 +6,18 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from op_cases import IMPLEMENTATIONS, PROPERTY, assert_same, implementations, run_reference, seeds
 from operator_inputs import Array
+
+from algm_deploy.bundle.graphs import DOMAIN
+from algm_deploy.lowering.portable import add_function_bodies
+from algm_deploy.ops.attention import SHARE_LEVELS, Steps, attention_in_levels
 
 PLAIN: dict[str, Any] = {"heads": 2, "scale": 0.35}
 every, compared = implementations("attention")
@@ -121,3 +127,67 @@ def test_bf16_in_torch() -> None:
     high = torch.ops.algm.attention(qkv.float(), length, 2, 0.35)
     assert low.dtype == torch.bfloat16
     torch.testing.assert_close(low[1, :5].float(), high[1, :5], rtol=2**-7, atol=2**-7)
+
+
+# --- products in int8 ------------------------------------------------------------------------------------------------
+
+STEPS = Steps(0.02, 0.03, 0.025)
+
+
+def in_levels(qkv: Array, length: Array | None, steps: Steps = STEPS) -> Array:
+    given = None if length is None else torch.from_numpy(length)
+    found = attention_in_levels(torch.from_numpy(qkv), given, 2, 0.35, Steps(*map(torch.tensor, steps)))
+    return found.numpy()
+
+
+def levels_reference(qkv: Array, steps: Steps = STEPS) -> Array:
+    """One image's rows (S, D) in fp64, by what levels are."""
+    rows = len(qkv)
+    query, key, value = (part.astype(np.float64) for part in qkv.reshape(rows, 3, 2, -1).transpose(1, 2, 0, 3))
+    query, key, value = (
+        np.clip(np.rint(part / np.float32(step)), -128, 127) * np.float64(np.float32(step))
+        for part, step in zip((query * 0.35, key, value), steps, strict=True)
+    )
+    scores = query @ key.transpose(0, 2, 1)
+    shares = np.rint(np.exp(scores - scores.max(-1, keepdims=True)) * SHARE_LEVELS)
+    mixed: Array = shares @ value / shares.sum(-1, keepdims=True)
+    return mixed.transpose(1, 0, 2).reshape(rows, -1)
+
+
+@pytest.mark.parametrize("lengths", [(9, 9), (9, 5)])
+def test_products_in_int8(lengths: tuple[int, int]) -> None:
+    qkv, length = packed(0, 2, 9, 16).astype(np.float64), np.array(lengths)
+    found = in_levels(qkv, length)
+    for image, rows, result in zip(qkv, lengths, found, strict=True):
+        np.testing.assert_allclose(result[:rows], levels_reference(image[:rows]), rtol=0, atol=1e-6)
+
+
+def test_a_row_that_attends_to_all_alike_loses_nothing() -> None:
+    """A probability of a thousandth has no level in 255; a share of the largest has."""
+    qkv = packed(0, 1, 1000, 16).astype(np.float64)
+    qkv[..., :16] = 0
+    value = qkv[0, :, 32:]
+    mean = (np.rint(value / np.float32(STEPS.value)).clip(-128, 127) * np.float64(np.float32(STEPS.value))).mean(0)
+    np.testing.assert_allclose(in_levels(qkv, None)[0], np.broadcast_to(mean, (1000, 16)), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("lengths", [None, (9, 5)])
+def test_products_in_int8_in_standard_operators(lengths: tuple[int, int] | None) -> None:
+    inputs = [ir.val("qkv", ir.DataType.FLOAT, ["B", "S", 48])]
+    inputs += [] if lengths is None else [ir.val("length", ir.DataType.INT64, ["B"])]
+    steps = [ir.val(name, ir.DataType.FLOAT, []) for name in Steps._fields]
+    padding = [None] if lengths is None else []
+    node = ir.node("attention", [*inputs, *padding, *steps], {"heads": 2, "scale": 0.35}, domain=DOMAIN)
+    node.outputs[0].name, node.outputs[0].dtype = "values", ir.DataType.FLOAT
+    graph = ir.Graph([*inputs, *steps], node.outputs, nodes=[node], opset_imports={"": 18, DOMAIN: 1}, name="one")
+    model = ir.Model(graph, ir_version=10)
+    add_function_bodies(model)
+    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
+    qkv, length = packed(0, 2, 9, 16), None if lengths is None else np.array(lengths)
+    feeds = {"qkv": qkv, **{name: np.array(step, np.float32) for name, step in STEPS._asdict().items()}}
+    (found,) = session.run(None, feeds if length is None else feeds | {"length": length})
+    expected = in_levels(qkv, length)
+    for rows, ours, theirs in zip(lengths or (9, 9), expected, found, strict=True):
+        close = np.isclose(ours[:rows], theirs[:rows], rtol=0, atol=1e-5)
+        assert close.mean() > 0.9, "rounding may tip a value from one level to the next"
+        np.testing.assert_allclose(theirs[:rows], ours[:rows], rtol=0, atol=0.05)

@@ -16,6 +16,7 @@ from algm_deploy.bundle.files import ONNX, WEIGHTS
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BundleError
 from algm_deploy.lowering.onnxruntime import write_onnxruntime_onnx
+from algm_deploy.lowering.openvino import write_openvino_onnx
 from algm_deploy.lowering.tensorrt import TENSORRT_ONNX
 from algm_deploy.lowering.tensorrt_stretches import STRETCH_ONNX
 from algm_deploy.lowering.tensorrt_zero_points import SHIFT, centre_levels
@@ -24,6 +25,7 @@ from algm_deploy.parity.links import graph_link
 from algm_deploy.runners.registry import row_of
 
 OWN = row_of("onnxruntime-cpu").own
+OPENVINO = row_of("openvino").own
 PART = STRETCH_ONNX.replace("*", "0")
 ENGINES = {
     "engines/tensorrt.engine": TENSORRT_ONNX,
@@ -134,6 +136,35 @@ def test_a_wrong_number(built: Bundle, copied: Callable[..., Bundle], file: str,
     link = graph_link(Bundle.open(bundle.path), file)
     assert not link.passed
     assert any(problem.startswith(f"{file}: ") and message in problem for problem in link.facts["problems"])
+
+
+@pytest.fixture(scope="module")
+def inside(int8_bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """With a graph for OpenVINO whose attention is in int8."""
+    bundle = Bundle.open(shutil.copytree(int8_bundle.path, tmp_path_factory.mktemp("inside") / "bundle"))
+    write_openvino_onnx(bundle, OPENVINO, attention_int8=True)
+    return bundle
+
+
+ATTENTION = "encoder.blocks.1.attn"
+
+
+def test_attention_in_int8_holds_what_it_has_to(inside: Bundle) -> None:
+    assert graph_link(inside, OPENVINO, "int8", attention=True).facts["problems"] == []
+    assert not graph_link(inside, OPENVINO, "int8", attention=False).passed, "it is told that attention is not"
+    assert not graph_link(inside, ONNX, "int8", attention=True).passed, "it has none"
+
+
+@pytest.mark.parametrize("op_type", ["QuantizeLinear", "DequantizeLinear"])
+def test_a_wrong_step_of_attention(inside: Bundle, copied: Callable[..., Bundle], op_type: str) -> None:
+    bundle = copied(inside)
+    model = onnx.load(bundle.path / OPENVINO, load_external_data=False)
+    node = next(one for one in model.graph.node if one.op_type == op_type and one.input[1] == f"{ATTENTION}.key")
+    node.input[1] = changed(model, bundle.path, node.input[1], lambda x: x * 1.001)
+    rewrite(bundle, OPENVINO, model.SerializeToString())
+    link = graph_link(Bundle.open(bundle.path), OPENVINO, "int8", attention=True)
+    assert not link.passed
+    assert any(ATTENTION in problem and "key" in problem for problem in link.facts["problems"])
 
 
 @pytest.mark.parametrize("op_type", ["Add", "MultiHeadAttention", "BiasGelu"])

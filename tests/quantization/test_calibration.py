@@ -22,17 +22,20 @@ from algm_deploy.models.loading import load_network
 from algm_deploy.models.quantized import (
     WEIGHT_LEVELS,
     E4m3Linear,
+    Int8Attention,
     Int8Linear,
+    attention_of,
     e4m3_scale,
     products_of,
     quantized,
     quantized_layers,
 )
 from algm_deploy.models.vit import VitNetwork
+from algm_deploy.ops.attention import Steps
 from algm_deploy.ops.quantize import reference
 from algm_deploy.quantization import calibration
 from algm_deploy.quantization.calibration import calibrate
-from algm_deploy.quantization.observing import Observed, thresholds_of
+from algm_deploy.quantization.observing import Observed, observe_attention, thresholds_of
 from algm_deploy.quantization.ranges import e4m3_product_of, product_of
 from algm_deploy.recipe.plan import DENSE
 from algm_deploy.recipe.schema import Recipe
@@ -193,6 +196,39 @@ def test_a_bundle_in_int8(int8_bundle: Bundle) -> None:
     assert not dict(quantized_layers(load_network(int8_bundle, quantize=False)))
     levels = load_network(int8_bundle, torch.float64).blocks[0].attn.qkv
     assert (levels.levels.dtype, levels.weight.dtype) == (torch.int8, torch.float64)
+
+
+def test_attention_of_a_bundle_in_int8(int8_bundle: Bundle) -> None:
+    """Every block's, and of no network that is not asked for it."""
+    found = int8_bundle.manifest.quantization
+    assert found is not None and found.label_agreement_attention is not None
+    plain, inside = load_network(int8_bundle), load_network(int8_bundle, attention=True)
+    assert [one.name for one in found.attention] == [name for name, _ in attention_of(plain)]
+    layers = {name: layer for name, layer in inside.named_modules() if isinstance(layer, Int8Attention)}
+    assert list(layers) == [one.name for one in found.attention]
+    assert not any(isinstance(layer, Int8Attention) for layer in plain.modules())
+    for one in found.attention:
+        assert [float(getattr(layers[one.name], step)) for step in Steps._fields] == [one.query, one.key, one.value]
+
+
+def test_ranges_of_attention_are_those_of_what_enters_its_products(tiny_bundle: Bundle, windows: Any) -> None:
+    network = load_network(tiny_bundle)
+    name, layer = next(iter(attention_of(network)))
+    seen: list[torch.Tensor] = []
+    with_hook = layer.qkv.register_forward_hook(lambda _, __, out: seen.append(out.chunk(3, dim=-1)))
+    with torch.inference_mode():
+        deployed(network, tiny_bundle.recipe)(torch.from_numpy(windows[:1]), thresholds_of(tiny_bundle.recipe))
+    with_hook.remove()
+    found = observe_attention(network, tiny_bundle.recipe, windows[:1])[name]
+    query, key, value = (part.abs().max() for part in seen[0])
+    torch.testing.assert_close(found, torch.stack([query * layer.scale, key, value]))
+
+
+def test_attention_that_costs_labels_stays_high(tiny_bundle: Bundle, network: VitNetwork, windows: Any) -> None:
+    """Nothing may change: products are left out until nothing does, and so is attention."""
+    found = calibrate(network, wanting(tiny_bundle, 1.0), windows[:1], progress=False)[1]
+    assert found.label_agreement == 1.0
+    assert found.label_agreement_attention in (None, 1.0)
 
 
 def test_a_product_that_is_not_there(int8_bundle: Bundle) -> None:

@@ -28,6 +28,7 @@ from algm_deploy.runners.openvino.library import openvino
 
 DEVICE = "CPU"
 ATTENTION_BF16 = {"bf16_attention", "bf16"}  # rewrites that make it so; "bf16" stood for both kinds of layers before
+ATTENTION_INT8 = "int8_attention"
 
 
 class OpenVinoRunner(Runner):
@@ -50,7 +51,7 @@ class OpenVinoRunner(Runner):
         """Adds the graph that is made for OpenVINO."""
         row = cls.row()
         row.check_options(options)
-        counts = write_openvino_onnx(bundle, row.own, attention_bf16=has_amx())
+        counts = write_openvino_onnx(bundle, row.own, attention_bf16=has_amx(), attention_int8=has_vnni())
         bundle.record(OptimizedGraph(runtime=cls.runtime, rewrites=dict(counts)))
         return [f"{row.own}: {', '.join(f'{count} {name}' for name, count in sorted(counts.items()))}"]
 
@@ -61,13 +62,20 @@ class OpenVinoRunner(Runner):
             return {}
         threads = str(self._compiled.get_property("INFERENCE_NUM_THREADS"))
         if self.bundle.recipe.precision == "int8":
-            return {"arithmetic": "int8 where the graph is quantised, else fp32", "threads": threads}
+            inside = ", attention's products among it" if self.attention_in_levels else ""
+            return {"arithmetic": f"int8 where the graph is quantised{inside}, else fp32", "threads": threads}
         return {"arithmetic": "bf16" if self._low else "fp32", "threads": threads}
 
     @property
     def precision(self) -> Precision:
         """In what it executes the bundle: bf16 in fp32 where the processor or the graph for it is missing."""
         return "fp32" if self.bundle.recipe.precision == "bf16" and not self._low else super().precision
+
+    @property
+    def attention_in_levels(self) -> bool:
+        """As it was built: on a processor with VNNI."""
+        built = self.bundle.found(OptimizedGraph, self.runtime)
+        return built is not None and self.executable == self.row().own and ATTENTION_INT8 in built.rewrites
 
     @property
     def _low(self) -> bool:
@@ -84,16 +92,22 @@ class OpenVinoRunner(Runner):
         return None
 
     def _check_attention(self) -> None:
-        """OpenVINO keeps to bf16 in a graph that has it, on every processor that can, so such a graph is refused."""
+        """OpenVINO keeps to what a graph says of attention, on every processor, so a graph for another is refused."""
         built = self.bundle.found(OptimizedGraph, self.runtime)
-        if built is not None and ATTENTION_BF16 & built.rewrites.keys() and not has_amx():
-            raise BundleError(
-                f"{self.bundle.path}: its graph for {self.runtime} has attention in bf16, which only processors with "
-                f"AMX compute well, and this one has none: build it here with `{self.build_command}`"
-            )
+        rewrites = built.rewrites.keys() if built is not None else set[str]()
+        if ATTENTION_BF16 & rewrites and not has_amx():
+            self._refuse("bf16", "AMX")
+        if ATTENTION_INT8 in rewrites and not has_vnni():
+            self._refuse("int8", "VNNI")
+
+    def _refuse(self, arithmetic: str, instructions: str) -> None:
+        raise BundleError(
+            f"{self.bundle.path}: its graph for {self.runtime} has attention in {arithmetic}, which only processors "
+            f"with {instructions} compute well, and this one has none: build it here with `{self.build_command}`"
+        )
 
     def _open(self) -> None:
-        if self._low:
+        if self._low or self.attention_in_levels:
             self._check_attention()
         elif self.bundle.recipe.precision == "bf16":
             say_once(f"{self.runtime} computes {self.bundle.path} in fp32 and not in bf16: {self._lacks}")
@@ -144,6 +158,11 @@ def has_bf16() -> bool:
 def has_amx() -> bool:
     """Whether this machine's processor has AMX. Attention is in bf16 only with it: see `lowering/openvino.py`."""
     return "amx_bf16" in processor_flags()
+
+
+def has_vnni() -> bool:
+    """Whether this machine's processor multiplies bytes and adds them in 32 bits. Attention is in int8 only with it."""
+    return not {"avx512_vnni", "avx_vnni"}.isdisjoint(processor_flags())
 
 
 def _run(request: openvino.InferRequest, feeds: dict[str, Array], outputs: Sequence[str]) -> list[Array]:

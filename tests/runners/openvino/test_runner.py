@@ -117,6 +117,37 @@ def test_attention_in_bf16_is_for_amx(
             assert run.precision == "bf16"
 
 
+@pytest.mark.parametrize(("made_for", "here"), [(True, True), (True, False), (False, True), (False, False)])
+def test_attention_in_int8_is_for_vnni(
+    int8_bundle: Bundle, copied: Copied, monkeypatch: pytest.MonkeyPatch, made_for: bool, here: bool
+) -> None:
+    module: Any = sys.modules[runner_type(OPENVINO).__module__]
+    monkeypatch.setattr(module, "has_vnni", lambda: made_for)
+    bundle = built(copied(int8_bundle))
+    assert ("int8_attention" in bundle.found(OptimizedGraph, OPENVINO).rewrites) == made_for  # type: ignore[union-attr]
+    monkeypatch.setattr(module, "has_vnni", lambda: here)
+    if made_for and not here:
+        with pytest.raises(BundleError, match=r"attention in int8.*VNNI.*algm-deploy build"), runner(bundle, OPENVINO):
+            pass
+    else:
+        with runner(bundle, OPENVINO) as run:
+            assert run.attention_in_levels == made_for
+            assert ("attention" in run.execution["arithmetic"]) == made_for
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_the_chain_holds_with_attention_in_int8(
+    int8_bundle: Bundle, copied: Copied, monkeypatch: pytest.MonkeyPatch, images: np.ndarray, inside: bool
+) -> None:
+    module: Any = sys.modules[runner_type(OPENVINO).__module__]
+    if inside and not module.has_vnni():
+        pytest.skip("needs a processor with VNNI")
+    monkeypatch.setattr(module, "has_vnni", lambda: inside)
+    bundle = built(copied(int8_bundle))
+    report = verify(bundle, OPENVINO, images)
+    assert report.passed, [link.measured for link in report.links if not link.passed]
+
+
 def test_graphs_of_before_had_attention_in_bf16_on_every_processor(
     tiny_export: Callable[..., Bundle], copied: Copied, monkeypatch: pytest.MonkeyPatch
 ) -> None:
