@@ -15,8 +15,8 @@ Attention in bf16 is one kernel where the processor has AMX, and its scores are 
 2026.4 computes its steps one by one and rounds the scores to bf16 between them: on an EPYC with AVX512_BF16 that made
 2.5 times PyTorch's error, and took as long as attention in fp32, with which the error is 1.1 times PyTorch's.
 
-Attention in int8 makes a Segmenter-S in int8 15 to 20 % faster in OpenVINO 2026.4 on an EPYC with AVX512_VNNI.
-Processors without VNNI add products of bytes in 16 bits, where sums of these levels may not fit.
+Attention in int8 takes a sixth off a Segmenter-S in int8 in OpenVINO 2026.4 on an EPYC with AVX512_VNNI. Processors
+without VNNI add products of bytes in 16 bits, where sums of these levels may not fit.
 
 Weights are not written anew: casts stand behind them, which OpenVINO folds when it loads. There, and in casts where
 shapes vary, OpenVINO 2026.4 does not round a value to bf16 but cuts it off, if the last bit that stays is 0. Weights
