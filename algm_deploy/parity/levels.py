@@ -22,13 +22,14 @@ from algm_deploy.lowering.tensorrt_zero_points import SHIFT
 from algm_deploy.models.loading import load_network
 from algm_deploy.models.quantized import E4m3Linear, Int8Attention, QuantizedLinear, computes_levels, in_graphs
 from algm_deploy.models.vit import Block, VitNetwork
-from algm_deploy.ops.attention import Steps
+from algm_deploy.ops.attention import SHARE_LEVELS, Steps
 from algm_deploy.recipe.schema import Precision
 
 Numbers = dict[str, np.ndarray]
 """By module and kind, such as `encoder.blocks.0.attn.qkv.steps`: scale, zero_point, levels (K, N), steps and bias (N)
 of a quantised product, weight and bias of a norm of blocks."""
 NORMS = ("norm1", "norm2")
+_SHARE_STEP, _ZERO = "attention.step of shares", "attention.zero points"
 # Where nodes that take a product's bias take it; an Add has it on either side.
 _BIAS = {"BiasGelu": 1, "MultiHeadAttention": 3, "SkipLayerNormalization": 4}
 _NORM = {"LayerNormalization": 1, "SkipLayerNormalization": 2}  # where they take their weight
@@ -68,6 +69,8 @@ def expected_numbers(model: VitNetwork) -> Numbers:
         elif isinstance(module, Block):
             for norm in NORMS:
                 found |= {f"{name}.{norm}.{k}": v.numpy() for k, v in getattr(module, norm).named_parameters()}
+    if any(isinstance(module, Int8Attention) for module in model.modules()):
+        found |= {_SHARE_STEP: np.array([1 / SHARE_LEVELS], np.float32), _ZERO: np.array([0])}
     return found
 
 
@@ -120,28 +123,49 @@ class _Graph:
     def products(self) -> Numbers:
         """Numbers of every product of levels, as its nodes read them; the name is that of the product's node."""
         found: Numbers = {}
+        for node, inputs in self._linear():
+            product = node.name.rpartition("/")[0]
+            found |= {f"{product}.{kind}": array for kind, array in self._product(node, inputs)}
+        return found
+
+    def _linear(self) -> Iterator[tuple[NodeProto, list[NodeProto | None]]]:
+        """Products of levels with a weight, and what makes their two sides."""
         for node in self.nodes:
             inputs = [self._makers.get(name) for name in node.input] if node.op_type == "MatMul" else []
             kinds = [maker.op_type if maker is not None else "" for maker in inputs]
             if "DequantizeLinear" in kinds and not self._is_attention(inputs):
-                product = node.name.rpartition("/")[0]
-                found |= {f"{product}.{kind}": array for kind, array in self._product(node, inputs)}
-        return found
+                yield node, inputs
 
     def _is_attention(self, inputs: list[NodeProto | None]) -> bool:
         """Whether both sides of a product are made in the graph; of weights the levels are constants."""
         return all(maker is not None and maker.input[0] in self._makers for maker in inputs)
 
     def attention(self) -> Numbers:
-        """The steps of attention's levels, by the names that they have."""
+        """The steps of attention's levels, by the names that they have; the step of its shares, which stands in the
+        graph once for each, and the zero points of all of these."""
         found: Numbers = {}
-        for node in self.nodes:
-            if node.op_type == "QuantizeLinear" and node.input[1].endswith(tuple(f".{step}" for step in Steps._fields)):
-                found[node.input[1]] = self._numbers(node.input[1])
-                (reader,) = self._users[node.output[0]]
-                if reader.input[1] != node.input[1]:
-                    found[f"{node.input[1]} to read"] = self._numbers(reader.input[1])
+        shares, zeros = set[float](), set[int]()
+        linear = {maker.input[0] for _, inputs in self._linear() for maker in inputs if maker is not None}
+        for node in (node for node in self.nodes if node.op_type == "QuantizeLinear" and node.output[0] not in linear):
+            named = node.input[1].endswith(tuple(f".{step}" for step in Steps._fields))
+            readers = self._users.get(node.output[0], [])
+            zeros |= {int(self._constant(one.input[2])) for one in (node, *readers)}
+            if not named:
+                shares |= {float(self._constant(one.input[1])) for one in (node, *readers)}
+                continue
+            found[node.input[1]] = self._numbers(node.input[1])
+            others = {reader.input[1] for reader in readers} - {node.input[1]}
+            found |= {f"{node.input[1]} to read": self._numbers(other) for other in others}
+        if shares or zeros:
+            found |= {_SHARE_STEP: np.array(sorted(shares), np.float32), _ZERO: np.array(sorted(zeros))}
         return found
+
+    def _constant(self, name: str) -> np.ndarray:
+        """What a node `Constant` or an initializer holds."""
+        maker = self._makers.get(name)
+        if maker is None or maker.op_type != "Constant":
+            return self._numbers(name)
+        return numpy_helper.to_array(maker.attribute[0].t)
 
     def _product(self, node: NodeProto, inputs: list[NodeProto | None]) -> Iterator[tuple[str, np.ndarray]]:
         values, weight = inputs

@@ -167,6 +167,27 @@ def test_a_wrong_step_of_attention(inside: Bundle, copied: Callable[..., Bundle]
     assert any(ATTENTION in problem and "key" in problem for problem in link.facts["problems"])
 
 
+@pytest.mark.parametrize(
+    ("place", "message"), [(1, "attention: expected step of shares"), (2, "attention: expected zero points")]
+)
+@pytest.mark.parametrize("op_type", ["QuantizeLinear", "DequantizeLinear"])
+def test_wrong_levels_of_shares(
+    inside: Bundle, copied: Callable[..., Bundle], op_type: str, place: int, message: str
+) -> None:
+    """Of one attention, what the row's exponentials are rounded to."""
+    bundle = copied(inside)
+    model = onnx.load(bundle.path / OPENVINO, load_external_data=False)
+    constants = {node.output[0]: node for node in model.graph.node if node.op_type == "Constant"}
+    node = next(one for one in model.graph.node if one.op_type == op_type and one.input[1] in constants)
+    value = onnx.numpy_helper.to_array(constants[node.input[place]].attribute[0].t)
+    tensor = onnx.numpy_helper.from_array((value + value.dtype.type(1)).astype(value.dtype), "another")
+    model.graph.initializer.append(tensor)
+    node.input[place] = "another"
+    rewrite(bundle, OPENVINO, model.SerializeToString())
+    link = graph_link(Bundle.open(bundle.path), OPENVINO, "int8", attention=True)
+    assert any(message in problem for problem in link.facts["problems"]), link.facts["problems"]
+
+
 @pytest.mark.parametrize("op_type", ["Add", "MultiHeadAttention", "BiasGelu"])
 def test_the_bias_of_a_product(built: Bundle, copied: Callable[..., Bundle], op_type: str) -> None:
     bundle = copied(built)
