@@ -24,9 +24,9 @@ import torch
 
 import runtimes
 from algm_deploy.errors import GateError
-from algm_deploy.lowering.onnxruntime_segments import segments
+from algm_deploy.lowering.onnxruntime_segments import STEP, segments
 from algm_deploy.models.deployed import Deployed
-from algm_deploy.runners.onnxruntime.graphs import STEP, SegmentedSession
+from algm_deploy.runners.onnxruntime.graphs import SegmentedSession
 from algm_deploy.runners.onnxruntime.sessions import CUDA_OPTIONS, CUDA_PROVIDER, checked_session
 from algm_deploy.timing.variants import VARIANTS, variant_network
 from runtimes import (

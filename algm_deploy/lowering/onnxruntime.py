@@ -36,7 +36,7 @@ from algm_deploy.bundle.files import ONNX, ONNX_DATA
 from algm_deploy.bundle.graphs import DOMAIN, VERSION
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import ExportError
-from algm_deploy.lowering.onnxruntime_segments import padded_merge, segments
+from algm_deploy.lowering.onnxruntime_segments import segments, sized_merge
 from algm_deploy.lowering.portable import fix_batch, has_budget, load_portable, operator_of
 from algm_deploy.ops.schema import SCHEMAS
 from algm_deploy.recipe.schema import Recipe
@@ -437,7 +437,7 @@ def _size_beforehand(graph: ir.Graph, node: ir.Node) -> None:
     place = [parameter.name for parameter in SCHEMAS[node.op_type].inputs].index("threshold")
     node.resize_inputs(place + 1)
     node.replace_input_with(place, threshold)
-    padded_merge(node)
+    sized_merge(node, "padded")
     rows, plan = node.outputs[4:]
     rows.name, plan.name = f"{node.name}/rows", f"{node.name}/plan"
 

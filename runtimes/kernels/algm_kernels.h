@@ -62,7 +62,8 @@ enum { ALGM_RULE_THRESHOLD = 0, ALGM_RULE_ADAPTIVE = 1, ALGM_RULE_FIXED = 2, ALG
 /* label_type */
 enum { ALGM_LABEL_UINT8 = 0, ALGM_LABEL_INT32 = 1 };
 
-/* Value of out_rows: the output has exactly the S' rows that decide counted, a number that only the device knows. */
+/* Value of out_rows: the output has exactly the S' rows that decide counted, a number that only the device knows. -n for
+ * the next multiple of n instead, but no more than S. */
 #define ALGM_ROWS_ON_DEVICE (-1)
 
 typedef struct {
@@ -149,8 +150,8 @@ ALGM_BOTH(int, clap_decide_given,
            int64_t *length, int64_t *rows, int32_t *rows_int32, void *workspace, void *stream))
 
 /* tokens (B,S,D), size (B,S) -> out_tokens (B,out_rows,D), out_size (B,out_rows); rows past an image's length are 0.
- * out_rows is at least S', or ALGM_ROWS_ON_DEVICE for exactly S' (the buffers then hold at least that). Fewer rows are
- * refused on the host. On a device, where only the kernel learns S', nothing is written past them, and all of them
+ * out_rows is at least S', or below zero for what ALGM_ROWS_ON_DEVICE says (the buffers then hold at least that). Fewer
+ * rows are refused on the host. On a device, where only the kernel learns S', nothing is written past them, and all of them
  * become NaN. A mean follows IEEE arithmetic: Inf from a member that is infinite, NaN from two that differ in sign. */
 ALGM_BOTH(int, clap_apply,
           (const algm_clap_params *params, const void *tokens, const float *size, const void *workspace,

@@ -25,6 +25,14 @@ ALGM_EVERYWHERE inline int64_t existing_rows(int64_t length, int64_t rows) {
     return length < 0 ? 0 : length > rows ? rows : length;
 }
 
+// Rows of an image in the output of `apply`, where the longest image of an input of `rows` rows has kept `counted`.
+ALGM_EVERYWHERE inline int64_t output_rows(int64_t out_rows, int64_t counted, int64_t rows) {
+    if (out_rows >= 0) return out_rows;
+    const int32_t step = static_cast<int32_t>(-out_rows);  // 64 bits would be slow to divide by
+    const int64_t next = int64_t{(static_cast<int32_t>(counted) - 1) / step + 1} * step;
+    return counted <= 0 ? 0 : next < rows ? next : rows;
+}
+
 inline bool is_one_of_two(int32_t value) { return value == 0 || value == 1; }
 
 inline bool counts_merges(int32_t rule) { return rule == ALGM_RULE_BUDGET; }
@@ -141,8 +149,7 @@ int check_apply(const Params &p, const void *tokens, const float *size, const vo
                 const void *out_tokens, const float *out_size) {
     if (any_null(tokens, size, workspace) || (out_rows != 0 && any_null(out_tokens, out_size)))
         return ALGM_INVALID_ARGUMENT;
-    if (out_rows < 0 && out_rows != ALGM_ROWS_ON_DEVICE) return ALGM_INVALID_ARGUMENT;
-    return fits(p.batch, out_rows) ? ALGM_OK : ALGM_UNSUPPORTED;
+    return out_rows >= -kMaxRows && fits(p.batch, out_rows) ? ALGM_OK : ALGM_UNSUPPORTED;
 }
 
 // Whether a caller that gives matches gives none of one kind.

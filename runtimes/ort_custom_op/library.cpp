@@ -68,6 +68,8 @@ void addAll(OrtCustomOpDomain* domain) {
     add<Merge<Gbm>, backend>(domain);
     add<PaddedMerge<Clap>, backend>(domain);
     add<PaddedMerge<Gbm>, backend>(domain);
+    add<BucketedMerge<Clap>, backend>(domain);
+    add<BucketedMerge<Gbm>, backend>(domain);
     add<PackedAttention, backend>(domain);
     add<Gelu, backend>(domain);
     add<Node<Unmerge>, backend>(domain);

@@ -115,9 +115,10 @@ protected:
         return this->operator_.workspace(call.backend.kernels, in.shapes.data(), in.tensors[0].dtype());
     }
 
-    // Decides, asks `rowsOf` how many rows the outputs shall have, and moves them there.
+    // Decides, asks `rowsOf` how many rows the outputs shall have, and moves them there: an image every so many rows, or, by
+    // a `step`, every next multiple of it above the longest image's.
     template <class Inputs, class RowsOf>
-    void merge(Call const& call, Inputs const& in, int64_t* count, void* plan, RowsOf rowsOf) const {
+    void merge(Call const& call, Inputs const& in, int64_t* count, void* plan, RowsOf rowsOf, int64_t step = 0) const {
         auto const& op = this->operator_;
         int64_t const images = in.shapes[0][0], width = in.shapes[0][2];
         void* outputs[]{nullptr, nullptr, call.output(2, {images, op.patches(in.shapes.data())}),
@@ -127,7 +128,7 @@ protected:
         int64_t const rows = rowsOf(count);
         outputs[0] = call.output(0, {images, rows, width});
         outputs[1] = call.output(1, {images, rows});
-        op.apply(launch, plan, rows);
+        op.apply(launch, plan, step > 0 ? -step : rows);
     }
 };
 
@@ -145,12 +146,30 @@ struct PaddedMerge : Merge<Operator> {
 
     using Merge<Operator>::Merge;
 
-    void run(Call const& call) const {
+    void run(Call const& call) const { padded(call, 0); }
+
+protected:
+    void padded(Call const& call, int64_t step) const {
         typename Node<Operator>::Inputs const in(call, this->operator_);
         void* plan = call.output(5, {static_cast<int64_t>(this->planBytes(call, in))});
         auto* count = static_cast<int64_t*>(call.output(4, {}));
-        this->merge(call, in, count, plan, [&](int64_t const*) { return this->operator_.mostRows(in.shapes.data()); });
+        auto const most = [&](int64_t const*) { return this->operator_.mostRows(in.shapes.data()); };
+        this->merge(call, in, count, plan, most, step);
     }
+};
+
+// The same with the rows laid out as (B, S' rounded up to a multiple of `step`, D), at the front of outputs that have room
+// for all that went in. Whoever has read S' finds a tensor of that size there, and nothing has to move.
+template <class Operator>
+struct BucketedMerge : PaddedMerge<Operator> {
+    static constexpr char const* kName = std::is_same_v<Operator, Clap> ? "bucketed_clap" : "bucketed_gbm";
+
+    explicit BucketedMerge(ReadAttribute const& read) : PaddedMerge<Operator>(read) { read("step", step_, 1); }
+
+    void run(Call const& call) const { this->padded(call, step_); }
+
+private:
+    int32_t step_{};
 };
 
 // What operators on token values share that no other runtime has. TYPES: of the inputs behind the tokens.

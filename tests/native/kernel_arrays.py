@@ -11,7 +11,6 @@ import numpy as np
 from kernel_memory import HostMemory
 
 from algm_deploy.ops.kernel_library import (
-    ROWS_ON_DEVICE,
     KernelLibrary,
     attention_params,
     clap_params,
@@ -127,7 +126,9 @@ class Kernels:
         self.call(name, params, *source, *inputs, *decided, workspace)
         map, length, count, count_int32 = (memory.fetch(b, *kind) for b, kind in zip(decided, kinds, strict=True))
         assert count == count_int32
-        rows = int(count) if out_rows in (None, ROWS_ON_DEVICE) else out_rows
+        rows = int(count) if out_rows is None else out_rows
+        if rows < 0:
+            rows = min(-(int(count) // out_rows) * -out_rows, tokens.shape[1])
         kinds = [((images, rows, width), tokens.dtype), ((images, rows), np.float32)]
         merged = [memory.empty(*kind) for kind in kinds]
         requested = int(count) if out_rows is None else out_rows

@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
-from kernel_arrays import ROWS_ON_DEVICE, Kernels, Outputs
+from kernel_arrays import Kernels, Outputs
 from kernel_memory import DTYPES
 from operator_inputs import CLAP, GBM, KINDS, exact_tokens, ones, places_error
 
 from algm_deploy.ops import reference
 from algm_deploy.ops.clap import window_members
+from algm_deploy.ops.kernel_library import ROWS_ON_DEVICE
 from algm_deploy.ops.label_map import interpolation_matrix
 from algm_deploy.ops.schema import WORDS
 

@@ -9,14 +9,20 @@ from typing import Any
 import kernel_cases as cases
 import numpy as np
 import pytest
-from kernel_arrays import INVALID_ARGUMENT, INVALID_MAP, ROWS_ON_DEVICE, UNSUPPORTED, KernelError, Kernels
+from kernel_arrays import INVALID_ARGUMENT, INVALID_MAP, UNSUPPORTED, KernelError, Kernels
 from kernel_memory import DTYPES, MEMORIES
 from operator_inputs import CLAP, GBM, exact_tokens, ones
 
 from algm_deploy.errors import ExecutionError
 from algm_deploy.ops import kernel_library, reference
 from algm_deploy.ops._rows import merge_rows_reference
-from algm_deploy.ops.kernel_library import LabelMapParams, clap_params, deformable_attention_params, gbm_params
+from algm_deploy.ops.kernel_library import (
+    ROWS_ON_DEVICE,
+    LabelMapParams,
+    clap_params,
+    deformable_attention_params,
+    gbm_params,
+)
 from algm_deploy.ops.schema import WORDS
 
 SMALL: dict[str, Any] = {"grid": (4, 4), "window": (2, 2), **CLAP}
@@ -63,6 +69,27 @@ def test_an_image_gives_the_same_bits_alone_and_in_a_batch(kernels: Kernels, dty
     for b in (0, images // 2 - 1, images - 1):
         for one, many_images in zip(similarities(slice(b, b + 1)), together, strict=True):
             np.testing.assert_array_equal(one[0].view(np.int32), many_images[b].view(np.int32))
+
+
+@pytest.mark.parametrize("step", [1, 7, 16, 1000])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_may_be_rounded_up_where_they_are_counted(kernels: Kernels, dtype: Any, step: int) -> None:
+    """Images lie as many rows apart as the longest has, rounded up to the step, but no more than went in."""
+    tokens = exact_tokens(np.random.default_rng(8), "few", (3, 1 + 5 * 7, 64), dtype)
+    attributes = SMALL | {"grid": (5, 7)}
+    exact = kernels.clap(tokens, ones(tokens), 0.3, **attributes)
+    rounded = kernels.clap(tokens, ones(tokens), 0.3, out_rows=-step, **attributes)
+    again = kernels.gbm(*exact, 0.5, **GBM), kernels.gbm(*exact, 0.5, out_rows=-step, **GBM)
+    for most, few, more in ((36, exact, rounded), (exact[0].shape[1], *again)):
+        rows = few[0].shape[1]
+        assert rows < most
+        assert len(set(few[3].tolist())) > 1, "images must differ in their row counts"
+        assert more[0].shape[1] == more[1].shape[1] == min(-(-rows // step) * step, most)
+        for shorter, longer in zip(few[:2], more[:2], strict=True):
+            np.testing.assert_array_equal(longer[:, :rows], shorter)
+            assert not longer[:, rows:].any()
+        for one, other in zip(few[2:], more[2:], strict=True):
+            np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

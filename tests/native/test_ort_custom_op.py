@@ -126,6 +126,28 @@ def test_padded_merges(run: Any, dtype: Any, batch: str) -> None:
         assert not size[:, int(rows) :].any()
 
 
+@pytest.mark.parametrize("step", [1, 5, 1000])
+def test_bucketed_merges(run: Any, step: int) -> None:
+    """Images lie one behind the other, each in the longest one's rows rounded up to the step, no more than went in."""
+    for op, inputs, attributes in merges(np.float16):
+        tokens = inputs[0]
+        expected = getattr(reference, op)(*inputs, **attributes)
+        values, size, map, length, rows, _ = run(f"bucketed_{op}", inputs, 6, **attributes, step=step)
+        assert (values.shape, size.shape) == (tokens.shape, tokens.shape[:2]), "room for all that went in"
+        assert int(rows) == expected[0].shape[1] < tokens.shape[1]
+        taken = min(-(-int(rows) // step) * step, tokens.shape[1])
+        values, size = (x.reshape(-1)[: x.size // x.shape[1] * taken].reshape(3, taken, -1) for x in (values, size))
+        assert_equal((values[:, : int(rows)], size[:, : int(rows), 0], map, length), expected)
+        assert not values[:, int(rows) :].any()
+        assert not size[:, int(rows) :].any()
+
+
+def test_a_step_is_a_number_of_rows(run: Any) -> None:
+    op, inputs, attributes = merges(np.float32)[0]
+    with pytest.raises(RuntimeError, match="attribute step should lie in 1 to"):
+        run(f"bucketed_{op}", inputs, 6, **attributes, step=0)
+
+
 def test_gbm_adaptive(run: Any) -> None:
     tokens = random_tokens(np.random.default_rng(3), (2, 40, 32), np.float32)
     plan = GBM | {"divisor": 2.0}

@@ -2,7 +2,8 @@
 
 At batch 1 a processor takes longer to start the kernels than the device takes to run them. A CUDA graph starts them at
 once, but has fixed sizes, so the network comes in segments (`lowering.onnxruntime_segments`): a segment ends with a
-merge and the row count, which the host reads; the next one is replayed for the next multiple of `STEP` rows.
+merge and the row count, which the host reads; the next one is replayed for the next multiple of `STEP` rows, as the
+merge has laid them out.
 
 What ONNX Runtime asks for: fixed addresses, all nodes on the CUDA provider, no copies to or from the host. A graph
 belongs to the thread that captured it: the thread that opened the session has its own, all others share those of one
@@ -24,11 +25,11 @@ import onnxruntime as ort
 import torch
 
 from algm_deploy.bundle.signature import CLAP_THRESHOLD, GBM_THRESHOLD
-from algm_deploy.lowering.onnxruntime_segments import ROWS
+from algm_deploy.errors import BundleError
+from algm_deploy.lowering.onnxruntime_segments import ROWS, STEP
 from algm_deploy.runners.onnxruntime.sessions import in_turn, numpy_dtype
 from algm_deploy.runners.turns import DEVICES
 
-STEP = 32  # rows
 MOST_GRAPHS = 128  # of one segment
 # Every window and every row merges.
 _MERGE_ALL = {CLAP_THRESHOLD: -2.0, GBM_THRESHOLD: -1e6}
@@ -66,8 +67,9 @@ class _Segment:
         self.inputs: dict[str, Shape] = {i.name: i.shape for i in session.get_inputs()}
         self.outputs: dict[str, Shape] = {o.name: o.shape for o in session.get_outputs()}
         self.dtypes = {v.name: _DTYPES[v.type] for v in (*session.get_inputs(), *session.get_outputs())}
-        # The output that counts rows, and the token axis it is named for.
-        self.rows = next((name for name in self.outputs if name.startswith(ROWS)), None)
+        # The output that counts rows, and the token axis it is named for; the last segment has none.
+        self.rows = next((name for name in self.outputs if name.startswith(ROWS)), "")
+        self.axis = self.rows.removeprefix(ROWS)
         # The axes that decide its size.
         self.axes = sorted({d for shape in self.inputs.values() for d in shape if isinstance(d, str)})
         self.steps: dict[tuple[int, ...], _Step] = {}
@@ -81,6 +83,9 @@ class SegmentedSession:
         count: how many segments there are.
         device: a CUDA device, or the CPU, where nothing is captured.
         images: in the largest batch.
+
+    Raises:
+        BundleError: segments of an earlier version, whose merges lay rows out in another way.
     """
 
     def __init__(
@@ -97,19 +102,16 @@ class SegmentedSession:
         if self._stream is not None:
             chosen = {"user_compute_stream": str(self._stream.cuda_stream), "enable_cuda_graph": "1"}
         self._segments = [_Segment(open_session(index, chosen)) for index in range(count)]
+        if not all(segment.rows for segment in self._segments[:-1]):
+            raise BundleError("expected segments of this version of algm-deploy: build the bundle again")
         self._shapes = {name: shape for s in self._segments for name, shape in (s.inputs | s.outputs).items()}
         self._dtypes = {name: dtype for s in self._segments for name, dtype in s.dtypes.items()}
         self._most = _largest_axes(self._segments)
-        self._cut = {
-            name for s, t in pairwise(self._segments) for name in s.outputs.keys() & t.inputs.keys()
-            if s.outputs[name] != t.inputs[name]
-        }  # fmt: skip
         self._claimed: set[tuple[bool, int]] = set()
         sizes = max((-(-rows // STEP) for rows in self._most.values()), default=1)
         self._most_claims = max(1, MOST_GRAPHS // sizes)
         # By images that fit: batches up to a power of two share them, or all sizes would add up.
         self._buffers: dict[int, dict[str, torch.Tensor]] = {}
-        self._moved: dict[int, dict[str, torch.Tensor]] = {}
         self._thresholds: dict[str, float] = {}
         self._scalars = {
             name: torch.zeros((), device=device) for name in (CLAP_THRESHOLD, GBM_THRESHOLD) if name in self._shapes
@@ -189,9 +191,8 @@ class SegmentedSession:
         axes = self._enter(image, thresholds)
         for segment in self._segments:
             self._step(segment, axes)
-            if segment.rows is not None:
-                axes[segment.rows.removeprefix(ROWS)] = self._rows_for(segment, axes)
-                self._move(segment, axes)
+            if segment.rows:
+                axes[segment.axis] = self._rows_for(segment, axes)
         for name, result in results.items():
             result.copy_(self._view(name, axes))
 
@@ -201,13 +202,11 @@ class SegmentedSession:
         axes = self._enter(torch.zeros(shape, dtype=self._dtypes["image"]), _MERGE_ALL)
         for segment, following in pairwise(self._segments):
             self._step(segment, axes)
-            assert segment.rows is not None
-            axis = segment.rows.removeprefix(ROWS)
-            fewest, most = self._rows_for(segment, axes), self._most[axis]
+            fewest, most = self._rows_for(segment, axes), self._most[segment.axis]
             for rows in [*range(fewest, most, STEP), most]:
-                axes[axis] = rows
+                axes[segment.axis] = rows
                 self._step(following, axes)
-            axes[axis] = fewest
+            axes[segment.axis] = fewest
         self._step(self._segments[-1], axes)
 
     def _enter(self, image: torch.Tensor, thresholds: Mapping[str, float]) -> dict[str, int]:
@@ -216,8 +215,6 @@ class SegmentedSession:
         fitting = self._fitting(axes)
         if fitting not in self._buffers:
             self._buffers[fitting] = {name: self._buffer(name, fitting) for name in self._shapes}
-            # One image's first rows lie where the next segment looks for them; those of several are moved together.
-            self._moved[fitting] = {name: self._buffer(name, fitting) for name in self._cut} if fitting > 1 else {}
         self._view("image", axes).copy_(image)
         for name, scalar in self._scalars.items():
             if self._thresholds.get(name) != thresholds[name]:
@@ -236,19 +233,10 @@ class SegmentedSession:
 
     def _rows_for(self, segment: _Segment, axes: Mapping[str, int]) -> int:
         """Rows for the segment behind this one: what its merge counted, and no more than a step above."""
-        assert segment.rows is not None
         if self._stream is not None:
             self._stream.synchronize()
         counted = int(self._buffers[self._fitting(axes)][segment.rows])
-        return min(-(-counted // STEP) * STEP, self._most[segment.rows.removeprefix(ROWS)])
-
-    def _move(self, segment: _Segment, axes: Mapping[str, int]) -> None:
-        """Moves the first rows of several images together."""
-        for name in self._moved[self._fitting(axes)].keys() & segment.outputs.keys():
-            made = self._buffers[self._fitting(axes)][name]
-            made = made[: math.prod(shape := _sizes(segment.outputs[name], axes))].view(shape)
-            shape = self._resolved(name, axes)
-            self._moved[self._fitting(axes)][name][: math.prod(shape)].view(shape).copy_(made[:, : shape[1]])
+        return min(-(-counted // STEP) * STEP, self._most[segment.axis])
 
     def _step(self, segment: _Segment, axes: Mapping[str, int]) -> None:
         key = (threading.get_ident() == self._owner, *(axes[axis] for axis in segment.axes))
@@ -266,12 +254,8 @@ class SegmentedSession:
     def _bound(self, segment: _Segment, axes: Mapping[str, int]) -> _Step:
         binding = segment.session.io_binding()
         device = (self.device.type, self.device.index or 0)
-        made = self._buffers[self._fitting(axes)]
-        taken = made | self._moved[self._fitting(axes)]
-        for shapes, tensors, bind in (
-            (segment.inputs, taken, binding.bind_input),
-            (segment.outputs, made, binding.bind_output),
-        ):
+        tensors = self._buffers[self._fitting(axes)]
+        for shapes, bind in ((segment.inputs, binding.bind_input), (segment.outputs, binding.bind_output)):
             for name, shape in shapes.items():
                 dtype = numpy_dtype(tensors[name]).type
                 bind(name, *device, dtype, _sizes(shape, axes), tensors[name].data_ptr())

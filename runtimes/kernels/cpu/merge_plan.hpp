@@ -133,9 +133,8 @@ int apply_plan(const Params *params, const void *tokens, const float *size, cons
     if (const int status = check(params)) return status;
     if (const int status = check_apply(*params, tokens, size, workspace, out_rows, out_tokens, out_size)) return status;
     const Plan plan = plan_in<Plan>(workspace, *params);
-    const int64_t rows = out_rows == ALGM_ROWS_ON_DEVICE ? *plan.rows : out_rows;
+    const int64_t rows_in = params->rows, width = params->width, rows = output_rows(out_rows, *plan.rows, rows_in);
     if (rows < *plan.rows) return ALGM_INVALID_ARGUMENT;
-    const int64_t rows_in = params->rows, width = params->width;
     with_dtype(params->dtype, [&](auto type) {
         using T = decltype(type);
         for (int64_t b = 0; b < params->batch; ++b) {

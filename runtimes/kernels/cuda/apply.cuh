@@ -16,7 +16,7 @@ constexpr int kNoRow = INT32_MAX;
 
 struct ApplyShape {
     int rows_in, width;
-    int64_t rows_out;  // ALGM_ROWS_ON_DEVICE: counted_rows holds it
+    int64_t rows_out;  // as `apply` was given it
     const int64_t *counted_rows, *length;
 };
 
@@ -88,7 +88,7 @@ struct Rows {
     __device__ void find_output(const ApplyShape &shape, int image, T *tokens, float *size) {
         length = shape.length[image];
         const int64_t counted = *shape.counted_rows;
-        rows_out = shape.rows_out == ALGM_ROWS_ON_DEVICE ? counted : shape.rows_out;
+        rows_out = output_rows(shape.rows_out, counted, rows_in);
         padding = 0;
         if (rows_out < counted) {
             length = 0;

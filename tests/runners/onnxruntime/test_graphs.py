@@ -20,6 +20,7 @@ from toys import deployed_toy, pictures, toy
 
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.deployment import export
+from algm_deploy.errors import BundleError
 from algm_deploy.lowering.onnxruntime import rewrite
 from algm_deploy.lowering.onnxruntime_segments import segments
 from algm_deploy.lowering.portable import add_function_bodies
@@ -134,7 +135,7 @@ def test_batches_up_to_a_power_of_two_share_memory(session: SegmentedSession, wh
     for images in (3, 4, 3, 1, 2, 5):
         image = blob_images(images)
         assert_equal(run(session, image), whole(image))
-    assert sorted(session._buffers) == sorted(session._moved) == [1, 2, 4, 6], "6 is the largest batch"
+    assert sorted(session._buffers) == [1, 2, 4, 6], "6 is the largest batch"
 
 
 def test_the_first_batch_sizes_have_graphs_in_either_thread(session: SegmentedSession) -> None:
@@ -193,24 +194,53 @@ def test_warming_up_meets_every_size(session: SegmentedSession, blob_images: Any
     assert [set(segment.steps) for segment in session._segments] == known
 
 
+@pytest.mark.parametrize("images", [1, 3])
 def test_rows_that_nobody_counted_are_not_read(
-    session: SegmentedSession, whole: Any, blob_images: Any, monkeypatch: pytest.MonkeyPatch
+    session: SegmentedSession, whole: Any, blob_images: Any, monkeypatch: pytest.MonkeyPatch, images: int
 ) -> None:
-    image = blob_images(1)
+    """Those behind the longest image's, up to the step, and what lies behind the last image."""
+    image = blob_images(images)
     counted = session._rows_for
+    poisoned = 0
 
     def poison(segment: Any, axes: Any) -> int:
+        nonlocal poisoned
         rows = counted(segment, axes)
-        made = session._buffers[1]
-        for name in session._cut & segment.outputs.keys():
-            valid = int(made[segment.rows])
-            width = 64 if len(segment.outputs[name]) == 3 else 1
-            assert not made[name][valid * width : rows * width].any()
-            made[name][valid * width :] = 1e4
+        made = session._buffers[session._fitting(axes)]
+        for name, shape in session._shapes.items():
+            if name in segment.outputs and segment.axis in map(str, shape):
+                valid = int(made[segment.rows])
+                laid_out = made[name][: images * rows * (64 if len(shape) == 3 else 1)].view(images, rows, -1)
+                assert not laid_out[:, valid:].any()
+                laid_out[:, valid:] = 1e4
+                made[name][laid_out.numel() :] = 1e4
+                poisoned += 1
         return rows
 
     monkeypatch.setattr(session, "_rows_for", poison)
     assert_equal(run(session, image), whole(image))
+    assert poisoned == 3, "tokens behind two merges, sizes behind the first, as the tail needs none"
+
+
+def test_segments_of_an_earlier_version_are_refused(folder: tuple[Path, int], open_file: Any) -> None:
+    """Their merges give images other places, which would be read without a word."""
+
+    class Earlier:
+        def __init__(self, session: ort.InferenceSession) -> None:
+            self.get_inputs = session.get_inputs
+            self._outputs = session.get_outputs()
+
+        def get_outputs(self) -> list[Any]:
+            return [
+                SimpleNamespace(name=o.name.replace("counted_", "rows_of_"), shape=o.shape, type=o.type)
+                for o in self._outputs
+            ]
+
+    def opened(index: int, _: dict[str, str]) -> Any:
+        return Earlier(open_file(str(index)))
+
+    with pytest.raises(BundleError, match="build the bundle again"):
+        SegmentedSession(opened, folder[1], torch.device("cpu"), MOST_IMAGES)
 
 
 def test_results_and_images_are_copies(session: SegmentedSession, whole: Any, blob_images: Any) -> None:
