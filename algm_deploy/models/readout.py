@@ -33,8 +33,8 @@ class Steps(NamedTuple):
     """Steps that a runtime may do in its own way.
 
     normed, unit: a norm of rows (..., D), and scaling them to length one. crossed: attention of queries (B, K, D) to
-    keys and values (B, S, D), given the number of heads, a scale, where (B, S) rows are valid, unless all are, and
-    whether the similarity is wanted, without which it may be left out.
+    keys and values (B, S, D), given the number of heads, a scale, which (B, S) rows are valid, the first ones of an
+    image, unless all are, and whether the similarity is wanted, without which it may be left out.
     """
 
     normed: Callable[[Tensor, nn.LayerNorm], Tensor]

@@ -241,6 +241,24 @@ def _launch_attention(
     )
 
 
+def crossed(query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None, heads: int, scale: float) -> Tensor:
+    """Attention (B, K, D) of queries (B, K, D) to valid rows of keys and values (B, S, D), by the tiles of `attention`.
+
+    Args:
+        query, key, value: rows laid out [head][side], which `fits_attention`; 16-bit, contiguous.
+        valid: (B, S) bool, the first rows of every image; without it all are.
+        heads, scale: as of the operator.
+    """
+    (images, asking, width), rows = query.shape, key.shape[1]
+    out, counts = torch.empty_like(query), valid is not None
+    told = query if valid is None else valid.view(torch.uint8)
+    sizes = triton.next_power_of_2(rows), width // heads, _TILE, _TILE, _LAST_KEYS, counts
+    _crossed_kernel[(-(-asking // _TILE), images * heads)](
+        query, key, value, told, out, asking, rows, heads, scale * math.log2(math.e), *sizes, num_warps=4, num_stages=3
+    )
+    return out
+
+
 def fits_moving(x: Tensor) -> bool:
     """Whether `packed` and `apart` take these rows."""
     return _fusible(x)
@@ -504,6 +522,49 @@ if triton is not None:
         return largest, total * fading + tl.sum(weight, 1), mixed
 
     @triton.jit
+    def _attended(  # type: ignore[no-untyped-def]
+        query, keys, values, count, stride, scale,
+        queries: tl.constexpr, side: tl.constexpr, keys_each: tl.constexpr, last_keys: tl.constexpr,
+    ):  # fmt: skip
+        """What queries (queries, side) make of the first `count` keys and values, rows `stride` numbers apart."""
+        most = tl.full([queries], float("-inf"), tl.float32)
+        total = tl.zeros([queries], tl.float32)
+        mixed = tl.zeros([queries, side], tl.float32)
+        whole = count // keys_each * keys_each
+        for first in range(0, whole, keys_each):
+            most, total, mixed = _attention_step(
+                query, keys, values, first, count, stride, scale, most, total, mixed, side, keys_each, False
+            )
+        for first in range(whole, count, last_keys):
+            most, total, mixed = _attention_step(
+                query, keys, values, first, count, stride, scale, most, total, mixed, side, last_keys, True
+            )
+        return mixed / total[:, None]
+
+    @triton.jit
+    def _crossed_kernel(  # type: ignore[no-untyped-def]
+        query, key, value, valid, out, asking, rows, heads, scale,
+        block: tl.constexpr, side: tl.constexpr, queries: tl.constexpr, keys_each: tl.constexpr,
+        last_keys: tl.constexpr, counts: tl.constexpr,
+    ):  # fmt: skip
+        """One program: `queries` of the `asking` rows of one head of one image. `scale` as below."""
+        image, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
+        count = rows
+        if counts:
+            every = tl.arange(0, block)
+            count = tl.sum(tl.load(valid + image * rows + every, mask=every < rows, other=0).to(tl.int32), 0)
+        width = heads * side
+        row = tl.program_id(0) * queries + tl.arange(0, queries)
+        at = (image * asking + row[:, None]) * width + head * side + tl.arange(0, side)[None, :]
+        inside = row[:, None] < asking
+        first = image * rows * width + head * side
+        result = _attended(
+            tl.load(query + at, mask=inside, other=0.0), key + first, value + first,
+            count, width, scale, queries, side, keys_each, last_keys,
+        )  # fmt: skip
+        tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
+
+    @triton.jit
     def _attention_kernel(  # type: ignore[no-untyped-def]
         qkv, starts, out, scales, longest, heads, scale,
         side: tl.constexpr, queries: tl.constexpr, keys_each: tl.constexpr, last_keys: tl.constexpr,
@@ -525,22 +586,10 @@ if triton is not None:
             base = qkv + start.to(tl.int64) * stride + head * side
             inside = row[:, None] < count
             query = tl.load(base + row[:, None] * stride + column[None, :], mask=inside, other=0.0)
-            most = tl.full([queries], float("-inf"), tl.float32)
-            total = tl.zeros([queries], tl.float32)
-            mixed = tl.zeros([queries, side], tl.float32)
-            whole = count // keys_each * keys_each
-            for first in range(0, whole, keys_each):
-                most, total, mixed = _attention_step(
-                    query, base + width, base + 2 * width, first, count, stride, scale, most, total, mixed,
-                    side, keys_each, False,
-                )  # fmt: skip
-            for first in range(whole, count, last_keys):
-                most, total, mixed = _attention_step(
-                    query, base + width, base + 2 * width, first, count, stride, scale, most, total, mixed,
-                    side, last_keys, True,
-                )  # fmt: skip
+            result = _attended(
+                query, base + width, base + 2 * width, count, stride, scale, queries, side, keys_each, last_keys
+            )
             to = out + start.to(tl.int64) * width + head * side
-            result = mixed / total[:, None]
             if quantises:  # noqa: SIM102 - the one is known to the compiler, the other is not
                 if head == 0:
                     tl.store(scales + start + row, tl.full([queries], 1.0, tl.float32), mask=row < count)

@@ -55,6 +55,7 @@ from algm_deploy.runners.torch.evit import cls_attention, evit
 from algm_deploy.runners.torch.fused import (
     attention,
     attention_fp8,
+    crossed,
     fits_attention,
     linear_gelu,
     patches,
@@ -271,9 +272,12 @@ def _fused_crossed(
     query: Tensor, key: Tensor, value: Tensor, heads: int, scale: float, valid: Tensor | None, compared: bool
 ) -> Crossed:
     """The mean of the heads' products is one product over all of them."""
-    q, k, v = (heads_of(x, heads) for x in (query, key, value))
-    mask = None if valid is None else valid[:, None, None]
-    mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).transpose(1, 2).flatten(2)
+    if fits_attention(query, query.shape[2] // heads):
+        mixed = crossed(query, key, value, valid, heads, scale)
+    else:
+        q, k, v = (heads_of(x, heads) for x in (query, key, value))
+        mask = None if valid is None else valid[:, None, None]
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).transpose(1, 2).flatten(2)
     return Crossed(mixed, wide(query * (scale / heads) @ key.mT) if compared else None)
 
 

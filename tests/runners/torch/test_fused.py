@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from algm_deploy.models.readout import heads_of
 from algm_deploy.runners.torch import fused as torch_fused
 from algm_deploy.runners.torch import layout as torch_layout
 from algm_deploy.runners.torch.layout import Layout
@@ -123,6 +124,27 @@ def test_rows_move_as_by_index(classes: int, prefix: int, dtype: torch.dtype, mo
     for a, b in zip(fused, expected, strict=True):
         assert torch.isfinite(a).all()
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("asking", "heads", "side"), [(150, 3, 32), (64, 2, 64), (19, 1, 128)])
+def test_queries_attend_to_the_valid_rows(asking: int, heads: int, side: int, dtype: torch.dtype) -> None:
+    """Of as many keys as are valid, whatever lies behind them; or of all."""
+    lengths, width, scale = [1, 64, 200, 129], heads * side, side**-0.5
+    query = rows(4, asking, width, dtype=dtype)
+    key, value = rows(4, 200, width, dtype=dtype), rows(4, 200, width, dtype=dtype).flip(1)
+    valid = torch.arange(200, device="cuda") < torch.tensor(lengths, device="cuda")[:, None]
+    cut = [torch.where(valid[..., None], x, torch.nan) for x in (key, value)]
+    for found, kept in (
+        (torch_fused.crossed(query, *cut, valid, heads, scale), valid),
+        (torch_fused.crossed(query, key, value, None, heads, scale), None),
+    ):
+        parts = [heads_of(x, heads) for x in (query, key, value)]
+        mask = None if kept is None else kept[:, None, None]
+        expected = F.scaled_dot_product_attention(*parts, attn_mask=mask, scale=scale).transpose(1, 2).flatten(2)
+        exact = (part.double() for part in parts)
+        truth = F.scaled_dot_product_attention(*exact, attn_mask=mask, scale=scale).transpose(1, 2).flatten(2)
+        assert_no_worse(found, expected, truth)
 
 
 def test_without_a_c_compiler_pytorch_runs_it_and_says_so(
