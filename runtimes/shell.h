@@ -45,6 +45,7 @@ struct Kernels {
     decltype(&algm_cpu_gbm_apply) gbmApply;
     decltype(&algm_cpu_attention) attention;
     decltype(&algm_cpu_gelu) gelu;
+    decltype(&algm_cpu_patches) patches;
     decltype(&algm_cpu_unmerge) unmerge;
     decltype(&algm_cpu_label_map) labelMap;
     decltype(&algm_cpu_deformable_attention) deformableAttention;
@@ -55,7 +56,7 @@ struct Kernels {
         algm_##device##_status_text, algm_##device##_clap_workspace, algm_##device##_clap_decide,  \
             algm_##device##_clap_apply, algm_##device##_gbm_workspace, algm_##device##_gbm_decide, \
             algm_##device##_gbm_apply, algm_##device##_attention, algm_##device##_gelu,            \
-            algm_##device##_unmerge, algm_##device##_label_map,                                    \
+            algm_##device##_patches, algm_##device##_unmerge, algm_##device##_label_map,           \
             algm_##device##_deformable_attention                                                   \
     }
 

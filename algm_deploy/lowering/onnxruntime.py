@@ -7,7 +7,7 @@
 | attention in fp16, heads of 64, CUDA | custom operator `packed_attention` where the library is there |
 | residual + bias + LayerNormalization | CUDA: `com.microsoft.SkipLayerNormalization` |
 | bias + GELU | `com.microsoft.BiasGelu`; in fp16 on CUDA custom operator `gelu` where the library is there |
-| patch embedding | CUDA: one matrix product instead of a strided convolution |
+| patch embedding | CUDA: one matrix product instead of a strided convolution, in fp16 of custom operator `patches` |
 | rows scaled to length one | CUDA: `SimplifiedLayerNormalization` |
 | label_map, deformable_attention, on CUDA clap, gbm, unmerge | custom operators where the library is there, else their
 function bodies |
@@ -38,6 +38,7 @@ from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import ExportError
 from algm_deploy.lowering.onnxruntime_segments import segments, sized_merge
 from algm_deploy.lowering.portable import fix_batch, has_budget, load_portable, operator_of
+from algm_deploy.ops.patches import CHANNELS
 from algm_deploy.ops.schema import SCHEMAS
 from algm_deploy.recipe.schema import Recipe
 
@@ -48,7 +49,7 @@ Provider = Literal["cpu", "cuda"]
 CUSTOM_OPERATORS: dict[Provider, frozenset[str]] = {
     "cpu": frozenset({"label_map", "deformable_attention"}),
     "cuda": frozenset(
-        {"clap", "gbm", "unmerge", "label_map", "deformable_attention", "packed_attention", "gelu"},
+        {"clap", "gbm", "unmerge", "label_map", "deformable_attention", "packed_attention", "gelu", "patches"},
     ),
 }
 HEAD = 64  # the width of heads that `packed_attention` multiplies on tensor cores
@@ -100,7 +101,8 @@ def rewrite(model: ir.Model, provider: Provider, custom_operators: bool, single:
 
     Returns:
         How often each rewrite fired: `attention`, `multi_head_attention`, `skip_layer_norm`, `bias_gelu`,
-        `patch_embedding`, `unit_rows`, and the custom operators by name, `packed_attention` and `gelu` among them.
+        `patch_embedding`, `unit_rows`, and the custom operators by name, `packed_attention`, `gelu` and
+        `patches` among them.
 
     Raises:
         ExportError: an attention whose queries, keys and values do not come from one linear layer.
@@ -112,7 +114,7 @@ def rewrite(model: ir.Model, provider: Provider, custom_operators: bool, single:
     _bias_gelu(model.graph, provider == "cuda" and custom_operators, counts)
     if provider == "cuda":
         _skip_layer_norm(model.graph, counts)
-        _patch_embedding(model.graph, counts)
+        _patch_embedding(model.graph, custom_operators, counts)
         _unit_rows(model.graph, counts)
     custom = _custom_operators(model.graph, CUSTOM_OPERATORS[provider], counts) if custom_operators else frozenset()
     RemoveUnusedNodesPass()(model)
@@ -331,8 +333,9 @@ def _skip_layer_norm(graph: ir.Graph, counts: Counter[str]) -> None:
             break
 
 
-def _patch_embedding(graph: ir.Graph, counts: Counter[str]) -> None:
+def _patch_embedding(graph: ir.Graph, own: bool, counts: Counter[str]) -> None:
     """Conv with stride = kernel, Reshape, Transpose: cuDNN's convolution took a sixth of the time of Segmenter-S.
+    `own`: the library's operator where it is faster.
 
     The weight is turned when the session is made, so it stays in the shared data file as it is.
     """
@@ -351,15 +354,38 @@ def _patch_embedding(graph: ir.Graph, counts: Counter[str]) -> None:
         add = _Chain(graph, tokens, conv.name)
         if pads.any():
             image = add("Pad", image, add.constant(np.insert(pads, (0, 0, 2, 2), 0)))
-        patches = add("Reshape", image, add.shape([0, channels, grid[0], kernel[0], grid[1], kernel[1]]))
-        patches = add("Transpose", patches, perm=[0, 2, 4, 1, 3, 5])
-        patches = add("Reshape", patches, add.shape([0, grid[0] * grid[1], channels * kernel[0] * kernel[1]]))
+        if own and _fits_patches(weight):
+            image, centre, scale = _centred(image)
+            patches = add("patches", image, domain=DOMAIN, side=int(kernel[0]), centre=centre, scale=scale)
+        else:
+            patches = add("Reshape", image, add.shape([0, channels, grid[0], kernel[0], grid[1], kernel[1]]))
+            patches = add("Transpose", patches, perm=[0, 2, 4, 1, 3, 5])
+            patches = add("Reshape", patches, add.shape([0, grid[0] * grid[1], channels * kernel[0] * kernel[1]]))
         matrix = add("Transpose", add("Reshape", weight, add.shape([dim, -1])), perm=[1, 0])
         values = add("MatMul", patches, matrix)
         if len(conv.inputs) > 2 and conv.inputs[2] is not None:
             values = add("Add", values, conv.inputs[2])
         _stand_in(tokens.outputs[0], values)
         counts["patch_embedding"] += 1
+
+
+def _fits_patches(weight: ir.Value) -> bool:
+    """Whether the library's operator is for it: three channels of square patches, in fp16."""
+    assert weight.shape is not None
+    _, channels, height, width = weight.shape
+    return channels == CHANNELS and height == width and weight.dtype == ir.DataType.FLOAT16
+
+
+def _centred(image: ir.Value) -> tuple[ir.Value, float, float]:
+    """What (pixel - centre) * scale is computed from, centre and scale; the image itself where it is something else."""
+    product = image.producer()
+    difference = _pair(product)[0].producer() if product is not None and product.op_type == "Mul" else None
+    if product is None or difference is None or difference.op_type != "Sub":
+        return image, 0.0, 1.0
+    scale, centre = _number(_pair(product)[1]), _number(_pair(difference)[1])
+    if scale is None or centre is None:
+        return image, 0.0, 1.0
+    return _pair(difference)[0], centre, scale
 
 
 def _unit_rows(graph: ir.Graph, counts: Counter[str]) -> None:

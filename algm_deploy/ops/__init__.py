@@ -18,6 +18,7 @@ from algm_deploy.ops.gelu import gelu
 from algm_deploy.ops.label_map import label_map
 from algm_deploy.ops.mpm import mpm
 from algm_deploy.ops.packed_attention import packed_attention
+from algm_deploy.ops.patches import patches
 from algm_deploy.ops.proportional_attention import proportional_attention
 from algm_deploy.ops.remerge import remerge
 from algm_deploy.ops.tome import tome
@@ -39,6 +40,7 @@ __all__ = [
     "label_map",
     "mpm",
     "packed_attention",
+    "patches",
     "proportional_attention",
     "remerge",
     "tome",

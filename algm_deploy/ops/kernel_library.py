@@ -34,6 +34,7 @@ ClapParams = _struct(
 GbmParams = _struct("GbmParams", "batch rows width patches prefix budget", "dtype semantics batch_mode rule", "divisor")
 AttentionParams = _struct("AttentionParams", "images rows heads side", "dtype", floats="scale")
 GeluParams = _struct("GeluParams", "rows width", "dtype")
+PatchesParams = _struct("PatchesParams", "images height width side", "dtype", floats="centre scale")
 UnmergeParams = _struct("UnmergeParams", "batch rows width patches prefix", "dtype")
 LabelMapParams = _struct("LabelMapParams", "batch rows classes grid_h grid_w height width prefix", "dtype label_type")
 
@@ -91,6 +92,12 @@ def gelu_params(shape: Sequence[int], dtype: str) -> ctypes.Structure:
     """Of GELU of a product of a shape (B, S, C) and a type."""
     images, rows, width = shape
     return GeluParams(images * rows, width, DTYPES[dtype])
+
+
+def patches_params(shape: Sequence[int], dtype: str, side: int, centre: float, scale: float) -> ctypes.Structure:
+    """Of patches of images of a shape (B, 3, H, W) and a type."""
+    images, _, height, width = shape
+    return PatchesParams(images, height, width, side, centre, scale, DTYPES[dtype])
 
 
 def unmerge_params(shape: Sequence[int], dtype: str, patches: int, prefix: int) -> ctypes.Structure:

@@ -35,6 +35,7 @@ from algm_deploy.ops.mpm import reference_pairs as mpm_pairs
 from algm_deploy.ops.mpm import reference_rows as mpm_rows
 from algm_deploy.ops.mpm import reference_similarity as mpm_similarity
 from algm_deploy.ops.packed_attention import reference as packed_attention
+from algm_deploy.ops.patches import reference as patches
 from algm_deploy.ops.proportional_attention import reference as proportional_attention
 from algm_deploy.ops.remerge import reference as remerge
 from algm_deploy.ops.tome import reference as tome
@@ -75,6 +76,7 @@ __all__ = [
     "neighbour_groups",
     "neighbour_similarity",
     "packed_attention",
+    "patches",
     "proportional_attention",
     "remerge",
     "squared_distances",

@@ -121,6 +121,12 @@ typedef struct {
     int32_t dtype;
 } algm_gelu_params;
 
+typedef struct {
+    int64_t images, height, width, side; /* B, H and W as multiples of the side of a patch */
+    float centre, scale;                 /* a pixel becomes (pixel - centre) * scale */
+    int32_t dtype;
+} algm_patches_params;
+
 /* Declares a function once for the host and once for the device. */
 #define ALGM_BOTH(result, name, arguments) \
     ALGM_API result algm_cpu_##name arguments; \
@@ -198,6 +204,11 @@ ALGM_BOTH(int, gbm_apply,
 ALGM_BOTH(int, deformable_attention,
           (const algm_deformable_attention_params *params, const void *value, const float *locations,
            const float *shares, void *out, void *stream))
+
+/* ---- before the merges ------------------------------------------------------------------------------------------ */
+
+/* image (B,3,H,W) -> out (B,N,3*side*side): pixels of each patch, [channel][down][across], centred and scaled in fp32. */
+ALGM_BOTH(int, patches, (const algm_patches_params *params, const void *image, void *out, void *stream))
 
 /* ---- between the merges ----------------------------------------------------------------------------------------- */
 

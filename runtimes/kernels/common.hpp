@@ -143,6 +143,16 @@ inline int check(const algm_gelu_params *p) {
     return p->rows <= kMaxRows && p->width <= kMaxRows ? ALGM_OK : ALGM_UNSUPPORTED;
 }
 
+constexpr int64_t kChannels = 3;  // of a picture
+
+inline int check(const algm_patches_params *p) {
+    if (p == nullptr || p->images < 1 || p->height < 1 || p->width < 1 || p->side < 1 || !is_dtype(p->dtype) ||
+        !(p->centre == p->centre) || !(p->scale == p->scale) || p->height % p->side != 0 || p->width % p->side != 0)
+        return ALGM_INVALID_ARGUMENT;
+    const bool countable = fits(p->height, p->width) && p->images <= kMaxRows;
+    return countable && fits(kChannels * p->images, p->height * p->width) ? ALGM_OK : ALGM_UNSUPPORTED;
+}
+
 // The arguments of `apply`. Outputs without rows may be null pointers.
 template <class Params>
 int check_apply(const Params &p, const void *tokens, const float *size, const void *workspace, int64_t out_rows,

@@ -72,6 +72,7 @@ void addAll(OrtCustomOpDomain* domain) {
     add<BucketedMerge<Gbm>, backend>(domain);
     add<PackedAttention, backend>(domain);
     add<Gelu, backend>(domain);
+    add<Patches, backend>(domain);
     add<Node<Unmerge>, backend>(domain);
     add<Node<Labels>, backend>(domain);
     add<Looking, backend>(domain);

@@ -243,6 +243,36 @@ struct Gelu : OnTokens<Type::kFloat> {
     }
 };
 
+// image (B,3,H,W) -> (B,N,3*side*side).
+struct Patches : OnTokens<> {
+    static constexpr char const* kName = "patches";
+
+    explicit Patches(ReadAttribute const& read) {
+        read("side", side_, 1);
+        read("centre", centre_);
+        read("scale", scale_);
+    }
+
+    void run(Call const& call) const {
+        Tensor const image = call.input(0, 4);
+        auto const& shape = image.shape;
+        expectEqual(shape[1], kChannels, "channels of image");
+        if (shape[2] % side_ != 0 || shape[3] % side_ != 0) {
+            fail("the sides of image should be multiples of ", side_, ", got ", shape[2], " and ", shape[3]);
+        }
+        algm_patches_params const p{shape[0], shape[2], shape[3], side_, centre_, scale_, image.dtype()};
+        int64_t const count = shape[2] / side_ * (shape[3] / side_);
+        done(call,
+             call.backend.kernels.patches(&p, image.data, call.output(0, {shape[0], count, kChannels * side_ * side_}),
+                                          call.stream),
+             "cutting patches");
+    }
+
+private:
+    int32_t side_{};
+    float centre_{}, scale_{};
+};
+
 // 8-bit labels, for up to 255 classes; graphs with more keep the function body.
 using Labels = LabelMap<ALGM_LABEL_UINT8>;
 

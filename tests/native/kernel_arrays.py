@@ -18,6 +18,7 @@ from algm_deploy.ops.kernel_library import (
     gbm_params,
     gelu_params,
     label_map_params,
+    patches_params,
     unmerge_params,
 )
 
@@ -148,7 +149,7 @@ class Kernels:
         self.call("deformable_attention", params, *map(self.put, (value, locations, shares)), out)
         return self.memory.fetch(out, *kind)
 
-    # --- attention, gelu ---
+    # --- patches, attention, gelu ---
 
     def packed_attention(
         self, product: np.ndarray, bias: np.ndarray | None, length: np.ndarray | None, *, heads: int, scale: float
@@ -159,6 +160,14 @@ class Kernels:
         out = self.memory.empty(*kind)
         others = [None if x is None else self.put(x, d) for x, d in ((bias, np.float32), (length, np.int64))]
         self.call("attention", params, self.put(product), *others, out)
+        return self.memory.fetch(out, *kind)
+
+    def patches(self, image: np.ndarray, *, side: int, centre: float, scale: float) -> np.ndarray:
+        images, channels, height, width = image.shape
+        params = patches_params(image.shape, image.dtype.name, side, centre, scale)
+        kind = (images, height // side * (width // side), channels * side * side), image.dtype
+        out = self.memory.empty(*kind)
+        self.call("patches", params, self.put(image), out)
         return self.memory.fetch(out, *kind)
 
     def gelu(self, product: np.ndarray, bias: np.ndarray) -> np.ndarray:

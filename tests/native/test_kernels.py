@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -166,6 +167,23 @@ def test_no_row_at_all(kernels: Kernels, dtype: Any) -> None:
 
 def relative_error(found: np.ndarray, exact: np.ndarray) -> float:
     return float(np.linalg.norm(found.astype(np.float64) - exact) / np.linalg.norm(exact))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("side", "grid"), [(16, (3, 5)), (14, (4, 2)), (8, (1, 1)), (3, (5, 7))])
+def test_patches(kernels: Kernels, side: int, grid: tuple[int, int], dtype: Any) -> None:
+    """By packs where a patch's lines can be moved so, else by pixels. Bytes are exact in every type."""
+    shape = 2, 3, grid[0] * side, grid[1] * side
+    image = np.random.default_rng(side).integers(0, 256, shape).astype(np.float32).astype(dtype)
+    plan = {"side": side, "centre": 128.0, "scale": 1 / 128}
+    np.testing.assert_array_equal(kernels.patches(image, **plan), reference.patches(image, **plan))
+
+
+def test_patches_refuse_other_pictures(kernels: Kernels) -> None:
+    image, plan = np.zeros((1, 3, 8, 12), np.float32), {"centre": 0.0, "scale": 1.0}
+    for side, centre in ((5, 0.0), (12, 0.0), (4, math.nan)):
+        with pytest.raises(KernelError, match=f"status {INVALID_ARGUMENT}"):
+            kernels.patches(image, **plan | {"side": side, "centre": centre})
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -350,6 +368,7 @@ def declared_fields(header: str, struct: str) -> Iterator[tuple[str, str]]:
         "GbmParams",
         "AttentionParams",
         "GeluParams",
+        "PatchesParams",
         "UnmergeParams",
         "LabelMapParams",
         "DeformableAttentionParams",

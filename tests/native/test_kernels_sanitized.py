@@ -33,6 +33,7 @@ from algm_deploy.ops.kernel_library import (
     deformable_attention_params,
     gbm_params,
     gelu_params,
+    patches_params,
 )
 
 FLAGS = "-std=c++17 -O1 -g1 -fPIC -shared -ffp-contract=off -fsanitize=address,undefined -fno-sanitize-recover=all"
@@ -160,6 +161,7 @@ def test_huge_numbers_are_refused_before_anything_is_multiplied(kernels: Kernels
         ("label_map", LabelMapParams(1, 17, 5, 4, 4, 8, 8, 1, 0, 1), 3),
         ("attention", attention_params((1, 17, 24), "float32", 2, 0.5), 4),
         ("gelu", gelu_params((1, 17, 16), "float32"), 3),
+        ("patches", patches_params((1, 3, 8, 8), "float32", 4, 128.0, 0.5), 2),
         (
             "deformable_attention",
             deformable_attention_params((1, 32, 2, 4), "float32", (1, 5, 2, 2, 4), (4, 6, 2, 4)),

@@ -190,6 +190,17 @@ def test_gelu(run: Any, dtype: Any) -> None:
         run("gelu", [product, bias[:7]], 1)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_patches(run: Any, dtype: Any) -> None:
+    image = np.random.default_rng(2).integers(0, 256, (2, 3, 8, 12)).astype(dtype)
+    plan = {"side": 4, "centre": 128.0, "scale": 1 / 128}
+    assert_equal(run("patches", [image], 1, **plan), [reference.patches(image, **plan)])
+    with pytest.raises(RuntimeError, match="multiples of 5, got 8 and 12"):
+        run("patches", [image], 1, **plan | {"side": 5})
+    with pytest.raises(RuntimeError, match="channels of image should be 3, got 1"):
+        run("patches", [image[:, :1]], 1, **plan)
+
+
 def test_unmerge(run: Any) -> None:
     rng = np.random.default_rng(4)
     inputs = [rng.standard_normal((2, 7, 5)).astype(np.float32), rng.integers(1, 8, (2, 12))]

@@ -24,6 +24,7 @@ OTHERS = {
     "proportional_attention": {"heads": 2, "scale": 0.5},
     "gelu": {},
     "packed_attention": {"heads": 2, "scale": 0.5},
+    "patches": {"side": 2, "centre": 0.5, "scale": 2.0},
     "unmerge": {"prefix": 1},
     "elvit": {
         "grid": [4, 4],
@@ -65,6 +66,7 @@ INPUT_RANKS = {
     "keys": 3,
     "qkv": 3,
     "product": 3,
+    "image": 4,
     "bias": 1,
     "values": 3,
     "score": 2,
