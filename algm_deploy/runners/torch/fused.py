@@ -215,7 +215,15 @@ def attention(qkv: Tensor, starts: Tensor | None, images: int, longest: int, hea
         heads, scale: as of the operator.
     """
     out = qkv.new_empty(len(qkv), qkv.shape[1] // 3)
-    _launch_attention(qkv, starts, (images, longest), heads, scale, (out, out))
+    _launch_attention(qkv, starts, None, (images, longest), heads, scale, (out, out))
+    return out
+
+
+def proportional_attention(qkv: Tensor, size: Tensor, heads: int, scale: float) -> Tensor:
+    """The same where a key counts as often as `size` (images, rows) fp32 says, in images of one length."""
+    out = qkv.new_empty(len(qkv), qkv.shape[1] // 3)
+    images, longest = size.shape
+    _launch_attention(qkv, None, size.contiguous(), (images, longest), heads, scale, (out, out))
     return out
 
 
@@ -224,20 +232,21 @@ def attention_fp8(qkv: Tensor, starts: Tensor | None, images: int, longest: int,
     rows = Quantised(
         qkv.new_empty(len(qkv), qkv.shape[1] // 3, dtype=E4M3), qkv.new_empty(len(qkv), 1, dtype=torch.float32)
     )
-    _launch_attention(qkv, starts, (images, longest), heads, scale, rows)
+    _launch_attention(qkv, starts, None, (images, longest), heads, scale, rows)
     return rows
 
 
 def _launch_attention(
-    qkv: Tensor, starts: Tensor | None, size: tuple[int, int], heads: int, scale: float, out: tuple[Tensor, Tensor]
-) -> None:
-    """`size`: images and rows of the longest. `out`: rows and, in fp8, their scales."""
-    images, longest = size
+    qkv: Tensor, starts: Tensor | None, size: Tensor | None, count: tuple[int, int], heads: int, scale: float,
+    out: tuple[Tensor, Tensor],
+) -> None:  # fmt: skip
+    """`count`: images and rows of the longest. `out`: rows and, in fp8, their scales."""
+    images, longest = count
     side = qkv.shape[1] // (3 * heads)
-    given = qkv if starts is None else starts
-    sizes = side, _TILE, _TILE, _LAST_KEYS, starts is not None, out[0].dtype == E4M3
+    given = [qkv if one is None else one for one in (starts, size)]
+    sizes = side, _TILE, _TILE, _LAST_KEYS, starts is not None, size is not None, out[0].dtype == E4M3
     _attention_kernel[(-(-longest // _TILE), images * heads)](
-        qkv, given, *out, longest, heads, scale * math.log2(math.e), *sizes, num_warps=4, num_stages=3
+        qkv, *given, *out, longest, heads, scale * math.log2(math.e), *sizes, num_warps=4, num_stages=3
     )
 
 
@@ -500,8 +509,8 @@ if triton is not None:
 
     @triton.jit
     def _attention_step(  # type: ignore[no-untyped-def]
-        query, keys, values, first, count, stride, scale, most, total, mixed,
-        side: tl.constexpr, keys_each: tl.constexpr, masked: tl.constexpr,
+        query, keys, values, size, first, count, stride, scale, most, total, mixed,
+        side: tl.constexpr, keys_each: tl.constexpr, weighs: tl.constexpr, masked: tl.constexpr,
     ):  # fmt: skip
         """Keys first to first + keys_each of a softmax that has its largest score and its sums so far."""
         row = first + tl.arange(0, keys_each)
@@ -513,32 +522,42 @@ if triton is not None:
             key = tl.load(keys + at)
             value = tl.load(values + at)
         score = tl.dot(query, tl.trans(key))
+        if weighs:
+            score = score * scale + tl.log2(tl.load(size + row, mask=row < count, other=1.0))[None, :]
         if masked:
             score = tl.where(row[None, :] < count, score, float("-inf"))
-        largest = tl.maximum(most, tl.max(score, 1) * scale)
-        weight = tl.exp2(score * scale - largest[:, None])
+        if weighs:
+            largest = tl.maximum(most, tl.max(score, 1))
+            weight = tl.exp2(score - largest[:, None])
+        else:
+            largest = tl.maximum(most, tl.max(score, 1) * scale)
+            weight = tl.exp2(score * scale - largest[:, None])
         fading = tl.exp2(most - largest)
         mixed = tl.dot(weight.to(value.dtype), value, mixed * fading[:, None])
         return largest, total * fading + tl.sum(weight, 1), mixed
 
     @triton.jit
     def _attended(  # type: ignore[no-untyped-def]
-        query, keys, values, count, stride, scale,
+        query, keys, values, size, count, stride, scale,
         queries: tl.constexpr, side: tl.constexpr, keys_each: tl.constexpr, last_keys: tl.constexpr,
+        weighs: tl.constexpr,
     ):  # fmt: skip
-        """What queries (queries, side) make of the first `count` keys and values, rows `stride` numbers apart."""
+        """What queries (queries, side) make of the first `count` keys and values, `stride` numbers apart. `weighs`:
+        a key counts `size` times."""
         most = tl.full([queries], float("-inf"), tl.float32)
         total = tl.zeros([queries], tl.float32)
         mixed = tl.zeros([queries, side], tl.float32)
         whole = count // keys_each * keys_each
         for first in range(0, whole, keys_each):
             most, total, mixed = _attention_step(
-                query, keys, values, first, count, stride, scale, most, total, mixed, side, keys_each, False
-            )
+                query, keys, values, size, first, count, stride, scale, most, total, mixed,
+                side, keys_each, weighs, False,
+            )  # fmt: skip
         for first in range(whole, count, last_keys):
             most, total, mixed = _attention_step(
-                query, keys, values, first, count, stride, scale, most, total, mixed, side, last_keys, True
-            )
+                query, keys, values, size, first, count, stride, scale, most, total, mixed,
+                side, last_keys, weighs, True,
+            )  # fmt: skip
         return mixed / total[:, None]
 
     @triton.jit
@@ -559,16 +578,16 @@ if triton is not None:
         inside = row[:, None] < asking
         first = image * rows * width + head * side
         result = _attended(
-            tl.load(query + at, mask=inside, other=0.0), key + first, value + first,
-            count, width, scale, queries, side, keys_each, last_keys,
+            tl.load(query + at, mask=inside, other=0.0), key + first, value + first, valid,
+            count, width, scale, queries, side, keys_each, last_keys, False,
         )  # fmt: skip
         tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
 
     @triton.jit
     def _attention_kernel(  # type: ignore[no-untyped-def]
-        qkv, starts, out, scales, longest, heads, scale,
+        qkv, starts, size, out, scales, longest, heads, scale,
         side: tl.constexpr, queries: tl.constexpr, keys_each: tl.constexpr, last_keys: tl.constexpr,
-        packed: tl.constexpr, quantises: tl.constexpr,
+        packed: tl.constexpr, weighs: tl.constexpr, quantises: tl.constexpr,
     ):  # fmt: skip
         """One program: `queries` rows of one head of one image. `scale` holds the base of the logarithm, two."""
         image, head = tl.program_id(1) // heads, tl.program_id(1) % heads
@@ -587,8 +606,9 @@ if triton is not None:
             inside = row[:, None] < count
             query = tl.load(base + row[:, None] * stride + column[None, :], mask=inside, other=0.0)
             result = _attended(
-                query, base + width, base + 2 * width, count, stride, scale, queries, side, keys_each, last_keys
-            )
+                query, base + width, base + 2 * width, size + start, count, stride, scale,
+                queries, side, keys_each, last_keys, weighs,
+            )  # fmt: skip
             to = out + start.to(tl.int64) * width + head * side
             if quantises:  # noqa: SIM102 - the one is known to the compiler, the other is not
                 if head == 0:

@@ -61,6 +61,7 @@ from algm_deploy.runners.torch.fused import (
     patches,
     product_fp8,
     product_gelu_fp8,
+    proportional_attention,
     residual_norm,
     residual_norm_fp8,
     unit,
@@ -184,8 +185,11 @@ def _counted(block: Attention, x: Tensor | Quantised, layout: Layout, size: Tens
     qkv = _product(block.qkv, x)
     images = qkv.view(layout.images, layout.longest, -1)
     keys = images.view(*images.shape[:2], 3, block.heads, -1)[:, :, 1].mean(2)
-    mixed = torch.ops.algm.proportional_attention(images, size, block.heads, block.scale)
-    return _product(block.proj, mixed.flatten(0, 1)), keys
+    if fits_attention(qkv, images.shape[2] // (3 * block.heads)):
+        mixed = proportional_attention(qkv, size, block.heads, block.scale)
+    else:
+        mixed = torch.ops.algm.proportional_attention(images, size, block.heads, block.scale).flatten(0, 1)
+    return _product(block.proj, mixed), keys
 
 
 def _weighed(block: Attention, x: Tensor | Quantised, layout: Layout, size: Tensor) -> tuple[Tensor, Tensor]:

@@ -147,6 +147,20 @@ def test_queries_attend_to_the_valid_rows(asking: int, heads: int, side: int, dt
         assert_no_worse(found, expected, truth)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("images", "count", "heads", "side"), [(3, 200, 2, 64), (1, 17, 3, 32)])
+def test_a_key_may_count_several_times(images: int, count: int, heads: int, side: int, dtype: torch.dtype) -> None:
+    width, scale = heads * side, side**-0.5
+    qkv = rows(images * count, 3 * width, dtype=dtype)
+    size = torch.randint(1, 60, (images, count), generator=torch.Generator().manual_seed(1)).float().cuda()
+    found = torch_fused.proportional_attention(qkv, size, heads, scale).view(images, count, width)
+    parts = [heads_of(x, heads) for x in qkv.view(images, count, 3 * width).split(width, 2)]
+    bias = size.double().log()[:, None, None]
+    operators = F.scaled_dot_product_attention(*parts, attn_mask=bias.to(dtype), scale=scale)
+    exact = F.scaled_dot_product_attention(*(part.double() for part in parts), attn_mask=bias, scale=scale)
+    assert_no_worse(found, operators.transpose(1, 2).flatten(2), exact.transpose(1, 2).flatten(2))
+
+
 def test_without_a_c_compiler_pytorch_runs_it_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
