@@ -9,9 +9,12 @@ Checks are done here, once; a runtime fills in `_open`, `_infer` and `_close`.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pkgutil import resolve_name
 from shlex import quote
 from types import TracebackType
@@ -189,6 +192,11 @@ class Runner(ABC):
         """Name of the device that the open runner executes on, for records."""
         return device_name(self.device.type == "cuda", self.device.index)
 
+    @property
+    def captures(self) -> int:
+        """CUDA graphs that were captured since the runner was opened; 0 where there are none."""
+        return 0
+
     def placement(self, feeds: Mapping[str, Array]) -> Placement | None:
         """Runs once more to see which provider executes each node; None where there is but one."""
         return None
@@ -245,6 +253,29 @@ class Runner(ABC):
         self.check_image(image)
         return self._guarded(image.contiguous(), thresholds, wanted, self.device)
 
+    def warm_up(self, images: int = 1, seconds: float = math.inf) -> bool:
+        """Prepares beforehand what a first run of some token counts would otherwise wait for: CUDA graphs.
+
+        Nothing is done where a runtime has none. Results stay what they are; runs of other threads wait meanwhile. The
+        first run of a batch size takes longer for other reasons too (memory, kernels that are compiled), so let one run
+        as well.
+
+        Args:
+            images: of the batches that will come; every size is prepared for itself.
+            seconds: after which no further graph is captured.
+
+        Returns:
+            Whether everything was done in that time.
+
+        Raises:
+            BundleError, RuntimeUnavailableError, ExecutionError: as for `infer`.
+        """
+        deadline = time.monotonic() + seconds
+        self._check_open()
+        self._check_batch(images)
+        with self._failures_told(images):
+            return self._warm_up(images, deadline)
+
     def check_image(self, image: Array | Tensor) -> None:
         """Refuses an image input that `infer` would refuse.
 
@@ -257,22 +288,31 @@ class Runner(ABC):
                 f"expected image {expected.dtype} (batch, {', '.join(map(str, expected.shape[1:]))}), got "
                 f"{dtype} {shape}: resize or cut the photo first, or export for another --image-size"
             )
-        if not 1 <= shape[0] <= self.signature.max_batch:
+        self._check_batch(shape[0])
+
+    def _check_batch(self, images: int) -> None:
+        if not 1 <= images <= self.signature.max_batch:
             raise BundleError(
-                f"got a batch of {shape[0]}, this bundle takes 1 to {self.signature.max_batch}: send smaller batches "
+                f"got a batch of {images}, this bundle takes 1 to {self.signature.max_batch}: send smaller batches "
                 "or export with a larger --max-batch"
             )
 
     def _guarded(
         self, image: Tensor, thresholds: dict[str, float], outputs: Sequence[str], to: torch.device
     ) -> dict[str, Tensor]:
-        try:
+        with self._failures_told(len(image)):
             return self._infer(image, thresholds, outputs, to)
+
+    @contextmanager
+    def _failures_told(self, images: int) -> Iterator[None]:
+        """Around a run of so many images: the runtime's failures as errors of this package."""
+        try:
+            yield
         except self.failures as error:
             said = next(iter(str(error).splitlines()), type(error).__name__)[:300]
             if out_of_memory(error):
                 raise RuntimeUnavailableError(
-                    f"expected enough memory for a batch of {len(image)} on {self.runtime}, got {said!r}: send smaller "
+                    f"expected enough memory for a batch of {images} on {self.runtime}, got {said!r}: send smaller "
                     "batches"
                 ) from error
             raise ExecutionError(
@@ -298,6 +338,10 @@ class Runner(ABC):
             outputs: names to return.
             to: where the results are wanted: on the host, or on `device`.
         """
+
+    def _warm_up(self, images: int, deadline: float) -> bool:
+        """As `warm_up`; `deadline` by `time.monotonic()`."""
+        return True
 
     @abstractmethod
     def _close(self) -> None:

@@ -199,6 +199,41 @@ def test_placement_counts_nodes_where_there_are_providers(run: Runner, images: n
         assert placed.copies >= 0
 
 
+# ----------------------------------------------------------------------------------------------------------- warm-up
+
+
+def test_a_warm_up_changes_no_result(run: Runner, images: np.ndarray) -> None:
+    with runner(run.bundle, run.runtime) as cold:
+        expected = [cold.infer({"image": images}), cold.infer({"image": images[:1], "clap_threshold": 0.7})]
+    assert run.warm_up(3) and run.warm_up()
+    found = [run.infer({"image": images}), run.infer({"image": images[:1], "clap_threshold": 0.7})]
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours.pop("scores"), theirs.pop("scores"), rtol=0, atol=2e-5)
+        assert_equal(ours, theirs)
+
+
+def test_after_a_warm_up_nothing_is_captured_for_single_pictures(run: Runner, images: np.ndarray) -> None:
+    assert run.warm_up()
+    captures = run.captures
+    assert not captures or run.device.type == "cuda"
+    for image in images:
+        for clap in (np.inf, 0.9, 0.5, -2):
+            for gbm in (np.inf, 1.0, -1e6):
+                run.infer({"image": image[None], "clap_threshold": clap, "gbm_threshold": gbm})
+    assert run.captures == captures
+
+
+def test_a_warm_up_is_for_batches_that_the_bundle_takes(built: Any) -> None:
+    runtime, bundle = built
+    closed = runner(bundle, runtime)
+    with pytest.raises(RuntimeUnavailableError, match="is closed"):
+        closed.warm_up()
+    with closed as opened:
+        for images in (0, 9):
+            with pytest.raises(BundleError, match=f"a batch of {images}, this bundle takes 1 to 8"):
+                opened.warm_up(images)
+
+
 # -------------------------------------------------------------------------------------------------------- thresholds
 
 

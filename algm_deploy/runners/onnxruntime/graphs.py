@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import onnxruntime as ort
 import torch
@@ -43,6 +45,7 @@ _DTYPES = {
 }
 
 Shape = Sequence[int | str]
+Result = TypeVar("Result")
 
 
 class GraphUse(NamedTuple):
@@ -164,25 +167,28 @@ class SegmentedSession:
                 self._in_thread(self._run, image, thresholds, results)
         return results
 
-    def warm_up(self, images: int = 1) -> GraphUse:
-        """Captures every size that photos can lead to, for the calling thread, so that its later runs are all alike."""
-        with DEVICES.alone(self.device):
-            self._in_thread(self._capture_all, images)
-        return self._use
+    def warm_up(self, images: int = 1, deadline: float = math.inf) -> bool:
+        """Captures every size that photos can lead to, for the calling thread, so that its later runs are all alike.
 
-    def _in_thread(self, work: Callable[..., None], *arguments: Any) -> None:
+        Args:
+            images: of the batches that will come.
+            deadline: by `time.monotonic()`; no capture begins after it.
+
+        Returns:
+            Whether all was done before the deadline.
+        """
+        with DEVICES.alone(self.device):
+            return self._in_thread(self._capture_all, images, deadline)
+
+    def _in_thread(self, work: Callable[..., Result], *arguments: Any) -> Result:
         """Runs `work` where the graphs of the calling thread are, on the session's stream."""
         if threading.get_ident() == self._owner:
-            self._on_stream(work, *arguments)
-        else:
-            self._worker.submit(self._on_stream, work, *arguments).result()
+            return self._on_stream(work, *arguments)
+        return self._worker.submit(self._on_stream, work, *arguments).result()
 
-    def _on_stream(self, work: Callable[..., None], *arguments: Any) -> None:
-        if self._stream is None:
-            work(*arguments)
-            return
-        with torch.cuda.stream(self._stream):
-            work(*arguments)
+    def _on_stream(self, work: Callable[..., Result], *arguments: Any) -> Result:
+        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+            return work(*arguments)
 
     # --- in one of the two threads -----------------------------------------------------------------------------------
 
@@ -197,17 +203,20 @@ class SegmentedSession:
             result.copy_(self._view(name, axes))
 
     @torch.inference_mode()
-    def _capture_all(self, images: int) -> None:
+    def _capture_all(self, images: int, deadline: float) -> bool:
         shape = self._resolved("image", {"batch": images})
         axes = self._enter(torch.zeros(shape, dtype=self._dtypes["image"]), _MERGE_ALL)
         for segment, following in pairwise(self._segments):
             self._step(segment, axes)
             fewest, most = self._rows_for(segment, axes), self._most[segment.axis]
             for rows in [*range(fewest, most, STEP), most]:
+                if time.monotonic() >= deadline:
+                    return False
                 axes[segment.axis] = rows
                 self._step(following, axes)
             axes[segment.axis] = fewest
         self._step(self._segments[-1], axes)
+        return True
 
     def _enter(self, image: torch.Tensor, thresholds: Mapping[str, float]) -> dict[str, int]:
         """Puts the inputs where the segments read them; returns the axes known so far."""

@@ -6,6 +6,7 @@ for are not computed, so token maps cost nothing until they are wanted.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
@@ -226,18 +227,24 @@ class OnnxRuntimeCudaRunner(OnnxRuntimeRunner):
         use = self.cuda_graphs
         return super().execution | ({} if use is None else {"cuda_graphs": str(use.captured)})
 
-    def warm_up(self, images: int = 1) -> None:
+    @property
+    def captures(self) -> int:
+        """As for every runner."""
+        return self.cuda_graphs.captured if self.cuda_graphs is not None else 0
+
+    def warm_up(self, images: int = 1, seconds: float = math.inf) -> bool:
         """Captures the CUDA graphs of every token count beforehand, for batches of this many images.
 
         Without it each is captured when first needed, which costs that photo 5 to 10 ms, and no other thread of the
         process may allocate device memory meanwhile. Graphs are those of the calling thread, if it opened the runner,
         else those of all other threads. Nothing is done where graphs are not used, or no room is left for them: begin
-        with the batch that matters most.
+        with the batch that matters most. Arguments and result are those of every runner.
         """
-        self._check_open()
+        return super().warm_up(images, seconds)
+
+    def _warm_up(self, images: int, deadline: float) -> bool:
         session = self._session_for(images)
-        if isinstance(session, SegmentedSession):
-            session.warm_up(images)
+        return not isinstance(session, SegmentedSession) or session.warm_up(images, deadline)
 
     def placement(self, feeds: Mapping[str, Array]) -> Placement:
         """As on a CPU, on the runner's device."""

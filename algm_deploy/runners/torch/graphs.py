@@ -53,6 +53,11 @@ class Graphs:
     def __len__(self) -> int:
         return len(self._graphs)
 
+    @property
+    def full(self) -> bool:
+        """Whether the next capture drops a graph."""
+        return len(self._graphs) >= self._limit
+
     def run(self, key: Key, work: Callable[[], Result]) -> Result:
         """Does `work` on the current stream; the host does not wait for it, but where a graph is dropped.
 

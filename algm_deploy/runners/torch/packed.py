@@ -20,6 +20,7 @@ for nothing.
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -67,13 +68,16 @@ from algm_deploy.runners.torch.fused import (
     unit,
 )
 from algm_deploy.runners.torch.graphs import Graphs
-from algm_deploy.runners.torch.layout import Layout, apart, bucket, every_patch, packed, with_front
+from algm_deploy.runners.torch.layout import Layout, apart, bucket, every_patch, likely_buckets, packed, with_front
 
 MOST_GRAPHS = 512
 """Graphs kept. Token counts drawn like those of CamVid photos, in batches of 1 to 32, powers of two, meet about 220 in
 300 batches and 400 in 3000: tests/runners/torch/test_packed.py draws them."""
 MOST_BATCH_SIZES = 8
 """Batch sizes whose memory is kept; beyond it the one that was not needed for longest goes. Powers of two up to 128."""
+WARM_GRAPHS = MOST_GRAPHS // MOST_BATCH_SIZES
+"""Graphs that are captured beforehand for a batch of several pictures: all sizes of batch have room side by side."""
+_MERGE_ALL = -2.0, -1e6  # thresholds, CLAP's or the method's own and GBM's, by which everything merges or leaves
 
 
 def attend(qkv: Tensor, layout: Layout, heads: int, scale: float) -> Tensor:
@@ -476,23 +480,54 @@ class PackedNetwork:
 
         The results are there inside the block; the next run overwrites them.
         """
+        with self._turn():
+            memory = self._memory(len(image))
+            self._picture(memory).copy_(image)
+            self._merge_by(clap, gbm)
+            scores = self._advance(memory)
+            maps = tuple(outcome.told for outcome in memory.outcomes)
+            lengths = tuple(outcome.length for outcome in memory.outcomes)
+            yield Merged(scores, lengths, maps)
+
+    def warm_up(self, images: int, deadline: float) -> bool:
+        """Captures beforehand the graphs that photos are likely to need in batches of `images`.
+
+        Of a single picture these are all, from what is left of a blank one on, of which all merges; of several up to
+        `WARM_GRAPHS` (`likely_buckets`). A batch that needs another, as its pictures keep far more or far fewer tokens
+        than photos mostly do or differ far more, has it captured then, as without a warm-up. Nothing is done without
+        graphs, and nothing more once there is no room.
+
+        Args:
+            deadline: by `time.monotonic()`; no capture begins after it.
+
+        Returns:
+            Whether all was done before the deadline.
+        """
+        if self.graphs is None:
+            return True
+        with self._turn():
+            memory = self._memory(images)
+            self._picture(memory).zero_()
+            self._merge_by(*_MERGE_ALL)
+            return self._capture_all(memory, self.graphs, deadline)
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """The memory is the caller's alone, behind the last run."""
         # The calling thread's current device may be another, on which Triton would launch.
         device = torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
         with self._lock, device, torch.inference_mode():
             self._wait()
             try:
-                memory = self._memory(len(image))
-                self._picture(memory).copy_(image)
-                if self._given != (clap, gbm):
-                    self._given = clap, gbm
-                    self._thresholds.copy_(torch.tensor((clap, gbm)))
-                scores = self._advance(memory)
-                maps = tuple(outcome.told for outcome in memory.outcomes)
-                lengths = tuple(outcome.length for outcome in memory.outcomes)
-                yield Merged(scores, lengths, maps)
+                yield
             finally:  # behind an error too: what was queued until then uses the memory
                 if self._done is not None:
                     self._done.record()
+
+    def _merge_by(self, clap: float, gbm: float) -> None:
+        if self._given != (clap, gbm):
+            self._given = clap, gbm
+            self._thresholds.copy_(torch.tensor((clap, gbm)))
 
     def _wait(self) -> None:
         """The current stream waits for the last run, if that was on another."""
@@ -544,6 +579,23 @@ class PackedNetwork:
         scores = self._work(memory, len(self._segments) - 1, rows, longest)
         assert scores is not None
         return scores
+
+    def _capture_all(self, memory: _Memory, graphs: Graphs, deadline: float) -> bool:
+        """As `warm_up`. Everything merges, so that the rows there are fit into every bucket, behind them padding."""
+        images, most = memory.first.values.shape[:2]
+        last, usual, fewest = len(self._segments) - 1, float(most), most
+        pairs = [(images * most, most)]
+        for number in range(last + 1):
+            for rows, longest in pairs:
+                if graphs.full or time.monotonic() >= deadline:
+                    return graphs.full
+                self._work(memory, number, rows, longest)
+            if number < last:
+                left = max(self._lengths(memory, number, pairs[-1][1]))
+                usual *= (1 + left / fewest) / 2  # as if photos merged half of what can be merged
+                fewest = left
+                pairs = likely_buckets(images, usual, fewest, most, (WARM_GRAPHS - 1) // last)
+        return True
 
     def _work(self, memory: _Memory, number: int, rows: int, longest: int) -> Scores | None:
         work = partial(self._segment, memory, number, rows, longest)

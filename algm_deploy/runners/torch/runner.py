@@ -81,6 +81,12 @@ class TorchRunner(Runner):
         return told | {"merges and label map": kernels}
 
     @property
+    def captures(self) -> int:
+        """As for every runner."""
+        graphs = [one.graphs for one in (self._packed, self._whole) if one is not None]
+        return sum(one.captures for one in graphs if one is not None)
+
+    @property
     def _fp8_execution(self) -> dict[str, str]:
         if self.precision != "fp8":
             return {}
@@ -117,6 +123,15 @@ class TorchRunner(Runner):
     def _turn(self) -> AbstractContextManager[None]:
         """Around whatever may take memory of a device."""
         return DEVICES.shared() if self.device.type == "cuda" else nullcontext()
+
+    def _warm_up(self, images: int, deadline: float) -> bool:
+        with self._turn(), torch.inference_mode():
+            if self._packed is not None:
+                return self._packed.warm_up(images, deadline)
+            if self._whole is not None:
+                image = self.signature.image
+                self._whole.run(torch.zeros((images, *image.shape[1:]), dtype=getattr(torch, image.dtype)))
+            return True
 
     def _infer(
         self, image: Tensor, thresholds: dict[str, float], outputs: Sequence[str], to: torch.device

@@ -194,6 +194,24 @@ def test_warming_up_meets_every_size(session: SegmentedSession, blob_images: Any
     assert [set(segment.steps) for segment in session._segments] == known
 
 
+def test_warming_up_ends_in_time(session: SegmentedSession, whole: Any, blob_images: Any) -> None:
+    assert not session.warm_up(1, deadline=0.0)
+    assert [len(segment.steps) for segment in session._segments] == [1, 0, 0]
+    assert_equal(run(session, blob_images(1)), whole(blob_images(1)))
+    assert session.warm_up(1)
+
+
+@pytest.mark.parametrize("images", [1, 3])
+def test_results_stay_what_they_are_after_a_warm_up(
+    session: SegmentedSession, whole: Any, blob_images: Any, images: int
+) -> None:
+    assert session.warm_up(images)
+    for clap in (0.9, -2.0, 2.0):
+        assert_equal(
+            run(session, blob_images(images), clap_threshold=clap), whole(blob_images(images), clap_threshold=clap)
+        )
+
+
 @pytest.mark.parametrize("images", [1, 3])
 def test_rows_that_nobody_counted_are_not_read(
     session: SegmentedSession, whole: Any, blob_images: Any, monkeypatch: pytest.MonkeyPatch, images: int

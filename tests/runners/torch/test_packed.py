@@ -34,8 +34,8 @@ from algm_deploy.recipe.network import Network
 from algm_deploy.recipe.plan import DENSE, MergePlan
 from algm_deploy.recipe.reading import flatten
 from algm_deploy.runners.torch import packed as torch_packed
-from algm_deploy.runners.torch.layout import Layout, bucket, packed_index, padded_index
-from algm_deploy.runners.torch.packed import MOST_BATCH_SIZES, MOST_GRAPHS, PackedNetwork, attend
+from algm_deploy.runners.torch.layout import Layout, bucket, likely_buckets, packed_index, padded_index
+from algm_deploy.runners.torch.packed import MOST_BATCH_SIZES, MOST_GRAPHS, WARM_GRAPHS, PackedNetwork, attend
 from algm_deploy.runners.torch.runner import TorchRunner
 from algm_deploy.runners.torch.tail import labels
 
@@ -114,9 +114,13 @@ def deployed(
 class Rounded:
     """Stands where graphs are on a CUDA device: rows are rounded up, work is done at once."""
 
-    def __init__(self, work_first: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, work_first: Callable[[], None] = lambda: None, limit: int = MOST_GRAPHS) -> None:
         self.keys: list[tuple[int, ...]] = []
-        self._work_first = work_first
+        self._work_first, self._limit = work_first, limit
+
+    @property
+    def full(self) -> bool:
+        return len(set(self.keys)) >= self._limit
 
     def run(self, key: tuple[int, ...], work: Callable[[], Any]) -> Any:
         self.keys.append(key)
@@ -181,6 +185,26 @@ def test_graphs_of_photos_that_differ_find_room() -> None:
     assert len({*met} | {(size,) for size in sizes}) < MOST_GRAPHS
     assert len({*met[-600:]} - {*met[:-600]}) < 12  # of 600 that came last hardly any was new
     assert len(sizes) <= MOST_BATCH_SIZES
+
+
+def test_buckets_that_are_likely() -> None:
+    """CamVid's photos keep 653 and 506 rows on average, those of darker scenes 560 and 460."""
+    single = likely_buckets(1, 641, 257, 1025, 2)
+    assert single == [(1025, 1025), *((rows, rows) for rows in range(1024, 287, -32))]
+    rng, found, alike = np.random.default_rng(1), [], []
+    for size in (2, 4, 8, 16):
+        for usual, fewest, means in ((641, 257, (653, 560)), (481, 129, (506, 460))):
+            likely = likely_buckets(size, usual, fewest, 1025, 31)
+            assert len({*likely}) == 31
+            assert all(rows >= size * fewest and longest >= fewest for rows, longest in likely)
+            same = {bucket([length] * size, 1025) for length in range(fewest, 1026)}
+            for mean in means:
+                lengths = rng.normal(mean, mean / 6, (500, size)).clip(fewest, 1025).astype(int).tolist()
+                met = [bucket(batch, 1025) for batch in lengths]
+                found.append(float(np.mean([pair in likely for pair in met])))
+                alike.append(float(np.mean([pair in same for pair in met])))
+    assert min(found) > 0.75 and np.mean(found) > 0.9
+    assert np.mean(alike) < 0.4, "buckets of pictures of one length would not have helped"
 
 
 @pytest.mark.parametrize("lengths", [[1], [5, 1, 7], [3, 3, 3, 3]])
@@ -410,6 +434,96 @@ def test_thresholds_are_those_of_the_call(blob_images: Images) -> None:
     first = run(packed, image, 0.9, 0.0)
     assert not torch.equal(first[0], run(packed, image, NEVER, NEVER)[0])
     assert torch.equal(first[0], run(packed, image, 0.9, 0.0)[0])
+
+
+# --- graphs beforehand -----------------------------------------------------------------------------------------------
+
+
+DECIDING = (USUAL, "two gbm", "gbm alone, paper", "shared counts", "g2tm", "dtop")
+
+
+def warmed(plan: str, images: int, graphs: Rounded, shape: Network | None = None) -> PackedNetwork:
+    packed = PackedNetwork(deployed(PLANS[plan], shape), torch.uint8)
+    packed.graphs = graphs  # type: ignore[assignment]
+    assert packed.warm_up(images, NEVER)
+    return packed
+
+
+@pytest.mark.usefixtures("unwritten_memory_is_nan")
+@pytest.mark.parametrize("plan", DECIDING)
+def test_a_single_picture_finds_all_its_graphs(plan: str, blob_images: Images) -> None:
+    packed = warmed(plan, 1, graphs := Rounded())
+    known = set(graphs.keys)
+    assert len(graphs.keys) == len(known), "nothing is run twice"
+    draw, images = np.random.default_rng(0), torch.from_numpy(blob_images(6))
+    for image in images.split(1):
+        for clap, gbm in [(NEVER, NEVER), (-2.0, -1e6), *draw.uniform((0, -2), (1, 2), (12, 2)).tolist()]:
+            run(packed, image, clap, gbm)
+    assert set(graphs.keys) == known
+    for number in range(1, len(packed._segments)):
+        assert {rows for _, segment, rows, _ in known if segment == number} >= {64, 65}
+
+
+@pytest.mark.usefixtures("unwritten_memory_is_nan")
+@pytest.mark.parametrize("family", ["segvit", "dinov2, levels", "eomt"])
+@pytest.mark.parametrize("plan", [*DECIDING[:4], "g2tm"])
+def test_results_stay_what_they_are_after_a_warm_up(plan: str, family: str, blob_images: Images) -> None:
+    """Bit for bit, thresholds included: those of the warm-up end with it."""
+    cold = PackedNetwork(deployed(PLANS[plan], FAMILIES[family]), torch.uint8)
+    cold.graphs = Rounded()  # type: ignore[assignment]
+    for images in busy_before_flat(blob_images):
+        warm = warmed(plan, len(images), Rounded(), FAMILIES[family])
+        for thresholds in (*thresholds_of(plan), (-2.0, -1e6), (NEVER, NEVER)):
+            (found, *others), (expected, *same) = run(warm, images, *thresholds), run(cold, images, *thresholds)
+            assert torch.equal(found, expected)
+            assert all(torch.equal(a, b) for x, y in zip(others, same, strict=True) for a, b in zip(x, y, strict=True))
+
+
+def test_batches_of_several_get_some_graphs_and_find_the_others_later(blob_images: Images) -> None:
+    packed = warmed(USUAL, 4, graphs := Rounded())
+    assert {key[:2] for key in graphs.keys} == {(4, 0), (4, 1), (4, 2)}
+    assert len(set(graphs.keys)) <= WARM_GRAPHS
+    plain = deployed(PLANS[USUAL])
+    for thresholds in (*thresholds_of(USUAL), (-2.0, -1e6), (NEVER, NEVER)):
+        assert_like_modules(packed, plain, torch.from_numpy(blob_images(4)), *thresholds)
+
+
+@pytest.mark.parametrize("plan", ["dense", "budgets", "tome", "evit"])
+def test_known_counts_are_one_graph_beforehand(plan: str, blob_images: Images) -> None:
+    packed = warmed(plan, 2, graphs := Rounded())
+    assert graphs.keys == [(2, 0, 130, 65)]
+    assert_like_modules(packed, deployed(PLANS[plan]), torch.from_numpy(blob_images(2)), 0.0, 0.0)
+
+
+def test_a_warm_up_ends_in_time(monkeypatch: pytest.MonkeyPatch, blob_images: Images) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(torch_packed.time, "monotonic", lambda: clock[0])
+
+    def second() -> None:
+        clock[0] += 1
+
+    packed = PackedNetwork(deployed(PLANS[USUAL]), torch.uint8)
+    packed.graphs = graphs = Rounded(second)  # type: ignore[assignment]
+    assert not packed.warm_up(1, 3.0)
+    assert len(graphs.keys) == 3
+    assert not packed.warm_up(1, 3.0)
+    assert len(graphs.keys) == 3
+    assert_like_modules(packed, deployed(PLANS[USUAL]), torch.from_numpy(blob_images(1)), 0.9, 0.0)
+    clock[0] = 0
+    assert packed.warm_up(1, 100.0)
+
+
+def test_a_warm_up_drops_no_graph() -> None:
+    packed = PackedNetwork(deployed(PLANS[USUAL]), torch.uint8)
+    packed.graphs = graphs = Rounded(limit=4)  # type: ignore[assignment]
+    assert packed.warm_up(1, NEVER), "there is no room, but there was time"
+    assert len(graphs.keys) == 4
+
+
+def test_without_graphs_there_is_nothing_to_warm_up() -> None:
+    packed = PackedNetwork(deployed(PLANS[USUAL]), torch.uint8)
+    assert packed.warm_up(1, NEVER)
+    assert not packed._memories
 
 
 def test_float_pixels(blob_images: Images) -> None:
@@ -655,6 +769,34 @@ def test_counts_and_thresholds_change_without_new_graphs(plan: str, blob_images:
         assert all(torch.equal(a, b) for a, b in zip(maps, first[index][2], strict=True))
     assert packed.graphs.captures == captures
     assert len({tuple(length.item() for length in lengths) for _, lengths, _ in first}) > 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("plan", DECIDING)
+def test_after_a_warm_up_single_pictures_capture_nothing(plan: str, merging: str, blob_images: Images) -> None:
+    cold, warm = (PackedNetwork(deployed(PLANS[plan], device="cuda"), torch.uint8) for _ in range(2))
+    assert cold.graphs is not None and warm.graphs is not None
+    assert warm.warm_up(1, NEVER)
+    captures = warm.graphs.captures
+    assert captures == len(warm.graphs) > 3
+    images = torch.from_numpy(blob_images(6)).cuda()
+    for image in images.split(1):
+        for thresholds in (*thresholds_of(plan), (-2.0, -1e6), (NEVER, NEVER)):
+            (found, *others), (expected, *same) = run(warm, image, *thresholds), run(cold, image, *thresholds)
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)  # captured and as it comes
+            assert all(torch.equal(a, b) for x, y in zip(others, same, strict=True) for a, b in zip(x, y, strict=True))
+    assert warm.graphs.captures == captures
+
+
+@pytest.mark.gpu
+def test_batches_of_several_are_warmed_up_on_cuda(merging: str, blob_images: Images) -> None:
+    plain = deployed(PLANS[USUAL], device="cuda")
+    packed = PackedNetwork(plain, torch.uint8)
+    for count in (2, 4):
+        assert packed.warm_up(count, NEVER)
+    for count in (1, 2, 4):
+        for thresholds in (*thresholds_of(USUAL), (-2.0, -1e6), (NEVER, NEVER)):
+            assert_like_modules(packed, plain, torch.from_numpy(blob_images(count)).cuda(), *thresholds)
 
 
 @pytest.mark.gpu
