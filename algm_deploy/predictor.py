@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Self, get_args, overload
+from typing import Any, Literal, NamedTuple, NoReturn, Self, get_args, overload
 
 import cv2
 import numpy as np
@@ -37,6 +38,22 @@ _LOG = logging.getLogger("algm_deploy")
 
 FAILURES_OF_A_BROKEN_RUNTIME = 3
 """So many runs in a row that failed although their picture was alone: the runtime is broken, not a picture."""
+
+WARM_UP_S = 20
+"""Seconds after which a server that starts captures no further CUDA graph."""
+
+
+class WarmUp(NamedTuple):
+    """What warming up took: seconds, and CUDA graphs that were captured; whether there was time for all."""
+
+    seconds: float
+    graphs: int
+    complete: bool
+
+    def __str__(self) -> str:
+        graphs = f", with {self.graphs} CUDA graphs" if self.graphs else ""
+        missing = "" if self.complete else "; there was no time for the others, which are captured when first needed"
+        return f"warm after {self.seconds:.1f} s{graphs}{missing}"
 
 
 class Predictor:
@@ -103,6 +120,11 @@ class Predictor:
     def executable(self) -> str:
         """Name of the bundle's file that runs."""
         return self._runner.executable
+
+    @property
+    def captures(self) -> int:
+        """CUDA graphs that were captured so far."""
+        return self._runner.captures
 
     @property
     def thresholds_in_force(self) -> dict[str, float]:
@@ -292,6 +314,25 @@ class Predictor:
         """
         given = self.thresholds if thresholds is None else {n: np.asarray(v, np.float32) for n, v in thresholds.items()}
         return self._runner.infer({"image": self._fitting(windows), **given}, outputs)
+
+    def warm_up(self, seconds: float = WARM_UP_S) -> WarmUp:
+        """Runs a batch of blank windows of every size that traffic is cut into, and captures CUDA graphs for photos.
+
+        Graphs of some runtimes belong to threads (`Runner.warm_up`): call it in the thread that will run pictures, or
+        in one that like it did not open this predictor.
+
+        Args:
+            seconds: after which no further graph is captured; the blank windows are run nevertheless.
+
+        Raises:
+            RuntimeUnavailableError, ExecutionError: the network does not run.
+        """
+        begin, before, complete = time.monotonic(), self._runner.captures, True
+        image = self.signature.image
+        for images in sizes_to_warm(self.batch, self.on_gpu):
+            self.infer(np.zeros((images, *image.shape[1:]), image.dtype))
+            complete &= self._runner.warm_up(images, begin + seconds - time.monotonic())
+        return WarmUp(time.monotonic() - begin, self._runner.captures - before, complete)
 
     def _pending(self, picture: Picture | Failure, scores: bool) -> Pending | Failure:
         """A picture with its windows, or why it does not fit the bundle."""

@@ -136,6 +136,14 @@ def serve_flags(command: arguments.Parser) -> None:
         help="largest body of a request (default 32)",
     )
     group.add_argument(
+        "--warm-up",
+        type=arguments.count,
+        default=20,
+        metavar="S",
+        help="seconds at most in which CUDA graphs are captured before the server listens; with 0 each is captured "
+        "when it is first needed (default 20)",
+    )
+    group.add_argument(
         "--grace",
         type=arguments.count,
         default=30,
@@ -159,7 +167,15 @@ def serve(options: argparse.Namespace) -> int:
             f"expected the module {error.name} to serve with, found none: `pip install 'algm-deploy[serve]'`"
         ) from error
     limits = Limits(options.max_request << 20, options.max_megapixels * 1_000_000, options.queue)
-    settings = Settings(options.host, options.port, options.name, options.wait / 1000, options.grace, limits=limits)
+    settings = Settings(
+        options.host,
+        options.port,
+        options.name,
+        options.wait / 1000,
+        options.grace,
+        options.warm_up,
+        limits=limits,
+    )
     bundle = Bundle.open(options.bundle)
     runtime = arguments.runtime_of(options, bundle)
     options.chosen = None  # told as soon as the server listens
@@ -167,6 +183,7 @@ def serve(options: argparse.Namespace) -> int:
 
     def listening(address: str) -> None:
         note(options, f"{runtime} on {predictor.device_name}, batches of {predictor.batch}; Ctrl-C stops it")
+        note(options, str(running.warmed))
         say(address, at_once=True)
 
     with (

@@ -33,6 +33,10 @@ class Metrics:
             buckets=(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024),
             registry=registry,
         )
+        self.warm_up_seconds = Gauge("algm_warm_up_seconds", "Of the warm-up before the start", registry=registry)
+        self.cuda_graphs = Gauge(
+            "algm_cuda_graphs", "CUDA graphs that were captured, those of the warm-up included", registry=registry
+        )
         self.patches = Counter("algm_patches", "Patches of the pictures, before merging", registry=registry)
         self.tokens = Counter("algm_tokens", "Tokens left after each merge", ["merge"], registry=registry)
         self.kept = Histogram(

@@ -10,12 +10,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import current_thread, main_thread
 
-import numpy as np
 import uvicorn
 
 from algm_deploy.environment import usable_cores
 from algm_deploy.errors import ListenError
-from algm_deploy.predictor import Predictor, sizes_to_warm
+from algm_deploy.predictor import WARM_UP_S, Predictor, WarmUp
 from algm_deploy.serving.app import Limits, Service
 from algm_deploy.serving.batching import Batcher
 from algm_deploy.serving.metrics import Metrics
@@ -40,6 +39,7 @@ class Settings:
         port: 0 takes a free one.
         name: of the model in addresses; by default that of the bundle's folder.
         wait_s: how long a picture waits for others to share its batch.
+        warm_up_s: how long CUDA graphs are captured before the server listens, at most.
         grace_s: how long requests may take that are being answered when the server is told to stop.
         threads: that decode requests and encode answers.
     """
@@ -49,6 +49,7 @@ class Settings:
     name: str | None = None
     wait_s: float = 0.002
     grace_s: int = 30
+    warm_up_s: float = WARM_UP_S
     threads: int = min(8, usable_cores())
     limits: Limits = field(default_factory=Limits)
 
@@ -58,11 +59,12 @@ class Server(uvicorn.Server):
 
     Args:
         listening: is called with the address when the server takes requests.
+        warmed: what was done before.
     """
 
-    def __init__(self, config: uvicorn.Config, listening: Callable[[str], None]) -> None:
+    def __init__(self, config: uvicorn.Config, listening: Callable[[str], None], warmed: WarmUp) -> None:
         super().__init__(config)
-        self._listening = listening
+        self._listening, self.warmed = listening, warmed
 
     async def startup(self, sockets: object = None) -> None:
         """Begins to listen."""
@@ -109,8 +111,10 @@ def server(predictor: Predictor, settings: Settings, listening: Callable[[str], 
     """
     name = settings.name or predictor.bundle.path.resolve().name
     check_name(name)
-    warm(predictor)
+    warmed = _warmed(predictor, settings.warm_up_s)
     metrics = Metrics()
+    metrics.warm_up_seconds.set(warmed.seconds)
+    metrics.cuda_graphs.set_function(lambda: predictor.captures)
     with (
         _short_turns(),
         Batcher(predictor, settings.wait_s, metrics) as batcher,
@@ -132,7 +136,7 @@ def server(predictor: Predictor, settings: Settings, listening: Callable[[str], 
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=settings.grace_s,
         )
-        yield Server(config, listening)
+        yield Server(config, listening, warmed)
 
 
 @contextmanager
@@ -145,8 +149,11 @@ def _short_turns() -> Iterator[None]:
         sys.setswitchinterval(before)
 
 
-def warm(predictor: Predictor) -> None:
-    """Runs batches of blank windows, so that no client waits for what a runtime does at its first run."""
-    image = predictor.signature.image
-    for batch in sizes_to_warm(predictor.batch, predictor.on_gpu):
-        predictor.infer(np.zeros((batch, *image.shape[1:]), image.dtype))
+def _warmed(predictor: Predictor, seconds: float) -> WarmUp:
+    """Warms up for the thread that runs batches, so that no client waits for what a runtime does at its first run.
+
+    ONNX Runtime's CUDA graphs belong to the thread that opened the network, or else to all other threads together: that
+    of the batches is one of the others, and so is this one.
+    """
+    with ThreadPoolExecutor(1, "warm-up") as other:
+        return other.submit(predictor.warm_up, seconds).result()

@@ -42,7 +42,7 @@ class TritonPythonModel:
     """What Triton calls. The names of its methods, their arguments and their order are Triton's."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Opens the bundle that lies beside `model.py`, on the device of this instance.
+        """Opens the bundle that lies beside `model.py`, on the device of this instance, and warms it up.
 
         The parameters of `config.pbtxt` are `runtime`, `max_pixels`, and `tau`, `gbm`, `dense` where they are not the
         bundle's.
@@ -60,6 +60,9 @@ class TritonPythonModel:
                 gbm=_number(settings, "gbm"),
                 dense=settings.get("dense") == "true",
             )
+            # In the thread that also executes, and before Triton calls the model ready.
+            if self._predictor.on_gpu:
+                triton.Logger.log_info(f"{args['model_name']}: {self._predictor.warm_up()}")
         except AlgmDeployError as error:
             raise triton.TritonModelException(str(error)) from error
         self._answers = Answers(self._predictor, int(settings["max_pixels"]))

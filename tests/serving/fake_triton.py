@@ -78,6 +78,14 @@ class MetricFamily:
         return self.metrics[-1]
 
 
+class Logger:
+    lines: ClassVar[list[str]] = []
+
+    @staticmethod
+    def log_info(line: str) -> None:
+        Logger.lines.append(line)
+
+
 def answers(responses: Sequence[InferenceResponse]) -> list[dict[str, np.ndarray] | str]:
     """The outputs of each response by name, or its error."""
     return [

@@ -31,12 +31,13 @@ from PIL import Image
 
 from algm_deploy.bundle.store import Bundle, BundleWriter
 from algm_deploy.cli.parser import parser
-from algm_deploy.errors import BundleError, GateError, ListenError
-from algm_deploy.predictor import Predictor
+from algm_deploy.errors import BundleError, ExecutionError, GateError, ListenError
+from algm_deploy.predictor import Predictor, WarmUp
 from algm_deploy.report.pictures import final_tokens
+from algm_deploy.runners.contract import Runner
 from algm_deploy.serving.answers import Answers
 from algm_deploy.serving.app import Limits
-from algm_deploy.serving.server import Settings, server, warm
+from algm_deploy.serving.server import Settings, server
 
 INFER = "/v2/models/net/infer"
 
@@ -515,14 +516,100 @@ def test_the_code_of_the_page_on_serving_runs(
     assert done.stdout.startswith("tokens after each merge: [")
 
 
-@pytest.mark.parametrize(("on_gpu", "sizes"), [(True, [1, 2, 4, 8, 12]), (False, [1, 12])])
-def test_a_gpu_is_warm_for_every_size_of_a_batch(on_gpu: bool, sizes: list[int], tiny_bundle: Bundle) -> None:
-    ran = []
+class Capturing:
+    """A runner whose warm-ups take four seconds each, of a clock of its own, and capture seven graphs."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.captures = 0.0, 5
+        self.calls: list[tuple[int, float]] = []
+        monkeypatch.setattr("algm_deploy.predictor.time.monotonic", lambda: self.now)
+
+    def warm_up(self, images: int, seconds: float) -> bool:
+        self.calls.append((images, seconds))
+        if seconds <= 0:
+            return False
+        self.now, self.captures = self.now + 4, self.captures + 7
+        return True
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "seconds", "left", "said"),
+    [
+        (True, 20, {1: 20, 2: 16, 4: 12, 8: 8, 12: 4}, "warm after 20.0 s, with 35 CUDA graphs"),
+        (True, 7, {1: 7, 2: 3, 4: -1, 8: -1, 12: -1}, "8.0 s, with 14 CUDA graphs; there was no time for the others"),
+        (True, 0, dict.fromkeys((1, 2, 4, 8, 12), 0), "warm after 0.0 s; there was no time"),
+        (False, 20, {1: 20, 12: 16}, "with 14 CUDA graphs"),
+    ],
+)
+def test_a_gpu_is_warm_for_every_size_of_a_batch(
+    on_gpu: bool,
+    seconds: float,
+    left: dict[int, float],
+    said: str,
+    tiny_bundle: Bundle,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ran, capturing = [], Capturing(monkeypatch)
     fake: Any = SimpleNamespace(
-        batch=12, on_gpu=on_gpu, signature=tiny_bundle.signature, infer=lambda windows: ran.append(len(windows))
+        batch=12,
+        on_gpu=on_gpu,
+        signature=tiny_bundle.signature,
+        infer=lambda windows: ran.append(len(windows)),
+        _runner=capturing,
     )
-    warm(fake)
-    assert ran == sizes
+    warmed = Predictor.warm_up(fake, seconds)
+    assert ran == [*left], "blank windows are run however little time there is"
+    assert dict(capturing.calls) == left
+    assert said in str(warmed)
+
+
+def test_a_server_is_warm_before_it_listens(tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a thread that, like that of the batches, did not open the network."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    calls = []
+
+    def warm_up(self: Predictor, seconds: float) -> WarmUp:
+        with pytest.raises(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
+            pass
+        calls.append((seconds, threading.get_ident()))
+        return WarmUp(1.25, 3, True)
+
+    monkeypatch.setattr(Predictor, "warm_up", warm_up)
+    monkeypatch.setattr(Runner, "captures", 3)
+    listens = threading.Event()
+    with (
+        Predictor(tiny_bundle, "onnxruntime-cpu") as predictor,
+        server(predictor, Settings(port=port, name="net", warm_up_s=7), lambda _: listens.set()) as one,
+    ):
+        assert [seconds for seconds, _ in calls] == [7]
+        assert calls[0][1] != threading.get_ident()
+        assert str(one.warmed) == "warm after 1.2 s, with 3 CUDA graphs"
+        thread = threading.Thread(target=one.run)
+        thread.start()
+        try:
+            assert listens.wait(60)
+            client = Client(port, predictor)
+            assert client.get("/v2/health/ready") == (200, {"ready": True})
+            assert metric(client, "algm_warm_up_seconds") == 1.25
+            predictor._runner.captures = 8
+            assert metric(client, "algm_cuda_graphs") == 8
+        finally:
+            one.should_exit = True
+            thread.join()
+
+
+def test_a_network_that_does_not_run_ends_the_start(tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise ExecutionError("the device is gone")
+
+    monkeypatch.setattr(Predictor, "infer", fails)
+    with (
+        Predictor(tiny_bundle, "onnxruntime-cpu") as predictor,
+        pytest.raises(ExecutionError, match="device is gone"),
+        server(predictor, Settings(name="net"), print),
+    ):
+        pass
 
 
 def test_threads_take_short_turns_while_a_server_runs_and_not_after(tiny_bundle: Bundle) -> None:

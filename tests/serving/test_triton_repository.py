@@ -9,6 +9,7 @@ import re
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from io import BytesIO
@@ -28,7 +29,7 @@ from triton_schema import parsed
 from algm_deploy import cli
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BundleError, RuntimeUnavailableError
-from algm_deploy.predictor import Predictor
+from algm_deploy.predictor import Predictor, WarmUp
 from algm_deploy.runners.contract import runner, runner_type
 from algm_deploy.runners.onnxruntime import runner as ort_runner
 from algm_deploy.serving import triton_repository as writer
@@ -131,6 +132,27 @@ def test_triton_s_own_schema_takes_the_configurations(repository: Path, tmp_path
     write_repository(tiny_bundle, tmp_path, replace(CPU, backend="onnxruntime"))
     for folder in (repository, tmp_path):
         text_format.Parse((folder / "net/config.pbtxt").read_text(), module.ModelConfig())
+
+
+def test_an_instance_on_a_gpu_is_warm_before_it_is_ready(
+    triton: Any, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the thread that called, which also executes."""
+    threads = []
+
+    def warm_up(_: Any) -> WarmUp:
+        threads.append(threading.get_ident())
+        return WarmUp(2.0, 9, False)
+
+    monkeypatch.setattr(Predictor, "warm_up", warm_up)
+    parameters = {"runtime": {"string_value": "onnxruntime-cpu"}, "max_pixels": {"string_value": "1000000"}}
+    for on_gpu in (False, True):
+        monkeypatch.setattr(Predictor, "on_gpu", on_gpu)
+        made = triton.TritonPythonModel()
+        made.initialize(arguments(repository / "net", {"parameters": parameters}))
+        made.finalize()
+        assert threads == [threading.get_ident()] * on_gpu
+    assert fake_triton.Logger.lines[-1].startswith("net: warm after 2.0 s, with 9 CUDA graphs; there was no time")
 
 
 def test_requests_of_different_sizes_and_thresholds_run_together(
