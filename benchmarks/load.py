@@ -13,8 +13,11 @@ What limits the rate stands beside each try: the share of the time in which a se
 servers and client took. Where one process of a server is the limit and not the network, `--processes` serves each
 network by several on the same device; the client sends to them in turn, from `--clients` processes of its own.
 
-Before anything counts, every network has had load at `--warm-rates` rates between those that are looked between: on a
-GPU a batch of a size or a count of tokens that was not met costs several times what it costs from then on.
+Servers warm up as they do for everybody, for at most `--warm-up` seconds; the record says how long that took and how
+many CUDA graphs it captured, and of each try how many were captured meanwhile. Before anything counts, every network
+has also had load at `--warm-rates` rates between those that are looked between: on a GPU a batch of a size or a count
+of tokens that was neither warmed up nor met costs several times what it costs from then on. `--warm-rates 0` shows a
+server as it starts.
 """
 
 from __future__ import annotations
@@ -72,6 +75,7 @@ def main() -> None:
         limits_ms=options.limits_ms,
         requests=options.requests,
         rates=options.rates,
+        warm_up_s=options.warm_up,
         warm_rates=options.warm_rates,
     )
     networks = [name for name in NETWORKS if name != "budgets" or options.budget]
@@ -83,7 +87,7 @@ def main() -> None:
         starting = [[started(folder, options, stack) for _ in range(options.processes)] for folder in folders]
         client = stack.enter_context(Client(photos, options.clients))
         servers = {name: Servers(processes) for name, processes in zip(networks, starting, strict=True)}
-        record["runs"] = {name: {"tries": []} for name in servers}
+        record["runs"] = {name: {"warm_up": one.warm_up(), "tries": []} for name, one in servers.items()}
         with turn(options.turn, options.runs):
             for name, one in servers.items():
                 for rate in np.geomspace(*options.rates, options.warm_rates):
@@ -113,6 +117,7 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--requests", type=int, default=500, help="of one try of a rate")
     parser.add_argument("--rates", type=float, nargs=2, default=(50, 2000), help="requests a second to look between")
     parser.add_argument("--within", type=float, default=0.05, help="how close the rates found are to the next tried")
+    parser.add_argument("--warm-up", type=int, default=20, help="--warm-up of `serve`: seconds at most, 0 for none")
     parser.add_argument("--warm-rates", type=int, default=5, help="rates of the load before anything counts")
     parser.add_argument("--repeats", type=int, default=1, help="bisections, with other arrivals")
     parser.add_argument("--processes", type=int, default=1, help="of `serve`, for each network")
@@ -175,7 +180,7 @@ def exported(name: str, options: argparse.Namespace, scratch: Path) -> Path:
 def started(folder: Path, options: argparse.Namespace, stack: ExitStack) -> subprocess.Popen[str]:
     """A server that was started; it ends with the stack."""
     words = ["serve", str(folder), "--port", "0", "--runtime", options.runtime, "-q"]
-    words += ["--wait", str(options.wait_ms)]
+    words += ["--wait", str(options.wait_ms), "--warm-up", str(options.warm_up)]
     words += ["--device", options.device] if options.device else []
     server = subprocess.Popen([*COMMAND, *words], stdout=subprocess.PIPE, text=True)  # noqa: S603 - likewise
     return stack.enter_context(ending(server))
@@ -217,6 +222,12 @@ class Servers:
             times = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
             found["cpu"] += sum(map(int, times)) / os.sysconf("SC_CLK_TCK")
         return found
+
+    def warm_up(self) -> dict[str, float]:
+        """What was done before they listened: seconds of one server, and graphs of all. To be asked before any load."""
+        found = self.used()
+        seconds = found["algm_warm_up_seconds"] / len(self.ports)
+        return {"seconds": round(seconds, 2), "cuda_graphs": int(found["algm_cuda_graphs"])}
 
     def token_share(self) -> dict[str, float]:
         """Tokens left of the patches, by merge."""
@@ -277,6 +288,7 @@ class Client:
             "network_share": round(used["algm_batch_seconds_sum"] / seconds / len(servers.ports), 3),
             "windows_per_batch": round(used["algm_batch_windows_sum"] / batches, 2),
             "batch_ms": round(1000 * used["algm_batch_seconds_sum"] / batches, 2),
+            "captures": int(used["algm_cuda_graphs"]),
             "cores_of_servers": round(used["cpu"] / seconds, 2),
             "cores_of_client": round(sum(part.cpu for part in parts) / seconds, 2),
             "client_late_ms_p99": _ms(late, 0.99),
