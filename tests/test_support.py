@@ -70,7 +70,7 @@ def test_a_failed_link_on_a_gpu_takes_the_family_back(
     def failing(name: str) -> Any:
         record = read(name)
         if name == support.FULL_SIZE:
-            record["rows"]["deit_vit_b16_ade20k fp16 onnxruntime-cuda"]["links"]["numbers"]["passed"] = False
+            record["rows"]["eva_vit_g16_ade20k fp16 onnxruntime-cuda"]["links"]["numbers"]["passed"] = False
         return record
 
     before = set(support.page(claims).splitlines())
@@ -78,4 +78,4 @@ def test_a_failed_link_on_a_gpu_takes_the_family_back(
     new = set(support.page(claims).splitlines()) - before
     place = 3 + list(support.RUNTIMES).index("onnxruntime-cuda")
     assert [row.strip("| ").split(" | ")[place] for row in new] == ["none"]
-    assert "deit_vit_b16_ade20k" in new.pop()
+    assert "eva_vit_g16_ade20k" in new.pop()

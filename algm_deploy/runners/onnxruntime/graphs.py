@@ -32,7 +32,7 @@ from algm_deploy.lowering.onnxruntime_segments import ROWS, STEP
 from algm_deploy.runners.onnxruntime.sessions import in_turn, numpy_dtype
 from algm_deploy.runners.turns import DEVICES
 
-MOST_GRAPHS = 128  # of one segment
+MOST_GRAPHS = 192  # of one segment
 # Every window and every row merges.
 _MERGE_ALL = {CLAP_THRESHOLD: -2.0, GBM_THRESHOLD: -1e6}
 _DTYPES = {

@@ -30,6 +30,10 @@ class Graphs:
     pool that all graphs share, so that memory grows with the largest graph and not with their number; those that come
     after a capture that failed share a new one. Work that cannot be captured is done as it comes every time.
 
+    While `patient`, work is captured only when it comes for the second time: a capture takes several times as long as
+    the work, and what is new after a warm-up seldom comes back. Under load, captures at first sight let a queue grow,
+    whose longer batches need graphs in turn.
+
     Args:
         device: a CUDA device.
         limit: graphs kept; beyond it the one that was not needed for longest is dropped.
@@ -41,6 +45,8 @@ class Graphs:
         self._stream = _take_stream(device)
         weakref.finalize(self, _FREE[device].append, self._stream)
         self.captures = 0
+        self.patient = False
+        self._met: set[Key] = set()  # while patient: came once
         self._start_pool()
 
     def _start_pool(self) -> None:
@@ -66,6 +72,9 @@ class Graphs:
         """
         if key not in self._graphs:
             result = work()  # kernels are compiled and libraries initialised here, which a capture could not
+            if self.patient and key not in self._met:
+                self._met.add(key)
+                return result
             while len(self._graphs) >= self._limit:
                 torch.cuda.synchronize(self._device)  # it may still run
                 self._graphs.popitem(last=False)
@@ -94,6 +103,7 @@ class Graphs:
         torch.cuda.synchronize(self._device)
         for key in [key for key in self._graphs if belongs(key)]:
             del self._graphs[key]
+        self._met = {key for key in self._met if not belongs(key)}
 
     def _captured(self, work: Callable[[], object], pool: Any) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()

@@ -509,7 +509,10 @@ class PackedNetwork:
             memory = self._memory(images)
             self._picture(memory).zero_()
             self._merge_by(*_MERGE_ALL)
-            return self._capture_all(memory, self.graphs, deadline)
+            self.graphs.patient = False
+            done = self._capture_all(memory, self.graphs, deadline)
+            self.graphs.patient = True
+            return done
 
     @contextmanager
     def _turn(self) -> Iterator[None]:

@@ -310,7 +310,7 @@ def test_older_versions_capture_nothing(labels_bundle: Bundle, tmp_path: Path, m
 
 
 @pytest.mark.parametrize(
-    ("width", "precision", "images"), [(192, "fp16", 21), (384, "bf16", 5), (384, "fp32", 5), (1024, "fp16", 4)]
+    ("width", "precision", "images"), [(192, "fp16", 32), (384, "bf16", 5), (384, "fp32", 5), (1024, "fp16", 12)]
 )
 def test_how_many_images_go_through_graphs(
     labels_bundle: Bundle, monkeypatch: pytest.MonkeyPatch, width: int, precision: str, images: int
@@ -370,7 +370,7 @@ def test_graphs_equal_launches(built: Bundle, blob_images: Any, monkeypatch: pyt
     batches = [images[i : i + 1] for i in range(4)] + [images[1:4]]
     feeds = [{"image": batch, "clap_threshold": np.float32(c)} for batch in batches for c in (2, 0.9, 0.5, -2)]
     with monkeypatch.context() as patch:
-        patch.setattr(runner_module, "GRAPH_BYTES", 0)
+        patch.setattr(runner_module, "GRAPH_CHANNELS_FP32", 0)
         with runner(built, CUDA) as plain:
             expected = [plain.infer(feed, NAMES) for feed in feeds]
             assert plain.cuda_graphs is None

@@ -6,6 +6,7 @@ import gc
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
     monkeypatch.setattr(Graphs, "_captured", captured)
     made = object.__new__(Graphs)
     made._graphs, made._limit, made.captures = OrderedDict(), 2, 0
+    made.patient, made._met = False, set()
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
     made._device, made._pool = torch.device("cpu"), (0, 0)
     return made
@@ -42,6 +44,32 @@ def test_a_failed_capture_gives_the_result_and_is_not_tried_again(
     assert graphs.captures == 0
     assert [record.message.count("\n") for record in caplog.records] == [0]
     assert "operation not permitted" in caplog.text
+
+
+def test_patience_waits_for_the_second_time(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    replayed: list[str] = []
+    graph = SimpleNamespace(replay=lambda: replayed.append("again"))
+    monkeypatch.setattr(Graphs, "_captured", lambda self, work, pool: graph)
+    graphs.patient = True
+    assert graphs.run((1,), lambda: "new") == "new"
+    assert (len(graphs), graphs.captures) == (0, 0)
+    assert graphs.run((1,), lambda: "twice") == "twice"
+    assert (len(graphs), graphs.captures) == (1, 1)
+    assert graphs.run((1,), lambda: "no more") == "twice"
+    assert replayed == ["again"]
+    graphs.patient = False
+    graphs.run((2,), lambda: "at once")
+    assert graphs.captures == 2
+
+
+def test_what_was_dropped_comes_for_the_first_time_again(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Graphs, "_captured", lambda self, work, pool: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    graphs.patient = True
+    for _ in range(2):
+        graphs.run((1,), lambda: None)
+        graphs.drop(lambda key: key == (1,))
+    assert graphs.captures == 0, "its memory was another"
 
 
 def test_an_error_of_the_work_is_an_error(graphs: Graphs) -> None:

@@ -778,7 +778,7 @@ def test_after_a_warm_up_single_pictures_capture_nothing(plan: str, merging: str
     assert cold.graphs is not None and warm.graphs is not None
     assert warm.warm_up(1, NEVER)
     captures = warm.graphs.captures
-    assert captures == len(warm.graphs) > 3
+    assert captures == len(warm.graphs) > len(warm._segments), "several buckets of a segment"
     images = torch.from_numpy(blob_images(6)).cuda()
     for image in images.split(1):
         for thresholds in (*thresholds_of(plan), (-2.0, -1e6), (NEVER, NEVER)):
