@@ -175,7 +175,7 @@ class OnnxRuntimeCudaRunner(OnnxRuntimeRunner):
     """ONNX Runtime on a CUDA device, or an error: never on the CPU instead.
 
     Batches up to `graph_images` are replayed from CUDA graphs, as far as there is room: at 512 x 512 for the first
-    three sizes of batch, of the thread that opened the runner and the others together. `cuda_graphs` tells. Other
+    five sizes of batch, of the thread that opened the runner and the others together. `cuda_graphs` tells. Other
     batches are launched kernel by kernel, from weights of their own that are loaded when the first of them comes.
     """
 
