@@ -39,7 +39,7 @@ from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BundleError
 from algm_deploy.lowering.onnxruntime import linear_of, single_image
 from algm_deploy.lowering.portable import add_function_bodies, fix_batch, inline, load_portable, operator_of
-from algm_deploy.ops.attention import Steps
+from algm_deploy.ops.attention import PACKED, Steps, packed_steps
 
 BF16, FP32 = ir.DataType.BFLOAT16, ir.DataType.FLOAT
 
@@ -123,22 +123,49 @@ def _compute_in_bf16(graph: ir.Graph, attention: bool) -> Counter[str]:
 
 
 def _compute_in_int8(graph: ir.Graph, steps: Iterable[QuantizedAttention]) -> Counter[str]:
-    """Hands attentions the steps of their levels, as constants of those names; returns how many."""
+    """Hands attentions levels, and the steps of these as constants of their names; returns how many.
+
+    The levels are written in front of all else that attention does: OpenVINO rounds to them in the kernel of the
+    product that they come from, whatever the number of steps in a row.
+    """
     nodes = {str(node.name).rpartition("/")[0]: node for node in _operators(graph) if node.op_type == "attention"}
     counts: Counter[str] = Counter()
     for one in steps:
         if one.name not in nodes:
             raise BundleError(f"expected the attention {one.name} in the graph, there is none: export the bundle again")
         node, first = nodes[one.name], 2  # behind rows and lengths
+        node.replace_input_with(0, _levels_of_rows(graph, node, one))
         node.resize_inputs(first + len(Steps._fields))
         for place, kind in enumerate(Steps._fields, first):
-            name = f"{one.name}.{kind}"
-            step = ir.Value(name=name, const_value=ir.tensor(np.float32(getattr(one, kind)), name=name))
-            step.dtype, step.shape = FP32, ir.Shape(())
-            graph.register_initializer(step)
-            node.replace_input_with(place, step)
+            step = np.float32(getattr(one, kind))
+            node.replace_input_with(place, _constant(graph, f"{one.name}.{kind}", step))
         counts["int8_attention"] += 1
     return counts
+
+
+def _levels_of_rows(graph: ir.Graph, node: ir.Node, one: QuantizedAttention) -> ir.Value:
+    """The packed queries, keys and values of an attention as levels."""
+    rows = node.inputs[0]
+    assert rows is not None
+    assert rows.shape is not None
+    width = rows.shape[-1]
+    assert isinstance(width, int)
+    steps = packed_steps(Steps(one.query, one.key, one.value), node.attributes["scale"].as_float(), width)
+    packed = _constant(graph, f"{one.name}.{PACKED}", steps)
+    zero = _constant(graph, f"{one.name}.{PACKED}_zero", np.zeros(width, np.int8))
+    name = f"{one.name}/{PACKED}"
+    levels = ir.node("QuantizeLinear", [rows, packed, zero], {"axis": len(rows.shape) - 1}, name=name)
+    levels.outputs[0].name, levels.outputs[0].dtype, levels.outputs[0].shape = name, ir.DataType.INT8, rows.shape
+    graph.insert_before(node, levels)
+    return levels.outputs[0]
+
+
+def _constant(graph: ir.Graph, name: str, numbers: np.ndarray | np.generic) -> ir.Value:
+    tensor = ir.tensor(numbers, name=name)
+    value = ir.Value(name=name, const_value=tensor)
+    value.dtype, value.shape = tensor.dtype, ir.Shape(tensor.shape)
+    graph.register_initializer(value)
+    return value
 
 
 def _linear_layers(graph: ir.Graph) -> Iterator[tuple[ir.Node, ...]]:

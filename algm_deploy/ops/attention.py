@@ -11,8 +11,8 @@ An opaque operator on purpose: a visible mask would let the exporter specialise 
 **Products in int8.** `attention_in_levels` is attention whose two products are of levels: scaled queries, keys and
 values by a step each, and exp(score - largest of the row), from 0 to 1, in 255 steps. What comes out is divided by the
 row's sum of these, so a row that attends to many keys alike loses nothing, where probabilities of less than 1 / 510
-would all be zero. It is no operator of its own: a runtime that gains by it is given the steps as three more inputs of
-the body.
+would all be zero. It is no operator of its own: for a runtime that gains by it the body is given levels in the place of
+`qkv`, and their steps as three more inputs.
 """
 
 from __future__ import annotations
@@ -106,6 +106,17 @@ SHARE_LEVELS = 255
 """The levels of exp(score - largest)."""
 
 
+PACKED = "packed"
+"""What a graph calls the steps of packed queries, keys and values."""
+
+
+def packed_steps(steps: Steps, scale: float, width: int) -> np.ndarray:
+    """The step of each of the `width` numbers of a row, fp32: a scaled query is of the level that the query itself is
+    of in steps that are larger by the scale."""
+    query, key, value = (np.float32(step) for step in steps)
+    return np.repeat(np.array([query / np.float32(scale), key, value], np.float32), width // 3)
+
+
 def attention_in_levels(
     qkv: Tensor,
     length: Tensor | None,
@@ -139,51 +150,65 @@ def attention_in_levels(
 
 
 def onnx_attention(
-    body: Body,
-    qkv: Value,
-    attributes: Mapping[str, Any],
-    adjust: Callable[[Value, Value], tuple[Value, Value]],
-    steps: Steps | None = None,
+    body: Body, qkv: Value, attributes: Mapping[str, Any], adjust: Callable[[Value, Value], tuple[Value, Value]]
 ) -> Value:
     """Attention in standard ops; the softmax is fp32 for every token type. `adjust` changes scores (B, H, S, S) fp32
-    and values (B, H, S, D / H) before it. With `steps` as `attention_in_levels`."""
-    heads = body("Transpose", body("Reshape", qkv, [0, 0, 3, attributes["heads"], -1]), perm=[2, 0, 3, 1, 4])
-    query, key, value = (body("Squeeze", part, [0]) for part in body.several(3, "Split", heads, axis=0, num_outputs=3))
+    and values (B, H, S, D / H) before it."""
+    query, key, value = _parted(body, qkv, attributes)
     scaled = body("Mul", query, body.like(body.number(attributes["scale"]), qkv))
-    if steps is not None:
-        scaled, key = _in_levels(body, scaled, steps.query), _in_levels(body, key, steps.key)
     scores = body.fp32(body("MatMul", scaled, body("Transpose", key, perm=[0, 1, 3, 2])))
     scores, value = adjust(scores, value)
-    if steps is None:
-        mixed = body("MatMul", body.like(body("Softmax", scores, axis=-1), qkv), value)
-    else:
-        shares = body("Exp", body("Sub", scores, body("ReduceMax", scores, [-1], keepdims=1)))
-        shares = _in_levels(body, shares, body.number(1 / SHARE_LEVELS), np.uint8)
-        mixed = body("MatMul", shares, _in_levels(body, value, steps.value))
-        mixed = body("Div", mixed, body("ReduceSum", shares, [-1], keepdims=1))
+    return _in_rows(body, body("MatMul", body.like(body("Softmax", scores, axis=-1), qkv), value))
+
+
+def _onnx_in_levels(
+    body: Body, levels: Value, attributes: Mapping[str, Any], adjust: Callable[[Value], Value], steps: Steps
+) -> Value:
+    """`attention_in_levels` of packed levels, the scale in those of queries; `adjust` changes scores. Levels are
+    parted, and not the numbers, as they are a quarter of the bytes to move."""
+    parts = zip(_parted(body, levels, attributes), steps, strict=True)
+    query, key, value = (body("DequantizeLinear", part, step, _zero(body, np.int8)) for part, step in parts)
+    scores = adjust(body("MatMul", query, body("Transpose", key, perm=[0, 1, 3, 2])))
+    shares = body("Exp", body("Sub", scores, body("ReduceMax", scores, [-1], keepdims=1)))
+    how = body.number(1 / SHARE_LEVELS), _zero(body, np.uint8)
+    shares = body("DequantizeLinear", body("QuantizeLinear", shares, *how), *how)
+    mixed = body("MatMul", shares, value)
+    return _in_rows(body, body("Div", mixed, body("ReduceSum", shares, [-1], keepdims=1)))
+
+
+def _parted(body: Body, qkv: Value, attributes: Mapping[str, Any]) -> list[Value]:
+    """Queries, keys and values (B, H, S, D / H)."""
+    heads = body("Transpose", body("Reshape", qkv, [0, 0, 3, attributes["heads"], -1]), perm=[2, 0, 3, 1, 4])
+    return [body("Squeeze", part, [0]) for part in body.several(3, "Split", heads, axis=0, num_outputs=3)]
+
+
+def _in_rows(body: Body, mixed: Value) -> Value:
+    """(B, H, S, D / H) as (B, S, D)."""
     return body("Reshape", body("Transpose", mixed, perm=[0, 2, 1, 3]), [0, 0, -1])
 
 
-def _in_levels(body: Body, x: Value, step: Value, levels: type = np.int8) -> Value:
-    """What levels stand for whose zero is zero."""
-    how = step, body.value(np.zeros((), levels))
-    return body("DequantizeLinear", body("QuantizeLinear", x, *how), *how)
+def _zero(body: Body, levels: type) -> Value:
+    return body.value(np.zeros((), levels))  # type: ignore[return-value]
 
 
 @body_of("attention")
 def onnx_body(
     body: Body, attributes: Mapping[str, Any], qkv: Value, length: Value | None = None, *steps: Value
 ) -> list[Value]:
-    """Attention in standard ops, keys behind the length masked; given three steps, with products of levels."""
+    """Attention in standard ops, keys behind the length masked; given three steps, of levels."""
 
-    def masked(scores: Value, value: Value) -> tuple[Value, Value]:
+    def masked(scores: Value, value: Value | None) -> tuple[Value, Any]:
         if length is None:
             return scores, value
         valid = body("Less", body.indices(body.size_of(qkv, 1)), body("Unsqueeze", length, [1]))
         scores = body("Where", body("Unsqueeze", valid, [1, 2]), scores, -np.inf)
-        return scores, body("Where", body("Unsqueeze", valid, [1, 3]), value, body.like(body.number(0.0), qkv))
+        if value is not None:
+            value = body("Where", body("Unsqueeze", valid, [1, 3]), value, body.like(body.number(0.0), qkv))
+        return scores, value
 
-    return [onnx_attention(body, qkv, attributes, masked, Steps(*steps) if steps else None)]
+    if steps:  # levels are finite: what is behind the length adds zero as it is
+        return [_onnx_in_levels(body, qkv, attributes, lambda scores: masked(scores, None)[0], Steps(*steps))]
+    return [onnx_attention(body, qkv, attributes, masked)]
 
 
 def attention_reference(qkv: np.ndarray, weight: np.ndarray | float, heads: int, scale: float) -> np.ndarray:

@@ -22,7 +22,7 @@ from algm_deploy.lowering.tensorrt_zero_points import SHIFT
 from algm_deploy.models.loading import load_network
 from algm_deploy.models.quantized import E4m3Linear, Int8Attention, QuantizedLinear, computes_levels, in_graphs
 from algm_deploy.models.vit import Block, VitNetwork
-from algm_deploy.ops.attention import SHARE_LEVELS, Steps
+from algm_deploy.ops.attention import PACKED, SHARE_LEVELS, Steps, packed_steps
 from algm_deploy.recipe.schema import Precision
 
 Numbers = dict[str, np.ndarray]
@@ -33,6 +33,7 @@ _SHARE_STEP, _ZERO = "attention.step of shares", "attention.zero points"
 # Where nodes that take a product's bias take it; an Add has it on either side.
 _BIAS = {"BiasGelu": 1, "MultiHeadAttention": 3, "SkipLayerNormalization": 4}
 _NORM = {"LayerNormalization": 1, "SkipLayerNormalization": 2}  # where they take their weight
+_MOVES = {"Reshape", "Transpose", "Split", "Squeeze"}
 _WORDS = {"zero_point": "zero point", "levels": "levels of the weight", "steps": "steps of the weight"}
 
 
@@ -65,7 +66,9 @@ def expected_numbers(model: VitNetwork) -> Numbers:
             kinds = ("scale", "zero_point", "levels", "steps", "bias")
             found |= {f"{name}.{kind}": getattr(module, kind).numpy() for kind in kinds}
         elif isinstance(module, Int8Attention):
-            found |= {f"{name}.{step}": getattr(module, step).numpy() for step in Steps._fields}
+            steps = Steps(*(getattr(module, step).numpy() for step in Steps._fields))
+            found |= {f"{name}.{kind}": step for kind, step in steps._asdict().items()}
+            found[f"{name}.{PACKED}"] = packed_steps(steps, module.scale, module.qkv.out_features)
         elif isinstance(module, Block):
             for norm in NORMS:
                 found |= {f"{name}.{norm}.{k}": v.numpy() for k, v in getattr(module, norm).named_parameters()}
@@ -100,9 +103,10 @@ def _problems(path: Path, wanted: Numbers) -> Iterator[str]:
     for name in sorted(wanted.keys() | found.keys()):
         yield from _difference(name, wanted.get(name), found.get(name))
     products = sum(name.endswith(".levels") for name in wanted)
-    # Queries, keys, values, and the shares that rows have in others.
-    inside = 4 * sum(name.endswith(f".{Steps._fields[0]}") for name in wanted)
-    for op_type, count in (("QuantizeLinear", products + inside), ("DequantizeLinear", 2 * products + inside)):
+    inside = sum(name.endswith(f".{PACKED}") for name in wanted)
+    # Queries, keys and values are written as one, and the shares that rows have in others.
+    expected = {"QuantizeLinear": products + 2 * inside, "DequantizeLinear": 2 * products + 4 * inside}
+    for op_type, count in expected.items():
         if (there := sum(node.op_type == op_type for node in graph.nodes)) != count:
             yield f"expected {count} nodes {op_type}, found {there}"
 
@@ -147,18 +151,32 @@ class _Graph:
         shares, zeros = set[float](), set[int]()
         linear = {maker.input[0] for _, inputs in self._linear() for maker in inputs if maker is not None}
         for node in (node for node in self.nodes if node.op_type == "QuantizeLinear" and node.output[0] not in linear):
-            named = node.input[1].endswith(tuple(f".{step}" for step in Steps._fields))
-            readers = self._users.get(node.output[0], [])
-            zeros |= {int(self._constant(one.input[2])) for one in (node, *readers)}
-            if not named:
+            readers = list(self._readers(node.output[0]))
+            zeros.update(int(zero) for one in (node, *readers) for zero in self._constant(one.input[2]).flat)
+            name, _, kind = node.name.rpartition("/")
+            if kind == PACKED:
+                found |= {f"{name}.{one}": array for one, array in self._parts(name, node, readers)}
+            else:
                 shares |= {float(self._constant(one.input[1])) for one in (node, *readers)}
-                continue
-            found[node.input[1]] = self._numbers(node.input[1])
-            others = {reader.input[1] for reader in readers} - {node.input[1]}
-            found |= {f"{node.input[1]} to read": self._numbers(other) for other in others}
         if shares or zeros:
             found |= {_SHARE_STEP: np.array(sorted(shares), np.float32), _ZERO: np.array(sorted(zeros))}
         return found
+
+    def _readers(self, value: str) -> Iterator[NodeProto]:
+        """What reads levels, in the order of their parts, where nodes that only move them lie between."""
+        for user in self._users.get(value, []):
+            if user.op_type == "DequantizeLinear":
+                yield user
+            elif user.op_type in _MOVES:
+                for output in user.output:
+                    yield from self._readers(output)
+
+    def _parts(self, name: str, node: NodeProto, readers: list[NodeProto]) -> Iterator[tuple[str, np.ndarray]]:
+        """The steps that an attention's packed rows are rounded by, and those of its queries, keys and values."""
+        yield PACKED, self._numbers(node.input[1])
+        for kind, reader in zip(Steps._fields, readers, strict=False):
+            own = reader.input[1] == f"{name}.{kind}"
+            yield kind if own else f"{kind} to read", self._constant(reader.input[1])
 
     def _constant(self, name: str) -> np.ndarray:
         """What a node `Constant` or an initializer holds."""

@@ -17,7 +17,7 @@ from operator_inputs import Array
 
 from algm_deploy.bundle.graphs import DOMAIN
 from algm_deploy.lowering.portable import add_function_bodies
-from algm_deploy.ops.attention import SHARE_LEVELS, Steps, attention_in_levels
+from algm_deploy.ops.attention import SHARE_LEVELS, Steps, attention_in_levels, packed_steps
 
 PLAIN: dict[str, Any] = {"heads": 2, "scale": 0.35}
 every, compared = implementations("attention")
@@ -173,7 +173,7 @@ def test_a_row_that_attends_to_all_alike_loses_nothing() -> None:
 
 @pytest.mark.parametrize("lengths", [None, (9, 5)])
 def test_products_in_int8_in_standard_operators(lengths: tuple[int, int] | None) -> None:
-    inputs = [ir.val("qkv", ir.DataType.FLOAT, ["B", "S", 48])]
+    inputs = [ir.val("qkv", ir.DataType.INT8, ["B", "S", 48])]
     inputs += [] if lengths is None else [ir.val("length", ir.DataType.INT64, ["B"])]
     steps = [ir.val(name, ir.DataType.FLOAT, []) for name in Steps._fields]
     padding = [None] if lengths is None else []
@@ -184,7 +184,8 @@ def test_products_in_int8_in_standard_operators(lengths: tuple[int, int] | None)
     add_function_bodies(model)
     session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
     qkv, length = packed(0, 2, 9, 16), None if lengths is None else np.array(lengths)
-    feeds = {"qkv": qkv, **{name: np.array(step, np.float32) for name, step in STEPS._asdict().items()}}
+    levels = np.rint(qkv / packed_steps(STEPS, 0.35, 48)).clip(-128, 127).astype(np.int8)
+    feeds = {"qkv": levels, **{name: np.array(step, np.float32) for name, step in STEPS._asdict().items()}}
     (found,) = session.run(None, feeds if length is None else feeds | {"length": length})
     expected = in_levels(qkv, length)
     for rows, ours, theirs in zip(lengths or (9, 9), expected, found, strict=True):

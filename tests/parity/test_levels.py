@@ -155,16 +155,33 @@ def test_attention_in_int8_holds_what_it_has_to(inside: Bundle) -> None:
     assert not graph_link(inside, ONNX, "int8", attention=True).passed, "it has none"
 
 
-@pytest.mark.parametrize("op_type", ["QuantizeLinear", "DequantizeLinear"])
-def test_a_wrong_step_of_attention(inside: Bundle, copied: Callable[..., Bundle], op_type: str) -> None:
+@pytest.mark.parametrize(("op_type", "kind"), [("QuantizeLinear", "packed"), ("DequantizeLinear", "key")])
+def test_a_wrong_step_of_attention(inside: Bundle, copied: Callable[..., Bundle], op_type: str, kind: str) -> None:
     bundle = copied(inside)
     model = onnx.load(bundle.path / OPENVINO, load_external_data=False)
-    node = next(one for one in model.graph.node if one.op_type == op_type and one.input[1] == f"{ATTENTION}.key")
-    node.input[1] = changed(model, bundle.path, node.input[1], lambda x: x * 1.001)
+    node = next(one for one in model.graph.node if one.op_type == op_type and one.input[1] == f"{ATTENTION}.{kind}")
+    node.input[1] = changed(model, bundle.path, node.input[1], first(lambda x: x * 1.001))
     rewrite(bundle, OPENVINO, model.SerializeToString())
     link = graph_link(Bundle.open(bundle.path), OPENVINO, "int8", attention=True)
     assert not link.passed
-    assert any(ATTENTION in problem and "key" in problem for problem in link.facts["problems"])
+    assert any(ATTENTION in problem and kind in problem for problem in link.facts["problems"])
+
+
+def test_parts_of_attention_in_another_order(inside: Bundle, copied: Callable[..., Bundle]) -> None:
+    bundle = copied(inside)
+    model = onnx.load(bundle.path / OPENVINO, load_external_data=False)
+    query, key = (
+        next(
+            one
+            for one in model.graph.node
+            if one.op_type == "DequantizeLinear" and one.input[1] == f"{ATTENTION}.{kind}"
+        )
+        for kind in ("query", "key")
+    )
+    query.input[0], key.input[0] = key.input[0], query.input[0]
+    rewrite(bundle, OPENVINO, model.SerializeToString())
+    problems = graph_link(Bundle.open(bundle.path), OPENVINO, "int8", attention=True).facts["problems"]
+    assert any(f"{ATTENTION}: expected query to read none" in problem for problem in problems), problems
 
 
 @pytest.mark.parametrize(
