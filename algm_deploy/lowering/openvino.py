@@ -2,7 +2,7 @@
 
 | portable graph | here |
 |---|---|
-| `algm` operators | their bodies, inlined |
+| `algm` operators | their bodies, inlined; rows that join others are added to them one by one, no product |
 | images that decide alone | one image at a time, whose rows are all valid: attention without lengths and masks |
 | precision bf16: linear layers with a bias, and with AMX attention | bf16, by explicit casts; everything else is fp32 |
 | precision int8, with VNNI: attention | its products in int8 by the manifest's steps (`ops/attention.py`) |
@@ -99,7 +99,7 @@ def rewrite(
         counts += _compute_in_bf16(model.graph, attention_bf16)
     counts += _compute_in_int8(model.graph, attention_int8)
     RemoveUnusedNodesPass()(model)
-    counts["inlined"] = add_function_bodies(model)
+    counts["inlined"] = add_function_bodies(model, one_by_one=True)
     inline(model)
     return counts
 
@@ -161,9 +161,9 @@ def _levels_of_rows(graph: ir.Graph, node: ir.Node, one: QuantizedAttention) -> 
 
 
 def _constant(graph: ir.Graph, name: str, numbers: np.ndarray | np.generic) -> ir.Value:
-    tensor = ir.tensor(numbers, name=name)
+    tensor = ir.tensor(np.asarray(numbers), name=name)
     value = ir.Value(name=name, const_value=tensor)
-    value.dtype, value.shape = tensor.dtype, ir.Shape(tensor.shape)
+    value.dtype, value.shape = tensor.dtype, ir.Shape(np.shape(numbers))
     graph.register_initializer(value)
     return value
 

@@ -31,11 +31,13 @@ class Body:
     """Records nodes. `body("Add", a, b)` adds one node; Python numbers and arrays become constants.
 
     Token values have one of three types, so a body casts with `fp32` and back with `like`, both free for fp32.
-    `dtypes`: the types that the results shall have.
+    `dtypes`: the types that the results shall have. `one_by_one`: for a runtime on a processor that scatters one row
+    after the other, so that sums of rows that join others have one order.
     """
 
-    def __init__(self, dtypes: Sequence[ir.DataType] = ()) -> None:
+    def __init__(self, dtypes: Sequence[ir.DataType] = (), one_by_one: bool = False) -> None:
         self.dtypes = dtypes
+        self.one_by_one = one_by_one
         self._tape = Tape()
 
     @property
@@ -125,6 +127,12 @@ class Body:
             self("Where", self("Greater", t, 0.0), i, 0.0) for t, i in zip(there, (np.inf, -np.inf), strict=True)
         )
         return self("Add", sums, self("Add", up, down))
+
+    def added_rows(self, x: Value, index: Value, rows: Value) -> Value:
+        """x (B, T, ...) with `rows` (B, R, ...) added to its rows at `index` (B, R), one after the other."""
+        image = self("Expand", self("Unsqueeze", self.indices(self.size_of(x, 0)), [1]), self("Shape", index))
+        place = self("Concat", self("Unsqueeze", image, [2]), self("Unsqueeze", index, [2]), axis=2)
+        return self("ScatterND", x, place, rows, reduction="add")
 
     def inverse(self, permutation: Value, count: int | None = None) -> Value:
         """Inverse (B, R) of a permutation a row; `count` is R where it is known."""

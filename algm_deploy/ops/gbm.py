@@ -28,7 +28,7 @@ threshold, and by a budget comes last, to join the first B row.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -218,14 +218,17 @@ def onnx_similarity(
     """Best similarity (B, |A|) of every A row, -inf where it may not merge, and its match in B."""
     unit = unit_rows(body, tokens, NORM_EPS)
     source, target = (body.rows(unit, start, END, 2) for start in (first, first + 1))
-    scores = body("MatMul", source, body("Transpose", target, perm=[0, 2, 1]))
-    allowed_target = body("Unsqueeze", body.rows(allowed, first + 1, END, 2), [1])
+    # Along its columns a processor finds the largest of many rows at a time.
+    over, (left, right) = (1, (target, source)) if body.one_by_one else (2, (source, target))
+    scores = body("MatMul", left, body("Transpose", right, perm=[0, 2, 1]))
+    allowed_target = body("Unsqueeze", body.rows(allowed, first + 1, END, 2), [3 - over])
     scores = body("Where", body("Less", scores, np.inf), scores, undefined)  # which NaN is not
-    # One column more, so that the maximum of an empty B exists.
-    scores = body("Pad", body("Where", allowed_target, scores, -np.inf), [0, 0, 0, 0, 0, 1], -np.inf)
-    best = body("ReduceMax", scores, [2], keepdims=0)
+    # One more, so that the maximum of an empty B exists.
+    pads = [0, 0, 0, 0, 2 - over, over - 1]
+    scores = body("Pad", body("Where", allowed_target, scores, -np.inf), pads, -np.inf)
+    best = body("ReduceMax", scores, [over], keepdims=0)
     allowed_source = body.rows(allowed, first, END, 2)
-    return body("Where", allowed_source, best, -np.inf), body("ArgMax", scores, axis=2, keepdims=0)
+    return body("Where", allowed_source, best, -np.inf), body("ArgMax", scores, axis=over, keepdims=0)
 
 
 def _onnx_threshold(body: Body, best: Value, threshold: Value, attributes: Mapping[str, Any]) -> Value:
@@ -288,6 +291,17 @@ def _onnx_rows(
     return body("Where", joins, body("GatherElements", row, target, axis=1), row), joins
 
 
+class _Half(NamedTuple):
+    """Rows (B, R, D) fp32 of A or B, and their sizes (B, R)."""
+
+    values: Value
+    sizes: Value
+
+
+def _wide(body: Body, x: Value) -> Value:
+    return body("Unsqueeze", x, [2])
+
+
 def _onnx_means(
     body: Body, tokens: Value, size: Value, merged: Value, match: Value, attributes: Mapping[str, Any]
 ) -> tuple[Value, Value]:
@@ -296,26 +310,55 @@ def _onnx_means(
     source, target = (body.fp32(body.rows(tokens, start, END, 2)) for start in (first, first + 1))
     source_size, target_size = (body.rows(size, start, END, 2) for start in (first, first + 1))
     count = body.extent(tokens, 1)
-    columns = body.indices(len(range(first + 1, count, 2)) if isinstance(count, int) else body.size_of(target, 1))
-    joined = body("Equal", body("Unsqueeze", columns, [1]), body("Unsqueeze", match, [1]))
-    joined = body.fp32(body("And", joined, body("Unsqueeze", merged, [1])))
-
-    def wide(x: Value) -> Value:
-        return body("Unsqueeze", x, [2])
-
-    new_size = body("Add", wide(target_size), body("MatMul", joined, wide(source_size)))
-    if attributes["semantics"] == "paper":
-        share, own = joined, target
-        total = body("Add", body("ReduceSum", joined, [2], keepdims=1), 1.0)
-    else:
-        share = body("Mul", joined, body("Unsqueeze", source_size, [1]))
-        own, total = body("Mul", target, wide(target_size)), body("Max", new_size, 1.0)
-    mean = body("Div", body("Add", own, body.member_sums(share, source)), total)
-    values = [body.like(source, tokens), body.like(mean, tokens)]
-    sizes = [source_size, body("Squeeze", new_size, [2])]
+    targets = len(range(first + 1, count, 2)) if isinstance(count, int) else None
+    joined = _onnx_joined_one_by_one if body.one_by_one else _onnx_joined_by_product
+    halves = _Half(source, source_size), _Half(target, target_size)
+    own = joined(body, *halves, merged, match, attributes["semantics"], targets)
+    values, sizes = [body.like(source, tokens), body.like(own.values, tokens)], [source_size, own.sizes]
     if first:
         values, sizes = [body.rows(tokens, 0, first), *values], [body.rows(size, 0, first), *sizes]
     return body("Concat", *values, axis=1), body("Concat", *sizes, axis=1)
+
+
+def _onnx_joined_by_product(
+    body: Body, source: _Half, target: _Half, merged: Value, match: Value, semantics: str, targets: int | None
+) -> _Half:
+    """B joined by its A rows, in one product with a 0/1 matrix; `targets` is |B| where it is known."""
+    columns = body.indices(targets if targets is not None else body.size_of(target.values, 1))
+    joined = body("Equal", body("Unsqueeze", columns, [1]), body("Unsqueeze", match, [1]))
+    joined = body.fp32(body("And", joined, body("Unsqueeze", merged, [1])))
+    new_size = body("Add", _wide(body, target.sizes), body("MatMul", joined, _wide(body, source.sizes)))
+    if semantics == "paper":
+        share, own = joined, target.values
+        total = body("Add", body("ReduceSum", joined, [2], keepdims=1), 1.0)
+    else:
+        share = body("Mul", joined, body("Unsqueeze", source.sizes, [1]))
+        own, total = body("Mul", target.values, _wide(body, target.sizes)), body("Max", new_size, 1.0)
+    mean = body("Div", body("Add", own, body.member_sums(share, source.values)), total)
+    return _Half(mean, body("Squeeze", new_size, [2]))
+
+
+def _onnx_joined_one_by_one(
+    body: Body, source: _Half, target: _Half, merged: Value, match: Value, semantics: str, targets: int | None
+) -> _Half:
+    """The same with every A row that merges added to its row of B, which is no work for rows that do not."""
+
+    def added(own: Value, joining: Value, rank: int) -> Value:
+        if targets:
+            return body.added_rows(own, match, joining)
+        padded = body("Pad", own, [0] * (rank + 1) + [1] + [0] * (rank - 2), 0.0)  # a row to add to, if B has none
+        return body.rows(body.added_rows(padded, match, joining), 0, -1)
+
+    new_size = added(target.sizes, body("Where", merged, source.sizes, 0.0), 2)
+    if semantics == "paper":
+        values, own = source.values, target.values
+        ones = body("Expand", 1.0, body("Shape", target.sizes))
+        total = added(ones, body.fp32(merged), 2)
+    else:
+        values, own = (body("Mul", half.values, _wide(body, half.sizes)) for half in (source, target))
+        total = body("Max", new_size, 1.0)
+    sums = added(own, body("Where", _wide(body, merged), values, 0.0), 3)
+    return _Half(body("Div", sums, _wide(body, total)), new_size)
 
 
 @body_of("gbm")
@@ -357,7 +400,7 @@ def onnx_joined(
     merges: int | None = None,
 ) -> list[Value]:
     """Tokens, size, map and length behind a bipartite merge. The joins are one product with a 0/1 matrix, so nothing is
-    scattered by addition.
+    scattered by addition, but where the runtime does that in a fixed order.
 
     Args:
         inputs: tokens, size and map.

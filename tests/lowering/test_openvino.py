@@ -34,6 +34,12 @@ def test_no_function_is_left_and_no_mask(portable: ir.Model) -> None:
     assert portable.graph.inputs[0].shape[0] == 1
 
 
+def test_rows_that_join_others_are_added_to_them(portable: ir.Model) -> None:
+    rewrite(portable, single=True, bf16=False)
+    added = [node for node in portable.graph if node.op_type == "ScatterND"]
+    assert [node.attributes["reduction"].as_string() for node in added] == ["add", "add"], "sizes and values of GBM"
+
+
 def test_images_that_decide_together_keep_their_batch(portable: ir.Model) -> None:
     assert rewrite(portable, single=False, bf16=False) == {"inlined": ATTENTIONS + 3}
     assert str(portable.graph.inputs[0].shape[0]) == "batch"  # type: ignore[index]

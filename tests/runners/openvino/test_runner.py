@@ -8,11 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 
 from algm_deploy.bundle.records import OptimizedGraph
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BuildError, BundleError
+from algm_deploy.ops.bodies import OPSET, Body
 from algm_deploy.parity.chain import verify
 from algm_deploy.runners.contract import runner, runner_type
 from algm_deploy.runners.registry import row_of
@@ -196,6 +198,29 @@ def test_labels_with_merges_and_without(labels_bundle: Bundle, copied: Copied, i
         assert (found["labels"].dtype, found["token_counts"].shape) == (np.uint8, (3, merges))
         np.testing.assert_array_equal(found["token_counts"], expected["token_counts"])
         assert (found["labels"] == expected["labels"]).mean() > 0.999
+
+
+def test_rows_are_added_one_after_the_other() -> None:
+    """The graph for it relies on that: sums whose order changed would differ, and lost rows more so."""
+    from algm_deploy.runners.openvino.library import openvino
+
+    rng = np.random.default_rng(0)
+    x, index = rng.standard_normal((2, 3, 384)), rng.integers(0, 3, (2, 4096))
+    rows = rng.standard_normal((2, 4096, 384)) * 10.0 ** rng.integers(-3, 4, (2, 4096, 1))
+    feeds = {"x": x.astype(np.float32), "index": index, "rows": rows.astype(np.float32)}
+    values = [ir.val(name, ir.DataType.from_numpy(one.dtype), one.shape) for name, one in feeds.items()]
+    body = Body(one_by_one=True)
+    sums = body.added_rows(*values)
+    sums.name = "sums"
+    model = ir.Model(ir.Graph(values, [sums], nodes=body.nodes, opset_imports={"": OPSET}, name="one"), ir_version=10)
+    core = openvino.Core()
+    options = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": "2", "ENABLE_CPU_PINNING": "NO"}
+    compiled = core.compile_model(core.read_model(ir.to_proto(model).SerializeToString()), "CPU", options)
+    expected = feeds["x"].copy()
+    for image in range(2):
+        np.add.at(expected[image], index[image], feeds["rows"][image])
+    for _ in range(3):
+        np.testing.assert_array_equal(compiled(feeds)[0], expected)
 
 
 def test_threads_share_a_runner(tiny_bundle: Bundle, copied: Copied, images: np.ndarray) -> None:
