@@ -6,6 +6,7 @@
 | images that decide alone | one image at a time, whose rows are all valid: attention without lengths and masks |
 | precision bf16: linear layers with a bias, and with AMX attention | bf16, by explicit casts; everything else is fp32 |
 | precision int8, with VNNI: attention | its products in int8 by the manifest's steps (`ops/attention.py`) |
+| such attention whose scores fit no cache | a head for each core at a time |
 
 OpenVINO can be told to compute in bf16, and then does so everywhere, similarities and statistics included. So the graph
 says itself what is bf16, and OpenVINO is told to keep to its types. Where the processor has no bf16 OpenVINO computes
@@ -16,7 +17,9 @@ Attention in bf16 is one kernel where the processor has AMX, and its scores are 
 2.5 times PyTorch's error, and took as long as attention in fp32, with which the error is 1.1 times PyTorch's.
 
 Attention in int8 takes a sixth off a Segmenter-S in int8 in OpenVINO 2026.4 on an EPYC with AVX512_VNNI. Processors
-without VNNI add products of bytes in 16 bits, where sums of these levels may not fit.
+without VNNI add products of bytes in 16 bits, where sums of these levels may not fit. Scores of a thousand tokens are
+25 MB that three kernels read and write one after the other, so each core gets one head at a time: on two cores that
+took a quarter off such an attention, and nothing off one of 539 tokens.
 
 Weights are not written anew: casts stand behind them, which OpenVINO folds when it loads. There, and in casts where
 shapes vary, OpenVINO 2026.4 does not round a value to bf16 but cuts it off, if the last bit that stays is 0. Weights
@@ -39,13 +42,14 @@ from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BundleError
 from algm_deploy.lowering.onnxruntime import linear_of, single_image
 from algm_deploy.lowering.portable import add_function_bodies, fix_batch, inline, load_portable, operator_of
-from algm_deploy.ops.attention import PACKED, Steps, packed_steps
+from algm_deploy.ops.attention import PACKED, TOGETHER, Steps, packed_steps
 
 BF16, FP32 = ir.DataType.BFLOAT16, ir.DataType.FLOAT
+_LARGE = 8 << 20  # bytes of scores; below, more and smaller kernels gained nothing
 
 
 def write_openvino_onnx(
-    bundle: Bundle, file: str, attention_bf16: bool = False, attention_int8: bool = False
+    bundle: Bundle, file: str, attention_bf16: bool = False, attention_int8: bool = False, cores: int | None = None
 ) -> Counter[str]:
     """Adds OpenVINO's graph to the bundle as `file`; returns how often each rewrite fired: see `rewrite`.
 
@@ -56,7 +60,7 @@ def write_openvino_onnx(
     model = load_portable(bundle.file(ONNX))
     quantization = bundle.manifest.quantization
     steps = quantization.attention if quantization is not None and attention_int8 else ()
-    counts = rewrite(model, single_image(recipe, "cpu"), recipe.precision == "bf16", attention_bf16, steps)
+    counts = rewrite(model, single_image(recipe, "cpu"), recipe.precision == "bf16", attention_bf16, steps, cores)
     with bundle.add(file, {ONNX: bundle.files[ONNX].sha256}, uses=(ONNX_DATA,)) as path:
         ir.save(model, path)
     return counts
@@ -68,6 +72,7 @@ def rewrite(
     bf16: bool,
     attention_bf16: bool = False,
     attention_int8: Iterable[QuantizedAttention] = (),
+    cores: int | None = None,
 ) -> Counter[str]:
     """Rewrites a portable model in place.
 
@@ -77,10 +82,12 @@ def rewrite(
         bf16: compute linear layers with a bias in bf16.
         attention_bf16: attention too.
         attention_int8: compute these attentions' products in int8.
+        cores: on so many it will run; None where that is not known.
 
     Returns:
         How often each rewrite fired: `bf16_linear`, `bf16_attention`, `int8_attention` (layers that compute in it),
-        `inlined` (calls of functions), `unmasked` (attentions that are told no lengths).
+        `heads_apart` (attentions whose heads are computed a few at a time), `inlined` (calls of functions), `unmasked`
+        (attentions that are told no lengths).
 
     Raises:
         BundleError: the graph lacks an attention of `attention_int8`.
@@ -97,7 +104,7 @@ def rewrite(
                 counts["unmasked"] += 1
     if bf16:
         counts += _compute_in_bf16(model.graph, attention_bf16)
-    counts += _compute_in_int8(model.graph, attention_int8)
+    counts += _compute_in_int8(model.graph, attention_int8, cores)
     RemoveUnusedNodesPass()(model)
     counts["inlined"] = add_function_bodies(model, one_by_one=True)
     inline(model)
@@ -122,7 +129,7 @@ def _compute_in_bf16(graph: ir.Graph, attention: bool) -> Counter[str]:
     return Counter({name: len(found) for name, found in layers.items()})
 
 
-def _compute_in_int8(graph: ir.Graph, steps: Iterable[QuantizedAttention]) -> Counter[str]:
+def _compute_in_int8(graph: ir.Graph, steps: Iterable[QuantizedAttention], cores: int | None) -> Counter[str]:
     """Hands attentions levels, and the steps of these as constants of their names; returns how many.
 
     The levels are written in front of all else that attention does: OpenVINO rounds to them in the kernel of the
@@ -140,7 +147,17 @@ def _compute_in_int8(graph: ir.Graph, steps: Iterable[QuantizedAttention]) -> Co
             step = np.float32(getattr(one, kind))
             node.replace_input_with(place, _constant(graph, f"{one.name}.{kind}", step))
         counts["int8_attention"] += 1
+        if cores and _outgrows(node, cores):
+            node.attributes[TOGETHER] = ir.AttrInt64(TOGETHER, cores)
+            counts["heads_apart"] += 1
     return counts
+
+
+def _outgrows(node: ir.Node, cores: int) -> bool:
+    """Whether an attention's scores are better computed for one head a core at a time, as all do not fit a cache."""
+    rows, heads = node.inputs[0], node.attributes["heads"].as_int()
+    count = rows.shape[1] if rows is not None and rows.shape is not None else None
+    return isinstance(count, int) and heads > cores and heads % cores == 0 and 4 * heads * count**2 > _LARGE
 
 
 def _levels_of_rows(graph: ir.Graph, node: ir.Node, one: QuantizedAttention) -> ir.Value:

@@ -106,6 +106,9 @@ SHARE_LEVELS = 255
 """The levels of exp(score - largest)."""
 
 
+TOGETHER = "together"
+"""An attribute that a runtime may give attention in levels: how many heads are computed at a time."""
+
 PACKED = "packed"
 """What a graph calls the steps of packed queries, keys and values."""
 
@@ -154,7 +157,8 @@ def onnx_attention(
 ) -> Value:
     """Attention in standard ops; the softmax is fp32 for every token type. `adjust` changes scores (B, H, S, S) fp32
     and values (B, H, S, D / H) before it."""
-    query, key, value = _parted(body, qkv, attributes)
+    heads = body("Transpose", body("Reshape", qkv, [0, 0, 3, attributes["heads"], -1]), perm=[2, 0, 3, 1, 4])
+    query, key, value = (body("Squeeze", part, [0]) for part in body.several(3, "Split", heads, axis=0, num_outputs=3))
     scaled = body("Mul", query, body.like(body.number(attributes["scale"]), qkv))
     scores = body.fp32(body("MatMul", scaled, body("Transpose", key, perm=[0, 1, 3, 2])))
     scores, value = adjust(scores, value)
@@ -165,21 +169,28 @@ def _onnx_in_levels(
     body: Body, levels: Value, attributes: Mapping[str, Any], adjust: Callable[[Value], Value], steps: Steps
 ) -> Value:
     """`attention_in_levels` of packed levels, the scale in those of queries; `adjust` changes scores. Levels are
-    parted, and not the numbers, as they are a quarter of the bytes to move."""
-    parts = zip(_parted(body, levels, attributes), steps, strict=True)
-    query, key, value = (body("DequantizeLinear", part, step, _zero(body, np.int8)) for part, step in parts)
+    parted, and not the numbers, as they are a quarter of the bytes to move. `together`: so many heads at a time."""
+    heads = attributes["heads"]
+    groups = heads // attributes.get(TOGETHER, heads)
+    rows = body("Transpose", body("Reshape", levels, [0, 0, 3 * heads, -1]), perm=[0, 2, 1, 3])
+    parts = body.several(3 * groups, "Split", rows, axis=1, num_outputs=3 * groups)
+    mixed = [
+        _onnx_mixed_in_levels(body, Steps(*parts[group::groups]), steps, adjust)  # all queries come first
+        for group in range(groups)
+    ]
+    return _in_rows(body, body("Concat", *mixed, axis=1) if groups > 1 else mixed[0])
+
+
+def _onnx_mixed_in_levels(body: Body, levels: Steps, steps: Steps, adjust: Callable[[Value], Value]) -> Value:
+    """What the queries of some heads get, of levels of queries, keys and values (B, H, S, D / H)."""
+    query, key, value = (
+        body("DequantizeLinear", part, step, _zero(body, np.int8)) for part, step in zip(levels, steps, strict=True)
+    )
     scores = adjust(body("MatMul", query, body("Transpose", key, perm=[0, 1, 3, 2])))
     shares = body("Exp", body("Sub", scores, body("ReduceMax", scores, [-1], keepdims=1)))
     how = body.number(1 / SHARE_LEVELS), _zero(body, np.uint8)
     shares = body("DequantizeLinear", body("QuantizeLinear", shares, *how), *how)
-    mixed = body("MatMul", shares, value)
-    return _in_rows(body, body("Div", mixed, body("ReduceSum", shares, [-1], keepdims=1)))
-
-
-def _parted(body: Body, qkv: Value, attributes: Mapping[str, Any]) -> list[Value]:
-    """Queries, keys and values (B, H, S, D / H)."""
-    heads = body("Transpose", body("Reshape", qkv, [0, 0, 3, attributes["heads"], -1]), perm=[2, 0, 3, 1, 4])
-    return [body("Squeeze", part, [0]) for part in body.several(3, "Split", heads, axis=0, num_outputs=3)]
+    return body("Div", body("MatMul", shares, value), body("ReduceSum", shares, [-1], keepdims=1))
 
 
 def _in_rows(body: Body, mixed: Value) -> Value:

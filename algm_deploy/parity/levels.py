@@ -104,8 +104,9 @@ def _problems(path: Path, wanted: Numbers) -> Iterator[str]:
         yield from _difference(name, wanted.get(name), found.get(name))
     products = sum(name.endswith(".levels") for name in wanted)
     inside = sum(name.endswith(f".{PACKED}") for name in wanted)
-    # Queries, keys and values are written as one, and the shares that rows have in others.
-    expected = {"QuantizeLinear": products + 2 * inside, "DequantizeLinear": 2 * products + 4 * inside}
+    # Queries, keys and values are written as one; a group of heads reads its own, and writes and reads its shares.
+    groups = graph.groups()
+    expected = {"QuantizeLinear": products + inside + groups, "DequantizeLinear": 2 * products + 4 * groups}
     for op_type, count in expected.items():
         if (there := sum(node.op_type == op_type for node in graph.nodes)) != count:
             yield f"expected {count} nodes {op_type}, found {there}"
@@ -162,6 +163,11 @@ class _Graph:
             found |= {_SHARE_STEP: np.array(sorted(shares), np.float32), _ZERO: np.array(sorted(zeros))}
         return found
 
+    def groups(self) -> int:
+        """Groups of heads in all attentions: each reads its queries, keys and values."""
+        packed = [node for node in self.nodes if node.op_type == "QuantizeLinear" and node.name.endswith(f"/{PACKED}")]
+        return sum(len(list(self._readers(node.output[0]))) // len(Steps._fields) for node in packed)
+
     def _readers(self, value: str) -> Iterator[NodeProto]:
         """What reads levels, in the order of their parts, where nodes that only move them lie between."""
         for user in self._users.get(value, []):
@@ -174,7 +180,8 @@ class _Graph:
     def _parts(self, name: str, node: NodeProto, readers: list[NodeProto]) -> Iterator[tuple[str, np.ndarray]]:
         """The steps that an attention's packed rows are rounded by, and those of its queries, keys and values."""
         yield PACKED, self._numbers(node.input[1])
-        for kind, reader in zip(Steps._fields, readers, strict=False):
+        kinds = [kind for kind in Steps._fields for _ in range(len(readers) // len(Steps._fields))]
+        for kind, reader in zip(kinds, readers, strict=False):
             own = reader.input[1] == f"{name}.{kind}"
             yield kind if own else f"{kind} to read", self._constant(reader.input[1])
 

@@ -78,6 +78,23 @@ def test_attention_in_int8(int8_bundle: Bundle) -> None:
     assert not any(node.op_type == "Softmax" for node in model.graph)
 
 
+@pytest.mark.parametrize(("cores", "apart"), [(None, 0), (1, 1), (2, 0)])
+def test_large_attention_is_one_head_a_core_at_a_time(
+    int8_bundle: Bundle, monkeypatch: pytest.MonkeyPatch, cores: int | None, apart: int
+) -> None:
+    """Of two heads, in the one attention whose rows are known: before the first merge."""
+    found = int8_bundle.manifest.quantization
+    assert found is not None
+    exponentials = []
+    for large in (1 << 20, 0):
+        monkeypatch.setattr("algm_deploy.lowering.openvino._LARGE", large)
+        model = load_portable(int8_bundle.file(ONNX))
+        counts = rewrite(model, single=True, bf16=False, attention_int8=found.attention, cores=cores)
+        assert counts["heads_apart"] == (0 if large else apart)
+        exponentials.append(sum(node.op_type == "Exp" for node in model.graph))
+    assert exponentials == [ATTENTIONS, ATTENTIONS + apart]
+
+
 def test_attention_that_is_not_there(portable: ir.Model) -> None:
     steps = [QuantizedAttention(name="encoder.blocks.99.attn", query=1.0, key=1.0, value=1.0)]
     with pytest.raises(BundleError, match=r"encoder\.blocks\.99\.attn"):

@@ -155,6 +155,15 @@ def test_attention_in_int8_holds_what_it_has_to(inside: Bundle) -> None:
     assert not graph_link(inside, ONNX, "int8", attention=True).passed, "it has none"
 
 
+def test_attention_of_a_head_at_a_time(
+    int8_bundle: Bundle, copied: Callable[..., Bundle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("algm_deploy.lowering.openvino._LARGE", 0)
+    bundle = copied(int8_bundle)
+    assert write_openvino_onnx(bundle, OPENVINO, attention_int8=True, cores=1)["heads_apart"] == 1
+    assert graph_link(bundle, OPENVINO, "int8", attention=True).facts["problems"] == []
+
+
 @pytest.mark.parametrize(("op_type", "kind"), [("QuantizeLinear", "packed"), ("DequantizeLinear", "key")])
 def test_a_wrong_step_of_attention(inside: Bundle, copied: Callable[..., Bundle], op_type: str, kind: str) -> None:
     bundle = copied(inside)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from algm_deploy.bundle.records import OptimizedGraph
 from algm_deploy.bundle.store import Bundle
-from algm_deploy.environment import processor_flags, thread_limit
+from algm_deploy.environment import processor_flags, thread_limit, usable_cores
 from algm_deploy.errors import BundleError
 from algm_deploy.lowering.openvino import write_openvino_onnx
 from algm_deploy.native_libraries import say_once
@@ -51,7 +51,8 @@ class OpenVinoRunner(Runner):
         """Adds the graph that is made for OpenVINO."""
         row = cls.row()
         row.check_options(options)
-        counts = write_openvino_onnx(bundle, row.own, attention_bf16=has_amx(), attention_int8=has_vnni())
+        cores = thread_limit() or usable_cores()
+        counts = write_openvino_onnx(bundle, row.own, has_amx(), has_vnni(), cores)
         bundle.record(OptimizedGraph(runtime=cls.runtime, rewrites=dict(counts)))
         return [f"{row.own}: {', '.join(f'{count} {name}' for name, count in sorted(counts.items()))}"]
 
