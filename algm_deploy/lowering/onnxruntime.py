@@ -114,7 +114,7 @@ def rewrite(model: ir.Model, provider: Provider, custom_operators: bool, single:
     _bias_gelu(model.graph, provider == "cuda" and custom_operators, counts)
     if provider == "cuda":
         _skip_layer_norm(model.graph, counts)
-        _patch_embedding(model.graph, custom_operators, counts)
+        patch_embedding(model.graph, custom_operators, counts)
         _unit_rows(model.graph, counts)
     custom = _custom_operators(model.graph, CUSTOM_OPERATORS[provider], counts) if custom_operators else frozenset()
     RemoveUnusedNodesPass()(model)
@@ -333,7 +333,7 @@ def _skip_layer_norm(graph: ir.Graph, counts: Counter[str]) -> None:
             break
 
 
-def _patch_embedding(graph: ir.Graph, own: bool, counts: Counter[str]) -> None:
+def patch_embedding(graph: ir.Graph, own: bool, counts: Counter[str]) -> None:
     """Conv with stride = kernel, Reshape, Transpose: cuDNN's convolution took a sixth of the time of Segmenter-S.
     `own`: the library's operator where it is faster.
 

@@ -2,6 +2,7 @@
 
 | portable graph | here |
 |---|---|
+| the convolution of the patches | a product with the patches as rows: OpenVINO turned the image's axes first |
 | `algm` operators | their bodies, inlined; rows that join others are added to them one by one, no product |
 | images that decide alone | one image at a time, whose rows are all valid: attention without lengths and masks |
 | precision bf16: linear layers with a bias, and with AMX attention | bf16, by explicit casts; everything else is fp32 |
@@ -40,7 +41,7 @@ from algm_deploy.bundle.graphs import DOMAIN
 from algm_deploy.bundle.records import QuantizedAttention
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BundleError
-from algm_deploy.lowering.onnxruntime import linear_of, single_image
+from algm_deploy.lowering.onnxruntime import linear_of, patch_embedding, single_image
 from algm_deploy.lowering.portable import add_function_bodies, fix_batch, inline, load_portable, operator_of
 from algm_deploy.ops.attention import PACKED, TOGETHER, Steps, packed_steps
 
@@ -86,8 +87,8 @@ def rewrite(
 
     Returns:
         How often each rewrite fired: `bf16_linear`, `bf16_attention`, `int8_attention` (layers that compute in it),
-        `heads_apart` (attentions whose heads are computed a few at a time), `inlined` (calls of functions), `unmasked`
-        (attentions that are told no lengths).
+        `heads_apart` (attentions whose heads are computed a few at a time), `inlined` (calls of functions),
+        `patch_embedding`, `unmasked` (attentions that are told no lengths).
 
     Raises:
         BundleError: the graph lacks an attention of `attention_int8`.
@@ -105,6 +106,7 @@ def rewrite(
     if bf16:
         counts += _compute_in_bf16(model.graph, attention_bf16)
     counts += _compute_in_int8(model.graph, attention_int8, cores)
+    patch_embedding(model.graph, False, counts)
     RemoveUnusedNodesPass()(model)
     counts["inlined"] = add_function_bodies(model, one_by_one=True)
     inline(model)

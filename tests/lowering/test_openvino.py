@@ -26,7 +26,8 @@ def portable(tiny_bundle: Bundle) -> ir.Model:
 
 def test_no_function_is_left_and_no_mask(portable: ir.Model) -> None:
     counts = rewrite(portable, single=True, bf16=False)
-    assert counts == {"inlined": ATTENTIONS + 3, "unmasked": ATTENTIONS - 1}, "the first attention has no lengths"
+    unmasked = ATTENTIONS - 1  # the first attention has no lengths
+    assert counts == {"inlined": ATTENTIONS + 3, "patch_embedding": 1, "unmasked": unmasked}
     assert not portable.functions
     assert portable.graph.opset_imports == {"": 18}
     assert {node.domain for node in portable.graph} == {""}
@@ -41,7 +42,7 @@ def test_rows_that_join_others_are_added_to_them(portable: ir.Model) -> None:
 
 
 def test_images_that_decide_together_keep_their_batch(portable: ir.Model) -> None:
-    assert rewrite(portable, single=False, bf16=False) == {"inlined": ATTENTIONS + 3}
+    assert rewrite(portable, single=False, bf16=False) == {"inlined": ATTENTIONS + 3, "patch_embedding": 1}
     assert str(portable.graph.inputs[0].shape[0]) == "batch"  # type: ignore[index]
 
 
