@@ -3,7 +3,7 @@
 | portable graph | here |
 |---|---|
 | the convolution of the patches | a product with the patches as rows: OpenVINO turned the image's axes first |
-| `algm` operators | their bodies, inlined; rows that join others are added to them one by one, no product |
+| `algm` operators | their bodies for a processor (`ops/bodies.py`), inlined |
 | images that decide alone | one image at a time, whose rows are all valid: attention without lengths and masks |
 | precision bf16: linear layers with a bias, and with AMX attention | bf16, by explicit casts; everything else is fp32 |
 | precision int8, with VNNI: attention | its products in int8 by the manifest's steps (`ops/attention.py`) |
@@ -108,7 +108,7 @@ def rewrite(
     counts += _compute_in_int8(model.graph, attention_int8, cores)
     patch_embedding(model.graph, False, counts)
     RemoveUnusedNodesPass()(model)
-    counts["inlined"] = add_function_bodies(model, one_by_one=True)
+    counts["inlined"] = add_function_bodies(model, processor=True)
     inline(model)
     return counts
 

@@ -48,12 +48,12 @@ def needs_no_plugin(node: ir.Node) -> bool:
 
 
 def add_function_bodies(
-    model: ir.Model, wanted: Callable[[ir.Node], bool] = lambda _: True, one_by_one: bool = False
+    model: ir.Model, wanted: Callable[[ir.Node], bool] = lambda _: True, processor: bool = False
 ) -> int:
     """Gives every wanted node of domain `algm` a function body, in place; returns how many nodes got one.
 
     A body is written for the node's attributes. Nodes that differ in them call functions of different names
-    (`attention`, `attention_2`, ...). `one_by_one`: see `Body`.
+    (`attention`, `attention_2`, ...). `processor`: see `Body`.
     """
     names: dict[Hashable, str] = {}
     used: dict[str, int] = {}
@@ -63,7 +63,7 @@ def add_function_bodies(
         if variant not in names:
             used[node.op_type] = count = used.get(node.op_type, 0) + 1
             names[variant] = node.op_type if count == 1 else f"{node.op_type}_{count}"
-            function = function_of(node, names[variant], one_by_one)
+            function = function_of(node, names[variant], processor)
             model.functions[function.identifier()] = function
         node.op_type = names[variant]
     return len(nodes)
@@ -108,7 +108,7 @@ def operator_of(function: str) -> str:
     return re.sub(r"_\d+$", "", function)
 
 
-def function_of(node: ir.Node, name: str, one_by_one: bool = False) -> ir.Function:
+def function_of(node: ir.Node, name: str, processor: bool = False) -> ir.Function:
     """A function of the given name that computes what `node`, an operator of domain `algm`, stands for."""
     schema = SCHEMAS[node.op_type]
     present = [value is not None for value in node.inputs]
@@ -118,7 +118,7 @@ def function_of(node: ir.Node, name: str, one_by_one: bool = False) -> ir.Functi
     inputs = [ir.Value(name=name, shape=shape) for name, shape in zip(names, shapes, strict=False)]
     arguments = [value if there else None for value, there in zip(inputs, present, strict=True)]
     dtypes = [output.dtype or ir.DataType.UNDEFINED for output in node.outputs]
-    body = Body(dtypes, one_by_one)
+    body = Body(dtypes, processor)
     outputs = BODIES[node.op_type](body, _attributes(node), *arguments)
     for value in (*inputs, *(made for one in body.nodes for made in one.outputs)):
         value.shape = None  # has served its purpose

@@ -31,13 +31,13 @@ class Body:
     """Records nodes. `body("Add", a, b)` adds one node; Python numbers and arrays become constants.
 
     Token values have one of three types, so a body casts with `fp32` and back with `like`, both free for fp32.
-    `dtypes`: the types that the results shall have. `one_by_one`: for a runtime on a processor that scatters one row
-    after the other, so that sums of rows that join others have one order.
+    `dtypes`: the types that the results shall have. `processor`: the body is for a runtime on a processor that
+    scatters one row after the other: adding rows has one order there, and is less work than a product with zeros.
     """
 
-    def __init__(self, dtypes: Sequence[ir.DataType] = (), one_by_one: bool = False) -> None:
+    def __init__(self, dtypes: Sequence[ir.DataType] = (), processor: bool = False) -> None:
         self.dtypes = dtypes
-        self.one_by_one = one_by_one
+        self.processor = processor
         self._tape = Tape()
 
     @property

@@ -219,7 +219,7 @@ def onnx_similarity(
     unit = unit_rows(body, tokens, NORM_EPS)
     source, target = (body.rows(unit, start, END, 2) for start in (first, first + 1))
     # Along its columns a processor finds the largest of many rows at a time.
-    over, (left, right) = (1, (target, source)) if body.one_by_one else (2, (source, target))
+    over, (left, right) = (1, (target, source)) if body.processor else (2, (source, target))
     scores = body("MatMul", left, body("Transpose", right, perm=[0, 2, 1]))
     allowed_target = body("Unsqueeze", body.rows(allowed, first + 1, END, 2), [3 - over])
     scores = body("Where", body("Less", scores, np.inf), scores, undefined)  # which NaN is not
@@ -311,7 +311,7 @@ def _onnx_means(
     source_size, target_size = (body.rows(size, start, END, 2) for start in (first, first + 1))
     count = body.extent(tokens, 1)
     targets = len(range(first + 1, count, 2)) if isinstance(count, int) else None
-    joined = _onnx_joined_one_by_one if body.one_by_one else _onnx_joined_by_product
+    joined = _onnx_joined_by_scattering if body.processor else _onnx_joined_by_product
     halves = _Half(source, source_size), _Half(target, target_size)
     own = joined(body, *halves, merged, match, attributes["semantics"], targets)
     values, sizes = [body.like(source, tokens), body.like(own.values, tokens)], [source_size, own.sizes]
@@ -338,7 +338,7 @@ def _onnx_joined_by_product(
     return _Half(mean, body("Squeeze", new_size, [2]))
 
 
-def _onnx_joined_one_by_one(
+def _onnx_joined_by_scattering(
     body: Body, source: _Half, target: _Half, merged: Value, match: Value, semantics: str, targets: int | None
 ) -> _Half:
     """The same with every A row that merges added to its row of B, which is no work for rows that do not."""

@@ -75,8 +75,31 @@ def onnx_body(body: Body, attributes: Mapping[str, Any], scores: Value, map: Val
     patches = body.fp32(body.take_rows(scores, body("Sub", map, attributes["prefix"])))
     patches = body("Reshape", body("Transpose", patches, perm=[0, 2, 1]), [0, 0, *grid])
     columns = body("MatMul", patches, interpolation_matrix(grid[1], size[1]).T.copy())
+    if body.processor and _is_doubling(grid[0], size[0]):
+        return [_onnx_labels_between(body, columns, grid[0], size[0])]
     full = body("MatMul", interpolation_matrix(grid[0], size[0]), columns)
     return [body("Cast", body("ArgMax", full, axis=1, keepdims=0), to=body.dtypes[0])]
+
+
+def _is_doubling(size_in: int, size_out: int) -> bool:
+    """Whether an axis grows by a power of two, at least 2: then weights repeat, and are exact."""
+    factor = size_out // size_in
+    return size_out % size_in == 0 and factor > 1 and factor & (factor - 1) == 0
+
+
+def _onnx_labels_between(body: Body, columns: Value, rows: int, height: int) -> Value:
+    """Labels of columns (B, K, rows, W): a row of pixels has two rows of patches, which is less work than a product
+    whose other weights are zero. Between two rows lie as many pixels as a patch is high, half of a patch above the
+    first row, and below the last one."""
+    step, gaps = height // rows, np.arange(rows + 1)
+    above, below = (
+        body("Unsqueeze", body("Gather", columns, index, axis=2), [3])
+        for index in (np.maximum(gaps - 1, 0), np.minimum(gaps, rows - 1))
+    )
+    weight = interpolation_matrix(2, 2 * step)[step // 2 : step // 2 + step, :, None]
+    full = body("Add", body("Mul", above, weight[:, 0]), body("Mul", below, weight[:, 1]))
+    labels = body("Cast", body("ArgMax", full, axis=1, keepdims=0), to=body.dtypes[0])
+    return body.rows(body("Reshape", labels, [0, (rows + 1) * step, -1]), step // 2, step // 2 + height)
 
 
 def reference(

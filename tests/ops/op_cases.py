@@ -49,22 +49,22 @@ def _tensors(inputs: Arrays) -> list[torch.Tensor | None]:
     return [None if x is None else torch.from_numpy(np.array(x)) for x in inputs]
 
 
-def run_onnx(op: str, inputs: Arrays, one_by_one: bool = False, **attributes: Any) -> list[Array]:
+def run_onnx(op: str, inputs: Arrays, processor: bool = False, **attributes: Any) -> list[Array]:
     """The operator's body in ONNX Runtime; axes are free, so one session serves every shape."""
     key = tuple((k, tuple(v) if isinstance(v, list | tuple) else v) for k, v in attributes.items())
     kinds = tuple(None if x is None else (np.asarray(x).dtype, np.ndim(x)) for x in inputs)
     if op == "gbm" and attributes["rule"] == "budget":  # which is for one number of rows
         kinds = tuple(None if x is None else (np.asarray(x).dtype, np.shape(x)) for x in inputs)
     labels = "label_map" in op and np.shape(inputs[0])[2] > 255
-    session = _session(op, key, kinds, labels, one_by_one)
+    session = _session(op, key, kinds, labels, processor)
     names = [parameter.name for parameter in SCHEMAS[op].inputs]
     feeds = {name: np.asarray(x) for name, x in zip(names, inputs, strict=False) if x is not None}
     return list(session.run(None, feeds))
 
 
-def run_one_by_one(op: str, inputs: Arrays, **attributes: Any) -> list[Array]:
-    """The body for a runtime that adds joining rows one by one."""
-    return run_onnx(op, inputs, one_by_one=True, **attributes)
+def run_for_processor(op: str, inputs: Arrays, **attributes: Any) -> list[Array]:
+    """The body for a runtime on a processor."""
+    return run_onnx(op, inputs, processor=True, **attributes)
 
 
 def run_kernels(op: str, inputs: Arrays, **attributes: Any) -> list[Array]:
@@ -81,19 +81,19 @@ def _kernels() -> Kernels:
 
 IMPLEMENTATIONS: dict[str, Callable[..., list[Array]]] = {"torch": run_torch, "onnx": run_onnx}
 NATIVE = ("clap", "gbm", "label_map", "deformable_attention")
-ONE_BY_ONE = ("gbm", "tome")
+FOR_PROCESSOR = ("gbm", "label_map", "tome")
 
 
 def implementations(op: str) -> tuple[pytest.MarkDecorator, pytest.MarkDecorator]:
     """Marks of tests that take `run`: every way to call the operator, and every way but the reference."""
     runs = IMPLEMENTATIONS | ({"kernels": run_kernels} if op in NATIVE else {})
-    runs |= {"one_by_one": run_one_by_one} if op in ONE_BY_ONE else {}
+    runs |= {"processor": run_for_processor} if op in FOR_PROCESSOR else {}
     every = {"reference": run_reference, **runs}
     return tuple(pytest.mark.parametrize("run", some.values(), ids=some) for some in (every, runs))
 
 
 def operator_model(
-    op: str, attributes: Mapping[str, Any], kinds: Sequence[Any], wide_labels: bool = False, one_by_one: bool = False
+    op: str, attributes: Mapping[str, Any], kinds: Sequence[Any], wide_labels: bool = False, processor: bool = False
 ) -> ir.Model:
     """A model of one operator with its body. `kinds`: dtype and rank or shape of every input, None for one left out."""
     names = [parameter.name for parameter in SCHEMAS[op].inputs]
@@ -109,7 +109,7 @@ def operator_model(
         value.name, value.dtype = f"{parameter.name}_out", types[parameter.type_str]
     graph = ir.Graph(present, node.outputs, nodes=[node], opset_imports={"": OPSET, DOMAIN: VERSION}, name=op)
     model = ir.Model(graph, ir_version=10)
-    add_function_bodies(model, one_by_one=one_by_one)
+    add_function_bodies(model, processor=processor)
     return model
 
 
@@ -120,10 +120,10 @@ def typed(name: str, dtype: ir.DataType, rank: int | tuple[int, ...]) -> ir.Valu
 
 @cache
 def _session(
-    op: str, attributes: tuple[Any, ...], kinds: tuple[Any, ...], wide_labels: bool, one_by_one: bool
+    op: str, attributes: tuple[Any, ...], kinds: tuple[Any, ...], wide_labels: bool, processor: bool
 ) -> ort.InferenceSession:
     plain = {k: list(v) if isinstance(v, tuple) else v for k, v in attributes}
-    return open_session(operator_model(op, plain, kinds, wide_labels, one_by_one))
+    return open_session(operator_model(op, plain, kinds, wide_labels, processor))
 
 
 def open_session(model: ir.Model) -> ort.InferenceSession:

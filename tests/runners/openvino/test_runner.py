@@ -209,7 +209,7 @@ def test_rows_are_added_one_after_the_other() -> None:
     rows = rng.standard_normal((2, 4096, 384)) * 10.0 ** rng.integers(-3, 4, (2, 4096, 1))
     feeds = {"x": x.astype(np.float32), "index": index, "rows": rows.astype(np.float32)}
     values = [ir.val(name, ir.DataType.from_numpy(one.dtype), one.shape) for name, one in feeds.items()]
-    body = Body(one_by_one=True)
+    body = Body(processor=True)
     sums = body.added_rows(*values)
     sums.name = "sums"
     model = ir.Model(ir.Graph(values, [sums], nodes=body.nodes, opset_imports={"": OPSET}, name="one"), ir_version=10)
