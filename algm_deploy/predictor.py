@@ -52,7 +52,7 @@ class WarmUp(NamedTuple):
 
     def __str__(self) -> str:
         graphs = f", with {self.graphs} CUDA graphs" if self.graphs else ""
-        missing = "" if self.complete else "; there was no time for the others, which are captured when first needed"
+        missing = "" if self.complete else "; there was no time for the others, which are captured when they are needed"
         return f"warm after {self.seconds:.1f} s{graphs}{missing}"
 
 
@@ -318,19 +318,20 @@ class Predictor:
     def warm_up(self, seconds: float = WARM_UP_S) -> WarmUp:
         """Runs a batch of blank windows of every size that traffic is cut into, and captures CUDA graphs for photos.
 
-        Graphs of some runtimes belong to threads (`Runner.warm_up`): call it in the thread that will run pictures, or
-        in one that like it did not open this predictor.
+        Graphs of some runtimes belong to threads (`Runner.warm_up`): call it in the thread that will run pictures or,
+        if that did not open this predictor, in any other that did not.
 
         Args:
-            seconds: after which no further graph is captured; the blank windows are run nevertheless.
+            seconds: after which graphs of other token counts are no longer captured; those of the blank windows are.
 
         Raises:
             RuntimeUnavailableError, ExecutionError: the network does not run.
         """
         begin, before, complete = time.monotonic(), self._runner.captures, True
-        image = self.signature.image
-        for images in sizes_to_warm(self.batch, self.on_gpu):
+        image, sizes = self.signature.image, sizes_to_warm(self.batch, self.on_gpu)
+        for images in sizes:  # all of them first: later, what comes once is not captured
             self.infer(np.zeros((images, *image.shape[1:]), image.dtype))
+        for images in sizes:
             complete &= self._runner.warm_up(images, begin + seconds - time.monotonic())
         return WarmUp(time.monotonic() - begin, self._runner.captures - before, complete)
 

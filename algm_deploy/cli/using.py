@@ -140,8 +140,8 @@ def serve_flags(command: arguments.Parser) -> None:
         type=arguments.count,
         default=20,
         metavar="S",
-        help="seconds at most in which CUDA graphs are captured before the server listens; with 0 each is captured "
-        "when it is first needed (default 20)",
+        help="seconds at most in which CUDA graphs are captured before the server listens; with 0 they are captured "
+        "when they are needed (default 20)",
     )
     group.add_argument(
         "--grace",

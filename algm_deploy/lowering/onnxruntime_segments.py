@@ -19,16 +19,16 @@ from algm_deploy.lowering.portable import operator_of
 from algm_deploy.recipe.plan import Merge
 
 STEP = 32  # rows
-ROWS = "counted_"  # what the output that counts a merge's rows is called, before the name of their axis
+ROWS = f"counted_by_{STEP}_"  # what the output that counts a merge's rows is called, before the name of their axis
 
 
 def segments(model: ir.Model) -> list[ir.Model]:
     """The segments of a CUDA graph whose merges, if any, are custom operators that let images decide alone, or merge by
     budgets, whose sizes are known: those end no segment.
 
-    Every segment but the last has one more output, `counted_` and the name of the token axis behind its merge: an int64
-    scalar, the rows of the longest image. Axes that are called so have the next multiple of `STEP`, as far as the merge
-    before had so many.
+    Every segment but the last has one more output, `ROWS` and the name of the token axis behind its merge: an int64
+    scalar, the rows of the longest image. Such an axis is that count rounded up to `STEP`, but no more than the rows
+    that went into the merge.
 
     Raises:
         ExportError: a merge that is no custom operator (ToMe never is), or one that lets images decide together.

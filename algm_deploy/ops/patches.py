@@ -26,7 +26,7 @@ def patches(image: Tensor, side: int, centre: float, scale: float) -> Tensor:
     images, channels, height, width = image.shape
     pixels = ((image.float() - centre) * scale).to(image.dtype)
     apart = pixels.view(images, channels, height // side, side, width // side, side).permute(0, 2, 4, 1, 3, 5)
-    return apart.reshape(images, -1, channels * side * side).clone()
+    return apart.reshape(images, -1, channels * side * side).contiguous()
 
 
 @patches.register_fake

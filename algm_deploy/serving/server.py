@@ -59,7 +59,7 @@ class Server(uvicorn.Server):
 
     Args:
         listening: is called with the address when the server takes requests.
-        warmed: what was done before.
+        warmed: what the warm-up did.
     """
 
     def __init__(self, config: uvicorn.Config, listening: Callable[[str], None], warmed: WarmUp) -> None:

@@ -30,12 +30,8 @@ from algm_deploy.runners.contract import Runner, runner, runner_type
 from algm_deploy.runners.registry import row_of
 
 VARIANTS: tuple[VariantName, ...] = ("dense", "merged", "truncated")
-_OF_ALL = {
-    "label_map",
-    "packed_attention",
-    "gelu",
-    "patches",
-}  # operators of native libraries that any variant may have
+# Operators of native libraries that any variant may have.
+_OF_ALL = {"label_map", "packed_attention", "gelu", "patches"}
 
 
 def variant_network(

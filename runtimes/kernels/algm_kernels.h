@@ -14,8 +14,8 @@
  * the output, and another (TensorRT) learns it on the device:
  *   decide  similarities, who merges, new row numbers: writes map, length, the row count S', and a plan in `workspace`
  *   apply   weighted means of tokens and sizes by that plan (the same, untouched workspace, tokens and sizes)
- * For ONNX Runtime: decide, copy `rows` to the host, allocate, apply with out_rows = S'. For TensorRT: decide and apply
- * with out_rows = ALGM_ROWS_ON_DEVICE.
+ * For ONNX Runtime: decide, copy `rows` to the host, allocate, apply with out_rows = S', or in CUDA graphs with -32. For
+ * TensorRT: decide and apply with out_rows = ALGM_ROWS_ON_DEVICE.
  *
  * Every result is the same bits on every run: ties go to the lower index, sums have a fixed order.
  */

@@ -116,7 +116,7 @@ protected:
     }
 
     // Decides, asks `rowsOf` how many rows the outputs shall have, and moves them there: an image every so many rows, or, by
-    // a `step`, every next multiple of it above the longest image's.
+    // a `step`, every so many as the longest image has, rounded up to it.
     template <class Inputs, class RowsOf>
     void merge(Call const& call, Inputs const& in, int64_t* count, void* plan, RowsOf rowsOf, int64_t step = 0) const {
         auto const& op = this->operator_;

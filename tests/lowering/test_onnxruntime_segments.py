@@ -133,8 +133,8 @@ def test_what_a_segment_takes_and_gives(tiny_bundle: Bundle) -> None:
     assert {v.name for v in first.graph.inputs} == {"image", "clap_threshold"}
     assert {v.name for v in second.graph.inputs} >= {"gbm_threshold", "token_map_clap_1"}
     assert [v.name for part in (first, second, third) for v in part.graph.outputs if v.name.startswith(ROWS)] == [
-        "counted_tokens_clap_1",
-        "counted_tokens_gbm_3",
+        "counted_by_32_tokens_clap_1",
+        "counted_by_32_tokens_gbm_3",
     ]
     # No size crosses: it would come from the device, where the next segment cannot read it without waiting.
     crossing = {v.name for v in (*second.graph.inputs, *third.graph.inputs)} - {"image", "gbm_threshold"}

@@ -215,11 +215,12 @@ def test_a_warm_up_changes_no_result(run: Runner, images: np.ndarray) -> None:
 def test_after_a_warm_up_nothing_is_captured_for_single_pictures(run: Runner, images: np.ndarray) -> None:
     assert run.warm_up()
     captures = run.captures
-    assert not captures or run.device.type == "cuda"
+    assert (captures > 0) == ("cuda_graphs" in run.execution)
     for image in images:
         for clap in (np.inf, 0.9, 0.5, -2):
             for gbm in (np.inf, 1.0, -1e6):
-                run.infer({"image": image[None], "clap_threshold": clap, "gbm_threshold": gbm})
+                for _ in range(2):  # what is new is captured when it comes again
+                    run.infer({"image": image[None], "clap_threshold": clap, "gbm_threshold": gbm})
     assert run.captures == captures
 
 

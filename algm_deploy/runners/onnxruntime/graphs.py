@@ -1,9 +1,9 @@
-"""Small batches without their launches: a network in segments, each a CUDA graph of ONNX Runtime.
+"""Batches without their launches: a network in segments, each a CUDA graph of ONNX Runtime.
 
-At batch 1 a processor takes longer to start the kernels than the device takes to run them. A CUDA graph starts them at
-once, but has fixed sizes, so the network comes in segments (`lowering.onnxruntime_segments`): a segment ends with a
-merge and the row count, which the host reads; the next one is replayed for the next multiple of `STEP` rows, as the
-merge has laid them out.
+In a small batch a processor takes longer to start the kernels than the device takes to run them, and in a larger one
+the device waits for the first kernels of each segment. A CUDA graph starts them at once, but has fixed sizes, so the
+network comes in segments (`lowering.onnxruntime_segments`): a segment ends with a merge and the row count, which the
+host reads; the next one is replayed for the next multiple of `STEP` rows, as the merge has laid them out.
 
 What ONNX Runtime asks for: fixed addresses, all nodes on the CUDA provider, no copies to or from the host. A graph
 belongs to the thread that captured it: the thread that opened the session has its own, all others share those of one
@@ -32,7 +32,7 @@ from algm_deploy.lowering.onnxruntime_segments import ROWS, STEP
 from algm_deploy.runners.onnxruntime.sessions import in_turn, numpy_dtype
 from algm_deploy.runners.turns import DEVICES
 
-MOST_GRAPHS = 192  # of one segment
+MOST_GRAPHS = 200  # of one segment: six sizes of batch at 1025 rows, 33 each
 # Every window and every row merges.
 _MERGE_ALL = {CLAP_THRESHOLD: -2.0, GBM_THRESHOLD: -1e6}
 _DTYPES = {
@@ -204,6 +204,8 @@ class SegmentedSession:
 
     @torch.inference_mode()
     def _capture_all(self, images: int, deadline: float) -> bool:
+        if time.monotonic() >= deadline:
+            return False
         shape = self._resolved("image", {"batch": images})
         axes = self._enter(torch.zeros(shape, dtype=self._dtypes["image"]), _MERGE_ALL)
         for segment, following in pairwise(self._segments):

@@ -6,7 +6,6 @@ for are not computed, so token maps cost nothing until they are wanted.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
@@ -48,8 +47,8 @@ from algm_deploy.runners.onnxruntime.sessions import (
 from algm_deploy.runners.turns import DEVICES
 
 LIBRARY = "ort_custom_op"
-GRAPH_CHANNELS = 12288  # images times channels up to which CUDA graphs gain: 32 images of S, 12 of L in 16 bits
-GRAPH_CHANNELS_FP32 = 2048  # whose products keep the device busy
+GRAPH_CHANNELS = 12288  # images times channels up to which graphs are used in 16 bits; tried up to 32 of S and 8 of L
+GRAPH_CHANNELS_FP32 = 2048  # whose products keep the device busy for longer
 
 
 class OnnxRuntimeRunner(Runner):
@@ -175,7 +174,7 @@ class OnnxRuntimeCudaRunner(OnnxRuntimeRunner):
     """ONNX Runtime on a CUDA device, or an error: never on the CPU instead.
 
     Batches up to `graph_images` are replayed from CUDA graphs, as far as there is room: at 512 x 512 for the first
-    five sizes of batch, of the thread that opened the runner and the others together. `cuda_graphs` tells. Other
+    six sizes of batch, of the thread that opened the runner and the others together. `cuda_graphs` tells. Other
     batches are launched kernel by kernel, from weights of their own that are loaded when the first of them comes.
     """
 
@@ -231,19 +230,17 @@ class OnnxRuntimeCudaRunner(OnnxRuntimeRunner):
     @property
     def captures(self) -> int:
         """As for every runner."""
-        return self.cuda_graphs.captured if self.cuda_graphs is not None else 0
+        use = self.cuda_graphs
+        return 0 if use is None else use.captured
 
-    def warm_up(self, images: int = 1, seconds: float = math.inf) -> bool:
-        """Captures the CUDA graphs of every token count beforehand, for batches of this many images.
+    def _warm_up(self, images: int, deadline: float) -> bool:
+        """Captures the CUDA graphs of every token count.
 
         Without it each is captured when first needed, which costs that photo 5 to 10 ms, and no other thread of the
         process may allocate device memory meanwhile. Graphs are those of the calling thread, if it opened the runner,
         else those of all other threads. Nothing is done where graphs are not used, or no room is left for them: begin
-        with the batch that matters most. Arguments and result are those of every runner.
+        with the batch that matters most.
         """
-        return super().warm_up(images, seconds)
-
-    def _warm_up(self, images: int, deadline: float) -> bool:
         session = self._session_for(images)
         return not isinstance(session, SegmentedSession) or session.warm_up(images, deadline)
 

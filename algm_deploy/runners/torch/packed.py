@@ -494,8 +494,8 @@ class PackedNetwork:
 
         Of a single picture these are all, from what is left of a blank one on, of which all merges; of several up to
         `WARM_GRAPHS` (`likely_buckets`). A batch that needs another, as its pictures keep far more or far fewer tokens
-        than photos mostly do or differ far more, has it captured then, as without a warm-up. Nothing is done without
-        graphs, and nothing more once there is no room.
+        than photos mostly do or differ far more, is launched kernel by kernel, and captured when the same comes again
+        (`Graphs.patient`). Nothing is done without graphs, and nothing more once there is no room.
 
         Args:
             deadline: by `time.monotonic()`; no capture begins after it.
@@ -510,9 +510,10 @@ class PackedNetwork:
             self._picture(memory).zero_()
             self._merge_by(*_MERGE_ALL)
             self.graphs.patient = False
-            done = self._capture_all(memory, self.graphs, deadline)
-            self.graphs.patient = True
-            return done
+            try:
+                return self._capture_all(memory, self.graphs, deadline)
+            finally:
+                self.graphs.patient = True
 
     @contextmanager
     def _turn(self) -> Iterator[None]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -128,9 +129,12 @@ class TorchRunner(Runner):
         with self._turn(), torch.inference_mode():
             if self._packed is not None:
                 return self._packed.warm_up(images, deadline)
-            if self._whole is not None:
-                image = self.signature.image
-                self._whole.run(torch.zeros((images, *image.shape[1:]), dtype=getattr(torch, image.dtype)))
+            if self._whole is None:
+                return True
+            if time.monotonic() >= deadline:
+                return False
+            image = self.signature.image
+            self._whole.run(torch.zeros((images, *image.shape[1:]), dtype=getattr(torch, image.dtype)))
             return True
 
     def _infer(
