@@ -7,7 +7,7 @@
 | images that decide alone | one image at a time, whose rows are all valid: attention without lengths and masks |
 | precision bf16: linear layers with a bias, and with AMX attention | bf16, by explicit casts; everything else is fp32 |
 | precision int8, with VNNI: attention | its products in int8 by the manifest's steps (`ops/attention.py`) |
-| such attention whose scores fit no cache | a head for each core at a time |
+| such attention, where scores are many and heads a multiple of the cores | a head for each core at a time |
 
 OpenVINO can be told to compute in bf16, and then does so everywhere, similarities and statistics included. So the graph
 says itself what is bf16, and OpenVINO is told to keep to its types. Where the processor has no bf16 OpenVINO computes
@@ -106,7 +106,7 @@ def rewrite(
     if bf16:
         counts += _compute_in_bf16(model.graph, attention_bf16)
     counts += _compute_in_int8(model.graph, attention_int8, cores)
-    patch_embedding(model.graph, False, counts)
+    patch_embedding(model.graph, False, counts)  # not before: its product stays in fp32
     RemoveUnusedNodesPass()(model)
     counts["inlined"] = add_function_bodies(model, processor=True)
     inline(model)

@@ -31,8 +31,9 @@ class Body:
     """Records nodes. `body("Add", a, b)` adds one node; Python numbers and arrays become constants.
 
     Token values have one of three types, so a body casts with `fp32` and back with `like`, both free for fp32.
-    `dtypes`: the types that the results shall have. `processor`: the body is for a runtime on a processor that
-    scatters one row after the other: adding rows has one order there, and is less work than a product with zeros.
+    `dtypes`: the types that the results shall have. `processor`: the body is for OpenVINO, where less work is less
+    time, and not for all: rows are added to others one after the other instead of by a product with zeros, which
+    runtimes that scatter in no order may not do, matches are found along columns, rows of pixels are sums of two.
     """
 
     def __init__(self, dtypes: Sequence[ir.DataType] = (), processor: bool = False) -> None:

@@ -70,7 +70,7 @@ def _(scores: Tensor, map: Tensor, prefix: int, grid: list[int], size: list[int]
 
 @body_of("label_map")
 def onnx_body(body: Body, attributes: Mapping[str, Any], scores: Value, map: Value) -> list[Value]:
-    """Gather, two interpolation products, ArgMax. Holds the full-size scores of the batch: B x K x H x W x 4 bytes."""
+    """Gather, interpolation along both axes, ArgMax. Holds full-size scores of the batch: B x K x H x W x 4 bytes."""
     grid, size = attributes["grid"], attributes["size"]
     patches = body.fp32(body.take_rows(scores, body("Sub", map, attributes["prefix"])))
     patches = body("Reshape", body("Transpose", patches, perm=[0, 2, 1]), [0, 0, *grid])

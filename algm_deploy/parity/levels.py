@@ -22,18 +22,23 @@ from algm_deploy.lowering.tensorrt_zero_points import SHIFT
 from algm_deploy.models.loading import load_network
 from algm_deploy.models.quantized import E4m3Linear, Int8Attention, QuantizedLinear, computes_levels, in_graphs
 from algm_deploy.models.vit import Block, VitNetwork
-from algm_deploy.ops.attention import PACKED, SHARE_LEVELS, Steps, packed_steps
+from algm_deploy.ops.attention import PACKED, SHARE_LEVELS, Steps
 from algm_deploy.recipe.schema import Precision
 
 Numbers = dict[str, np.ndarray]
 """By module and kind, such as `encoder.blocks.0.attn.qkv.steps`: scale, zero_point, levels (K, N), steps and bias (N)
 of a quantised product, weight and bias of a norm of blocks."""
 NORMS = ("norm1", "norm2")
-_SHARE_STEP, _ZERO = "attention.step of shares", "attention.zero points"
+_SHARE_STEP, _SHARE_ZERO = "attention.step of shares", "attention.zero points of shares"
+_ZERO = "attention.zero points"
 # Where nodes that take a product's bias take it; an Add has it on either side.
 _BIAS = {"BiasGelu": 1, "MultiHeadAttention": 3, "SkipLayerNormalization": 4}
 _NORM = {"LayerNormalization": 1, "SkipLayerNormalization": 2}  # where they take their weight
-_MOVES = {"Reshape", "Transpose", "Split", "Squeeze"}
+_MOVES, _READS = ("Reshape", "Transpose"), ("DequantizeLinear",)
+# In attention, the input from which a node's output comes: a score from the query, a sum of values from the shares.
+_FROM = {"Where": 1} | dict.fromkeys(
+    ("DequantizeLinear", "Div", "Exp", "MatMul", "QuantizeLinear", "Sub", "Transpose"), 0
+)
 _WORDS = {"zero_point": "zero point", "levels": "levels of the weight", "steps": "steps of the weight"}
 
 
@@ -68,12 +73,16 @@ def expected_numbers(model: VitNetwork) -> Numbers:
         elif isinstance(module, Int8Attention):
             steps = Steps(*(getattr(module, step).numpy() for step in Steps._fields))
             found |= {f"{name}.{kind}": step for kind, step in steps._asdict().items()}
-            found[f"{name}.{PACKED}"] = packed_steps(steps, module.scale, module.qkv.out_features)
+            # Not by the function that the graph has them from. A level of the query is one of it scaled.
+            each = steps.query / np.float32(module.scale), steps.key, steps.value
+            columns = module.qkv.out_features // len(each)
+            found[f"{name}.{PACKED}"] = np.concatenate([np.full(columns, step, np.float32) for step in each])
         elif isinstance(module, Block):
             for norm in NORMS:
                 found |= {f"{name}.{norm}.{k}": v.numpy() for k, v in getattr(module, norm).named_parameters()}
     if any(isinstance(module, Int8Attention) for module in model.modules()):
-        found |= {_SHARE_STEP: np.array([1 / SHARE_LEVELS], np.float32), _ZERO: np.array([0])}
+        found |= {_SHARE_STEP: np.array([1 / SHARE_LEVELS], np.float32)}
+        found |= {_ZERO: np.zeros(1, np.int8), _SHARE_ZERO: np.zeros(1, np.uint8)}
     return found
 
 
@@ -100,13 +109,16 @@ def _problems(path: Path, wanted: Numbers) -> Iterator[str]:
         found = graph.products() | graph.attention() | graph.norms(wanted)
     except (OSError, ValueError, onnx.checker.ValidationError) as error:
         raise BundleError(f"{path}: expected a graph with its weights: {str(error).splitlines()[0]:.200}") from error
+    packed = [name for name in wanted if name.endswith(f".{PACKED}")]
+    if packed and not found.keys() & set(packed):
+        yield "expected attention whose queries, keys and values are rounded in one step, found none: build it again"
     for name in sorted(wanted.keys() | found.keys()):
         yield from _difference(name, wanted.get(name), found.get(name))
+    yield from graph.crossings()
     products = sum(name.endswith(".levels") for name in wanted)
-    inside = sum(name.endswith(f".{PACKED}") for name in wanted)
     # Queries, keys and values are written as one; a group of heads reads its own, and writes and reads its shares.
     groups = graph.groups()
-    expected = {"QuantizeLinear": products + inside + groups, "DequantizeLinear": 2 * products + 4 * groups}
+    expected = {"QuantizeLinear": products + len(packed) + groups, "DequantizeLinear": 2 * products + 4 * groups}
     for op_type, count in expected.items():
         if (there := sum(node.op_type == op_type for node in graph.nodes)) != count:
             yield f"expected {count} nodes {op_type}, found {there}"
@@ -149,41 +161,80 @@ class _Graph:
         """The steps of attention's levels, by the names that they have; the step of its shares, which stands in the
         graph once for each, and the zero points of all of these."""
         found: Numbers = {}
-        shares, zeros = set[float](), set[int]()
+        steps, zeros, share_zeros = [], [], []
         linear = {maker.input[0] for _, inputs in self._linear() for maker in inputs if maker is not None}
         for node in (node for node in self.nodes if node.op_type == "QuantizeLinear" and node.output[0] not in linear):
-            readers = list(self._readers(node.output[0]))
-            zeros.update(int(zero) for one in (node, *readers) for zero in self._constant(one.input[2]).flat)
             name, _, kind = node.name.rpartition("/")
             if kind == PACKED:
-                found |= {f"{name}.{one}": array for one, array in self._parts(name, node, readers)}
+                found |= {f"{name}.{one}": array for one, array in self._parts(name, node)}
+                zeros += [self._constant(one.input[2]) for one in (node, *self._readers(node))]
             else:
-                shares |= {float(self._constant(one.input[1])) for one in (node, *readers)}
-        if shares or zeros:
-            found |= {_SHARE_STEP: np.array(sorted(shares), np.float32), _ZERO: np.array(sorted(zeros))}
-        return found
+                both = [node, *(user for user in self._users.get(node.output[0], []) if user.op_type in _READS)]
+                steps += [self._constant(one.input[1]) for one in both]
+                share_zeros += [self._constant(one.input[2]) for one in both]
+        kinds = {_SHARE_STEP: steps, _ZERO: zeros, _SHARE_ZERO: share_zeros}
+        return found | {k: np.unique(np.concatenate([x.ravel() for x in all_])) for k, all_ in kinds.items() if all_}
 
     def groups(self) -> int:
-        """Groups of heads in all attentions: each reads its queries, keys and values."""
-        packed = [node for node in self.nodes if node.op_type == "QuantizeLinear" and node.name.endswith(f"/{PACKED}")]
-        return sum(len(list(self._readers(node.output[0]))) // len(Steps._fields) for node in packed)
+        """Groups of heads in all attentions, which read their queries, keys and values apart."""
+        return sum(len(self._split(node)) // len(Steps._fields) for node in self._packed())
 
-    def _readers(self, value: str) -> Iterator[NodeProto]:
-        """What reads levels, in the order of their parts, where nodes that only move them lie between."""
-        for user in self._users.get(value, []):
-            if user.op_type == "DequantizeLinear":
-                yield user
-            elif user.op_type in _MOVES:
-                for output in user.output:
-                    yield from self._readers(output)
+    def crossings(self) -> Iterator[str]:
+        """Where a group of heads meets another's keys or values, or is told in another's place."""
+        group_of: dict[str, tuple[str, int]] = {}
+        for node in self._packed():
+            parts = self._split(node)
+            groups = max(1, len(parts) // len(Steps._fields))
+            group_of |= {part: (node.name.rpartition("/")[0], place % groups) for place, part in enumerate(parts)}
+        for node in self.nodes:
+            met = [self._group(name, group_of) for name in node.input]
+            if node.op_type == "MatMul" and None not in met and met[0] != met[1]:
+                yield f"{node.name}: expected two sides of one group of heads, found {met[0]} and {met[1]}"
+            places = [group[1] for group in met if group is not None]
+            if node.op_type == "Concat" and len(places) == len(met) and places != [*range(len(met))]:
+                yield f"{node.name}: expected all groups of heads in order, found {places}"
 
-    def _parts(self, name: str, node: NodeProto, readers: list[NodeProto]) -> Iterator[tuple[str, np.ndarray]]:
-        """The steps that an attention's packed rows are rounded by, and those of its queries, keys and values."""
-        yield PACKED, self._numbers(node.input[1])
-        kinds = [kind for kind in Steps._fields for _ in range(len(readers) // len(Steps._fields))]
-        for kind, reader in zip(kinds, readers, strict=False):
-            own = reader.input[1] == f"{name}.{kind}"
-            yield kind if own else f"{kind} to read", self._constant(reader.input[1])
+    def _group(self, value: str, group_of: dict[str, tuple[str, int]]) -> tuple[str, int] | None:
+        """Of which attention and group of heads a value is, if of any."""
+        while value not in group_of:
+            maker = self._makers.get(value)
+            if maker is None or maker.op_type not in _FROM:
+                return None
+            value = maker.input[_FROM[maker.op_type]]
+        return group_of[value]
+
+    def _packed(self) -> Iterator[NodeProto]:
+        return (n for n in self.nodes if n.op_type == "QuantizeLinear" and n.name.endswith(f"/{PACKED}"))
+
+    def _split(self, node: NodeProto) -> list[str]:
+        """The parts of packed levels: queries, keys and values of each group of heads, all queries first."""
+        value = node.output[0]
+        while True:
+            users = self._users.get(value, [])
+            if len(users) != 1 or users[0].op_type not in (*_MOVES, "Split"):
+                return []
+            if users[0].op_type == "Split":
+                return [*users[0].output]
+            value = users[0].output[0]
+
+    def _readers(self, packed: NodeProto) -> Iterator[NodeProto]:
+        """What makes numbers of packed levels."""
+        for part in self._split(packed):
+            yield from (user for user in self._users.get(part, []) if user.op_type in _READS)
+
+    def _parts(self, name: str, packed: NodeProto) -> Iterator[tuple[str, np.ndarray]]:
+        """The steps that an attention's packed rows are rounded by, and those by which its queries, keys and values are
+        read, each part once."""
+        yield PACKED, self._numbers(packed.input[1])
+        parts = self._split(packed)
+        for place, part in enumerate(parts):
+            kind = Steps._fields[place * len(Steps._fields) // len(parts)]
+            readers = self._users.get(part, [])
+            if [reader.op_type for reader in readers] != [*_READS]:
+                yield f"readers of part {place}", np.array(len(readers))
+            for reader in (reader for reader in readers if reader.op_type in _READS):
+                own = reader.input[1] == f"{name}.{kind}"
+                yield kind if own else f"{kind} to read", self._constant(reader.input[1])
 
     def _constant(self, name: str) -> np.ndarray:
         """What a node `Constant` or an initializer holds."""

@@ -132,11 +132,13 @@ def open_session(model: ir.Model) -> ort.InferenceSession:
     return ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
-def run_steps(key: Hashable, build: Callable[..., Sequence[ir.Value]], *inputs: Array) -> list[Array]:
+def run_steps(
+    key: Hashable, build: Callable[..., Sequence[ir.Value]], *inputs: Array, processor: bool = False
+) -> list[Array]:
     """Runs a part of a body: `build(body, *values)` returns its results. `key` says which part, for reuse."""
-    if key not in _parts:
+    if (key := (key, processor)) not in _parts:
         values = [typed(f"x{i}", ONNX_TYPES[np.asarray(x).dtype], np.ndim(x)) for i, x in enumerate(inputs)]
-        body = Body()
+        body = Body(processor=processor)
         results = build(body, *values)
         for index, value in enumerate(results):
             value.name = f"out{index}"

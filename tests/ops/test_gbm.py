@@ -70,11 +70,10 @@ def test_similarities_agree(semantics: str, prefix: int, dtype: str) -> None:
     rows = np.arange(tokens.shape[1])
     allowed = (rows >= prefix) & (rows < length[:, None])
     first = first_source(semantics, prefix)
-    body = cases.run_steps(
-        ("gbm similarity", first, dtype), lambda body, *x: onnx_similarity(body, *x, first), tokens, allowed
-    )
+    key, build = ("gbm similarity", first, dtype), lambda body, *x: onnx_similarity(body, *x, first)
+    bodies = [cases.run_steps(key, build, tokens, allowed, processor=processor) for processor in (False, True)]
     assert {len(b) for b in best} != {len(best[0])}  # lengths differ
-    for similarity, partner in (found, body):
+    for similarity, partner in (found, *bodies):
         values, partners = as_lists(similarity, partner, length, prefix, semantics)
         for a, b, expected, other in zip(values, partners, best, match, strict=True):
             np.testing.assert_allclose(a, expected, rtol=0, atol=4e-7)

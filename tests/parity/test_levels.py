@@ -147,6 +147,7 @@ def inside(int8_bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Bun
 
 
 ATTENTION = "encoder.blocks.1.attn"
+LARGEST = "encoder.blocks.0.attn"  # before anything merges
 
 
 def test_attention_in_int8_holds_what_it_has_to(inside: Bundle) -> None:
@@ -155,13 +156,18 @@ def test_attention_in_int8_holds_what_it_has_to(inside: Bundle) -> None:
     assert not graph_link(inside, ONNX, "int8", attention=True).passed, "it has none"
 
 
-def test_attention_of_a_head_at_a_time(
-    int8_bundle: Bundle, copied: Callable[..., Bundle], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("algm_deploy.lowering.openvino._LARGE", 0)
-    bundle = copied(int8_bundle)
-    assert write_openvino_onnx(bundle, OPENVINO, attention_int8=True, cores=1)["heads_apart"] == 1
-    assert graph_link(bundle, OPENVINO, "int8", attention=True).facts["problems"] == []
+@pytest.fixture(scope="module")
+def apart(int8_bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """The same with one head at a time in its larger attention."""
+    bundle = Bundle.open(shutil.copytree(int8_bundle.path, tmp_path_factory.mktemp("apart") / "bundle"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("algm_deploy.lowering.openvino._LARGE", 0)
+        assert write_openvino_onnx(bundle, OPENVINO, attention_int8=True, cores=1)["heads_apart"] == 1
+    return bundle
+
+
+def test_attention_of_a_head_at_a_time(apart: Bundle) -> None:
+    assert graph_link(apart, OPENVINO, "int8", attention=True).facts["problems"] == []
 
 
 @pytest.mark.parametrize(("op_type", "kind"), [("QuantizeLinear", "packed"), ("DequantizeLinear", "key")])
@@ -176,21 +182,83 @@ def test_a_wrong_step_of_attention(inside: Bundle, copied: Callable[..., Bundle]
     assert any(ATTENTION in problem and kind in problem for problem in link.facts["problems"])
 
 
-def test_parts_of_attention_in_another_order(inside: Bundle, copied: Callable[..., Bundle]) -> None:
+def reader(model: onnx.ModelProto, kind: str, name: str = ATTENTION, group: int = 0) -> onnx.NodeProto:
+    """What makes numbers of the levels of queries, keys or values of a group of heads."""
+    step = f"{name}.{kind}"
+    found = [one for one in model.graph.node if one.op_type == "DequantizeLinear" and one.input[1] == step]
+    return found[group]
+
+
+def swapped(one: onnx.NodeProto, other: onnx.NodeProto) -> None:
+    one.input[0], other.input[0] = other.input[0], one.input[0]
+
+
+def same(one: onnx.NodeProto, other: onnx.NodeProto) -> None:
+    one.input[0] = other.input[0]
+
+
+def problems_of(bundle: Bundle, model: onnx.ModelProto) -> list[str]:
+    rewrite(bundle, OPENVINO, model.SerializeToString())
+    return graph_link(Bundle.open(bundle.path), OPENVINO, "int8", attention=True).facts["problems"]
+
+
+@pytest.mark.parametrize("change", [swapped, same])
+@pytest.mark.parametrize(("one", "other"), [("query", "key"), ("key", "query"), ("key", "value"), ("value", "key")])
+def test_parts_of_attention_in_another_order(
+    inside: Bundle, copied: Callable[..., Bundle], change: Callable[..., None], one: str, other: str
+) -> None:
     bundle = copied(inside)
     model = onnx.load(bundle.path / OPENVINO, load_external_data=False)
-    query, key = (
-        next(
-            one
-            for one in model.graph.node
-            if one.op_type == "DequantizeLinear" and one.input[1] == f"{ATTENTION}.{kind}"
-        )
-        for kind in ("query", "key")
+    change(reader(model, one), reader(model, other))
+    problems = problems_of(bundle, model)
+    assert any(f"{ATTENTION}: expected " in problem and " to read none" in problem for problem in problems), problems
+    assert any("readers of part" in problem for problem in problems) == (change is same)
+
+
+@pytest.mark.parametrize("kind", ["key", "value"])
+@pytest.mark.parametrize("change", [swapped, same])
+def test_heads_that_meet_others(
+    apart: Bundle, copied: Callable[..., Bundle], change: Callable[..., None], kind: str
+) -> None:
+    """Keys or values of a group of heads in another's place."""
+    bundle = copied(apart)
+    model = onnx.load(bundle.path / OPENVINO, load_external_data=False)
+    change(*(reader(model, kind, LARGEST, group) for group in range(2)))
+    problems = problems_of(bundle, model)
+    assert any("expected two sides of one group of heads" in problem for problem in problems), problems
+
+
+def test_a_group_of_heads_told_twice(apart: Bundle, copied: Callable[..., Bundle]) -> None:
+    bundle = copied(apart)
+    model = onnx.load(bundle.path / OPENVINO, load_external_data=False)
+    made = {node.output[0]: node for node in model.graph.node}
+    (joined,) = (
+        one
+        for one in model.graph.node
+        if one.op_type == "Concat" and all(made.get(x) is not None and made[x].op_type == "Div" for x in one.input)
     )
-    query.input[0], key.input[0] = key.input[0], query.input[0]
-    rewrite(bundle, OPENVINO, model.SerializeToString())
-    problems = graph_link(Bundle.open(bundle.path), OPENVINO, "int8", attention=True).facts["problems"]
-    assert any(f"{ATTENTION}: expected query to read none" in problem for problem in problems), problems
+    joined.input[1] = joined.input[0]
+    problems = problems_of(bundle, model)
+    assert any("expected all groups of heads in order, found [0, 0]" in problem for problem in problems), problems
+
+
+def test_levels_without_a_sign(inside: Bundle, copied: Callable[..., Bundle]) -> None:
+    """By a zero point of another type all that is negative becomes zero."""
+    bundle = copied(inside)
+    model = onnx.load(bundle.path / OPENVINO, load_external_data=False)
+    node = next(one for one in model.graph.node if one.input[1:2] == [f"{ATTENTION}.packed"])
+    (zero,) = (tensor for tensor in model.graph.initializer if tensor.name == node.input[2])
+    zero.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(zero).astype(np.uint8), zero.name))
+    problems = problems_of(bundle, model)
+    assert any("attention: expected zero points" in problem for problem in problems), problems
+
+
+def test_attention_as_earlier_versions_built_it(inside: Bundle, copied: Callable[..., Bundle]) -> None:
+    bundle = copied(inside)
+    model = onnx.load(bundle.path / OPENVINO, load_external_data=False)
+    for node in model.graph.node:
+        node.name = node.name.replace("/packed", "/levels")
+    assert any("build it again" in problem for problem in problems_of(bundle, model))
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ class OpenVinoRunner(Runner):
         row = cls.row()
         row.check_options(options)
         cores = thread_limit() or usable_cores()
-        counts = write_openvino_onnx(bundle, row.own, has_amx(), has_vnni(), cores)
+        counts = write_openvino_onnx(bundle, row.own, attention_bf16=has_amx(), attention_int8=has_vnni(), cores=cores)
         bundle.record(OptimizedGraph(runtime=cls.runtime, rewrites=dict(counts)))
         return [f"{row.own}: {', '.join(f'{count} {name}' for name, count in sorted(counts.items()))}"]
 

@@ -137,15 +137,22 @@ def test_attention_in_int8_is_for_vnni(
             assert ("attention" in run.execution["arithmetic"]) == made_for
 
 
-@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize(("inside", "apart"), [(True, False), (True, True), (False, False)])
 def test_the_chain_holds_with_attention_in_int8(
-    int8_bundle: Bundle, copied: Copied, monkeypatch: pytest.MonkeyPatch, images: np.ndarray, inside: bool
+    int8_bundle: Bundle, copied: Copied, monkeypatch: pytest.MonkeyPatch, images: np.ndarray, inside: bool, apart: bool
 ) -> None:
+    """`apart`: of a head at a time where the token count is known."""
     module: Any = sys.modules[runner_type(OPENVINO).__module__]
     if inside and not module.has_vnni():
         pytest.skip("needs a processor with VNNI")
     monkeypatch.setattr(module, "has_vnni", lambda: inside)
+    if apart:
+        monkeypatch.setattr("algm_deploy.lowering.openvino._LARGE", 0)
+        monkeypatch.setattr(module, "thread_limit", lambda: 1)
     bundle = built(copied(int8_bundle))
+    graph = bundle.found(OptimizedGraph, OPENVINO)
+    assert graph is not None
+    assert ("heads_apart" in graph.rewrites) == apart
     report = verify(bundle, OPENVINO, images)
     assert report.passed, [link.measured for link in report.links if not link.passed]
 
