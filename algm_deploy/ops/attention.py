@@ -208,18 +208,22 @@ def onnx_body(
 ) -> list[Value]:
     """Attention in standard ops, keys behind the length masked; given three steps, of levels."""
 
-    def masked(scores: Value, value: Value | None) -> tuple[Value, Any]:
+    def masked(scores: Value) -> tuple[Value, Value | None]:
+        """Scores, and which rows are valid, unless all are."""
         if length is None:
-            return scores, value
+            return scores, None
         valid = body("Less", body.indices(body.size_of(qkv, 1)), body("Unsqueeze", length, [1]))
-        scores = body("Where", body("Unsqueeze", valid, [1, 2]), scores, -np.inf)
-        if value is not None:
-            value = body("Where", body("Unsqueeze", valid, [1, 3]), value, body.like(body.number(0.0), qkv))
-        return scores, value
+        return body("Where", body("Unsqueeze", valid, [1, 2]), scores, -np.inf), valid
+
+    def adjusted(scores: Value, value: Value) -> tuple[Value, Value]:
+        scores, valid = masked(scores)
+        if valid is None:
+            return scores, value
+        return scores, body("Where", body("Unsqueeze", valid, [1, 3]), value, body.like(body.number(0.0), qkv))
 
     if steps:  # levels are finite: what is behind the length adds zero as it is
-        return [_onnx_in_levels(body, qkv, attributes, lambda scores: masked(scores, None)[0], Steps(*steps))]
-    return [onnx_attention(body, qkv, attributes, masked)]
+        return [_onnx_in_levels(body, qkv, attributes, lambda scores: masked(scores)[0], Steps(*steps))]
+    return [onnx_attention(body, qkv, attributes, adjusted)]
 
 
 def attention_reference(qkv: np.ndarray, weight: np.ndarray | float, heads: int, scale: float) -> np.ndarray:

@@ -186,12 +186,14 @@ class _Graph:
             parts = self._split(node)
             groups = max(1, len(parts) // len(Steps._fields))
             group_of |= {part: (node.name.rpartition("/")[0], place % groups) for place, part in enumerate(parts)}
-        for node in self.nodes:
-            met = [self._group(name, group_of) for name in node.input]
-            if node.op_type == "MatMul" and None not in met and met[0] != met[1]:
+        for node in (node for node in self.nodes if node.op_type in ("MatMul", "Concat")):
+            met = [group for name in node.input if (group := self._group(name, group_of)) is not None]
+            if len(met) < len(node.input):
+                continue
+            places = [place for _, place in met]
+            if node.op_type == "MatMul" and met[0] != met[1]:
                 yield f"{node.name}: expected two sides of one group of heads, found {met[0]} and {met[1]}"
-            places = [group[1] for group in met if group is not None]
-            if node.op_type == "Concat" and len(places) == len(met) and places != [*range(len(met))]:
+            if node.op_type == "Concat" and places != [*range(len(met))]:
                 yield f"{node.name}: expected all groups of heads in order, found {places}"
 
     def _group(self, value: str, group_of: dict[str, tuple[str, int]]) -> tuple[str, int] | None:

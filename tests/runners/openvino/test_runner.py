@@ -32,6 +32,12 @@ def images(blob_images: Callable[[int], np.ndarray]) -> np.ndarray:
     return blob_images(3)
 
 
+@pytest.fixture
+def module() -> Any:
+    """The runner's own, whose view of the processor tests change."""
+    return sys.modules[runner_type(OPENVINO).__module__]
+
+
 def outputs_of(bundle: Bundle, images: np.ndarray) -> dict[str, np.ndarray]:
     with runner(bundle, OPENVINO) as run:
         return run.infer({"image": images}, [tensor.name for tensor in run.signature.outputs])
@@ -58,9 +64,8 @@ def test_an_export_runs_at_once_and_agrees_with_the_built_graph(
         np.testing.assert_allclose(own[name], value, rtol=0, atol=2e-5)
 
 
-def test_no_precision_is_left_to_openvino(tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_precision_is_left_to_openvino(tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
     """By itself it takes bf16 on processors that have it, and similarities with it."""
-    module = sys.modules[runner_type(OPENVINO).__module__]
     monkeypatch.setattr(module, "has_bf16", lambda: True)
     with runner(tiny_bundle, OPENVINO) as run:
         assert run._compiled.get_property("INFERENCE_PRECISION_HINT").to_string() == "f32"  # type: ignore[attr-defined]
@@ -81,8 +86,8 @@ def test_bf16_says_what_is_computed(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     there: bool,
+    module: Any,
 ) -> None:
-    module: Any = sys.modules[runner_type(OPENVINO).__module__]
     module.say_once.cache_clear()
     monkeypatch.setattr(module, "has_bf16", lambda: there)
     for _ in range(2):
@@ -103,8 +108,8 @@ def test_attention_in_bf16_is_for_amx(
     monkeypatch: pytest.MonkeyPatch,
     made_for: bool,
     here: bool,
+    module: Any,
 ) -> None:
-    module: Any = sys.modules[runner_type(OPENVINO).__module__]
     monkeypatch.setattr(module, "has_bf16", lambda: True)
     monkeypatch.setattr(module, "has_amx", lambda: made_for)
     bundle = built(copied(tiny_export({"precision": "bf16"})))
@@ -121,9 +126,8 @@ def test_attention_in_bf16_is_for_amx(
 
 @pytest.mark.parametrize(("made_for", "here"), [(True, True), (True, False), (False, True), (False, False)])
 def test_attention_in_int8_is_for_vnni(
-    int8_bundle: Bundle, copied: Copied, monkeypatch: pytest.MonkeyPatch, made_for: bool, here: bool
+    int8_bundle: Bundle, copied: Copied, monkeypatch: pytest.MonkeyPatch, made_for: bool, here: bool, module: Any
 ) -> None:
-    module: Any = sys.modules[runner_type(OPENVINO).__module__]
     monkeypatch.setattr(module, "has_vnni", lambda: made_for)
     bundle = built(copied(int8_bundle))
     assert ("int8_attention" in bundle.found(OptimizedGraph, OPENVINO).rewrites) == made_for  # type: ignore[union-attr]
@@ -139,10 +143,15 @@ def test_attention_in_int8_is_for_vnni(
 
 @pytest.mark.parametrize(("inside", "apart"), [(True, False), (True, True), (False, False)])
 def test_the_chain_holds_with_attention_in_int8(
-    int8_bundle: Bundle, copied: Copied, monkeypatch: pytest.MonkeyPatch, images: np.ndarray, inside: bool, apart: bool
+    int8_bundle: Bundle,
+    copied: Copied,
+    monkeypatch: pytest.MonkeyPatch,
+    images: np.ndarray,
+    inside: bool,
+    apart: bool,
+    module: Any,
 ) -> None:
     """`apart`: of a head at a time where the token count is known."""
-    module: Any = sys.modules[runner_type(OPENVINO).__module__]
     if inside and not module.has_vnni():
         pytest.skip("needs a processor with VNNI")
     monkeypatch.setattr(module, "has_vnni", lambda: inside)
@@ -158,9 +167,8 @@ def test_the_chain_holds_with_attention_in_int8(
 
 
 def test_graphs_of_before_had_attention_in_bf16_on_every_processor(
-    tiny_export: Callable[..., Bundle], copied: Copied, monkeypatch: pytest.MonkeyPatch
+    tiny_export: Callable[..., Bundle], copied: Copied, monkeypatch: pytest.MonkeyPatch, module: Any
 ) -> None:
-    module: Any = sys.modules[runner_type(OPENVINO).__module__]
     monkeypatch.setattr(module, "has_bf16", lambda: True)
     monkeypatch.setattr(module, "has_amx", lambda: False)
     bundle = built(copied(tiny_export({"precision": "bf16"})))
