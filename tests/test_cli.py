@@ -368,6 +368,19 @@ def arguments_of(command: argparse.ArgumentParser) -> Iterator[argparse.Action]:
             yield action
 
 
+@pytest.mark.parametrize(
+    ("kind", "least", "most"), [(kinds.count, 0, 999_999_999), (kinds.positive, 1, 999_999_999), (kinds.port, 0, 65535)]
+)
+def test_whole_numbers_say_what_they_may_be(kind: Callable[[str], int], least: int, most: int) -> None:
+    assert [kind(str(number)) for number in (least, 7, most)] == [least, 7, most]
+    assert kind("007") == 7
+    for text in (str(least - 1), "-3", "1.5", "", "many"):
+        with pytest.raises(argparse.ArgumentTypeError, match=f"a whole number of at least {least}, got"):
+            kind(text)
+    with pytest.raises(argparse.ArgumentTypeError, match=f"a whole number up to {most}, got"):
+        kind(str(most + 1))
+
+
 def test_an_empty_text_is_no_argument() -> None:
     """The value of a variable that is not set: a path would be the current folder, a name the default."""
     found = list(arguments_of(parser()))

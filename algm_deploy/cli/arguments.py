@@ -66,6 +66,8 @@ class Parser(argparse.ArgumentParser):
 
 # ---------------------------------------------------------------------------------------------------------------- types
 
+_MOST = 999_999_999  # of what is counted
+
 
 def word(text: str) -> str:
     """A name; an empty one, such as that of an unset variable, would mean the default."""
@@ -111,20 +113,20 @@ def _number(text: str) -> float:
 
 def count(text: str) -> int:
     """A whole number of at least 0."""
-    return 0 if text == "0" else positive(text)
+    return up_to(_MOST, least=0)(text)
 
 
 def positive(text: str) -> int:
     """A whole number of at least 1."""
-    return up_to(999_999_999)(text)
+    return up_to(_MOST)(text)
 
 
-def up_to(limit: int) -> Callable[[str], int]:
-    """A whole number from 1 to `limit`, such as that of pictures that lie in memory at once."""
+def up_to(limit: int, least: int = 1) -> Callable[[str], int]:
+    """A whole number from `least`, 0 or 1, to `limit`, such as that of pictures that lie in memory at once."""
 
     def number(text: str) -> int:
-        if not text.isdecimal() or not text.strip("0"):
-            raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r:.50}")
+        if not text.isdecimal() or (least and not text.strip("0")):
+            raise argparse.ArgumentTypeError(f"expected a whole number of at least {least}, got {text!r:.50}")
         if len(text) > len(str(limit)) or int(text) > limit:
             raise argparse.ArgumentTypeError(f"expected a whole number up to {limit}, got {text!r:.50}")
         return int(text)
@@ -134,7 +136,7 @@ def up_to(limit: int) -> Callable[[str], int]:
 
 def port(text: str) -> int:
     """A port to listen on, 0 for a free one."""
-    return 0 if text == "0" else up_to(65535)(text)
+    return up_to(65535, least=0)(text)
 
 
 def budget(text: str) -> tuple[int | float, int | float]:
