@@ -25,8 +25,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -37,8 +36,21 @@ from algm_deploy.bundle.graphs import DOMAIN, VERSION
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import ExportError
 from algm_deploy.lowering.onnxruntime_segments import segments, sized_merge
-from algm_deploy.lowering.portable import fix_batch, has_budget, load_portable, operator_of
-from algm_deploy.ops.patches import CHANNELS
+from algm_deploy.lowering.patterns import (
+    Chain,
+    Linear,
+    is_constant,
+    is_quantized,
+    linear_of,
+    nodes_of,
+    number,
+    only_user,
+    other,
+    pair,
+    patch_embedding,
+    stand_in,
+)
+from algm_deploy.lowering.portable import fix_batch, has_budget, load_portable
 from algm_deploy.ops.schema import SCHEMAS
 from algm_deploy.recipe.schema import Recipe
 
@@ -126,94 +138,19 @@ def rewrite(model: ir.Model, provider: Provider, custom_operators: bool, single:
     return counts
 
 
-# --- patterns --------------------------------------------------------------------------------------------------------
-
-
-class _Linear(NamedTuple):
-    """x @ weight + bias; `product` is the value before the bias."""
-
-    x: ir.Value
-    weight: ir.Value
-    bias: ir.Value
-    product: ir.Value
-
-
-def linear_of(value: ir.Value | None) -> _Linear | None:
-    """The linear layer that computes `value`, if one does."""
-    add = value.producer() if value is not None else None
-    if add is None or add.op_type != "Add":
-        return None
-    for product, bias in (_pair(add), _pair(add)[::-1]):
-        matmul = product.producer()
-        if matmul is None or matmul.op_type != "MatMul" or not _is_constant(bias):
-            continue
-        x, weight = _pair(matmul)
-        if _is_constant(weight) or _is_quantized(weight):
-            return _Linear(x, weight, bias, product)
-    return None
-
-
-def _pair(node: ir.Node) -> tuple[ir.Value, ir.Value]:
-    first, second = node.inputs
-    assert first is not None and second is not None
-    return first, second
-
-
-def _is_constant(value: ir.Value | None) -> bool:
-    return value is not None and value.is_initializer()
-
-
-def _is_quantized(weight: ir.Value) -> bool:
-    """Whether a weight is what integers in the graph stand for."""
-    node = weight.producer()
-    return node is not None and node.op_type == "DequantizeLinear" and _is_constant(node.inputs[0])
-
-
-def _number(value: ir.Value | None) -> float | None:
-    """A scalar constant's number."""
-    tensor = value.const_value if value is not None else None
-    return float(tensor.numpy().item()) if tensor is not None and tensor.size == 1 else None
-
-
-def _other(node: ir.Node, value: ir.Value) -> ir.Value:
-    """The other input of a commutative node."""
-    first, second = _pair(node)
-    return second if first is value else first
-
-
-def _only_user(value: ir.Value, op_type: str) -> ir.Node | None:
-    users = list(value.uses())
-    return users[0].node if len(users) == 1 and users[0].node.op_type == op_type else None
-
-
-def _nodes(graph: ir.Graph, op_type: str, domain: str = "") -> Iterator[ir.Node]:
-    """Nodes of one operator, collected first so that the graph may change meanwhile."""
-    for node in list(graph):
-        found = operator_of(node.op_type) if node.domain == DOMAIN else node.op_type
-        if (node.domain, found) == (domain, op_type):
-            yield node
-
-
-def _stand_in(old: ir.Value, new: ir.Value) -> None:
-    """Lets `new` take the name, type and users of `old`."""
-    new.name, new.shape, new.type = old.name, old.shape, old.type
-    old.name = f"{old.name}_replaced"
-    old.replace_all_uses_with(new, replace_graph_outputs=True)
-
-
 # --- rewrites --------------------------------------------------------------------------------------------------------
 
 
 def _attention(graph: ir.Graph, provider: Provider, custom_operators: bool, single: bool, counts: Counter[str]) -> None:
     lengths: dict[ir.Value, ir.Value] = {}
-    for node in _nodes(graph, "attention", DOMAIN):
+    for node in nodes_of(graph, "attention", DOMAIN):
         linear = linear_of(node.inputs[0])
         if linear is None:
             raise ExportError(f"node {node.name}: expected queries, keys and values from one linear layer")
         length = node.inputs[1] if len(node.inputs) > 1 and not single else None
-        if _is_quantized(linear.weight):
+        if is_quantized(linear.weight):
             if provider == "cpu" and length is None:
-                _stand_in(node.outputs[0], _multi_head_attention(graph, node, linear))
+                stand_in(node.outputs[0], _multi_head_attention(graph, node, linear))
                 graph.remove(node, safe=True)
                 counts["multi_head_attention"] += 1
             continue
@@ -234,18 +171,18 @@ def _attention(graph: ir.Graph, provider: Provider, custom_operators: bool, sing
             counts["attention"] += 1
         attention = ir.node(name, inputs, attributes, domain=domain, name=node.name)
         graph.insert_before(node, attention)
-        _stand_in(node.outputs[0], attention.outputs[0])
+        stand_in(node.outputs[0], attention.outputs[0])
         graph.remove(node, safe=True)
 
 
 def _fp32(graph: ir.Graph, before: ir.Node, bias: ir.Value) -> ir.Value:
     """A bias as the library takes it; the session turns it once."""
-    return _Chain(graph, before, str(before.name))("Cast", bias, to=ir.DataType.FLOAT)
+    return Chain(graph, before, str(before.name))("Cast", bias, to=ir.DataType.FLOAT)
 
 
-def _multi_head_attention(graph: ir.Graph, node: ir.Node, linear: _Linear) -> ir.Value:
+def _multi_head_attention(graph: ir.Graph, node: ir.Node, linear: Linear) -> ir.Value:
     """Attention after a product in int8, which `com.microsoft.Attention` would have to compute itself, in fp32."""
-    add = _Chain(graph, node, str(node.name))
+    add = Chain(graph, node, str(node.name))
     parts = ir.node("Split", [linear.product], {"axis": 2, "num_outputs": 3}, num_outputs=3, name=f"{node.name}/Split")
     for value, part in zip(parts.outputs, ("queries", "keys", "values"), strict=True):
         value.name = f"{node.name}/{part}"
@@ -254,7 +191,7 @@ def _multi_head_attention(graph: ir.Graph, node: ir.Node, linear: _Linear) -> ir
     return add("MultiHeadAttention", *parts.outputs, linear.bias, domain=CONTRIB, **attributes)
 
 
-def _fits_packed_attention(node: ir.Node, linear: _Linear) -> bool:
+def _fits_packed_attention(node: ir.Node, linear: Linear) -> bool:
     """Whether the library's attention has tensor cores for it; for others ONNX Runtime's own is faster."""
     width = linear.bias.shape[0] if linear.bias.shape is not None else None
     return linear.x.dtype == ir.DataType.FLOAT16 and width == 3 * HEAD * node.attributes["heads"].as_int()
@@ -265,7 +202,7 @@ def _key_lengths(graph: ir.Graph, node: ir.Node, provider: Provider, length: ir.
     image starts, for queries and once more for keys, the end included.
     """
 
-    add = _Chain(graph, node, f"{length.name}/keys")
+    add = Chain(graph, node, f"{length.name}/keys")
     keys = add("Cast", length, to=ir.DataType.INT32)
     if provider == "cpu":
         return keys
@@ -279,18 +216,18 @@ def _key_lengths(graph: ir.Graph, node: ir.Node, provider: Provider, length: ir.
 
 def _bias_gelu(graph: ir.Graph, own: bool, counts: Counter[str]) -> None:
     """x * (0.5 * (erf(x / sqrt 2) + 1)) with x = product + bias. `own`: the library's operator where it is faster."""
-    for erf in _nodes(graph, "Erf"):
+    for erf in nodes_of(graph, "Erf"):
         assert erf.inputs[0] is not None
         scaled = erf.inputs[0].producer()
-        plus = _only_user(erf.outputs[0], "Add")
-        half = _only_user(plus.outputs[0], "Mul") if plus else None
-        out = _only_user(half.outputs[0], "Mul") if half else None
+        plus = only_user(erf.outputs[0], "Add")
+        half = only_user(plus.outputs[0], "Mul") if plus else None
+        out = only_user(half.outputs[0], "Mul") if half else None
         if scaled is None or scaled.op_type != "Div" or plus is None or half is None or out is None:
             continue
-        x, root = _pair(scaled)
-        numbers = [_number(v) for v in (root, _other(plus, erf.outputs[0]), _other(half, plus.outputs[0]))]
+        x, root = pair(scaled)
+        numbers = [number(v) for v in (root, other(plus, erf.outputs[0]), other(half, plus.outputs[0]))]
         linear = linear_of(x)
-        if linear is None or None in numbers or _other(out, half.outputs[0]) is not x:
+        if linear is None or None in numbers or other(out, half.outputs[0]) is not x:
             continue
         if np.allclose(np.array(numbers, float), (math.sqrt(2), 1, 0.5), rtol=1e-3):
             is_own = own and _fits_gelu(linear)
@@ -298,12 +235,12 @@ def _bias_gelu(graph: ir.Graph, own: bool, counts: Counter[str]) -> None:
             bias = _fp32(graph, out, linear.bias) if is_own else linear.bias
             new = ir.node(name, [linear.product, bias], domain=domain, name=out.name)
             graph.insert_before(out, new)
-            _stand_in(out.outputs[0], new.outputs[0])
+            stand_in(out.outputs[0], new.outputs[0])
             if not is_own:
                 counts["bias_gelu"] += 1
 
 
-def _fits_gelu(linear: _Linear) -> bool:
+def _fits_gelu(linear: Linear) -> bool:
     """Whether the library's GELU is for it: rows of 16-bit values."""
     rows = linear.product.shape is not None and len(linear.product.shape) == 3
     return rows and linear.x.dtype == ir.DataType.FLOAT16
@@ -311,14 +248,14 @@ def _fits_gelu(linear: _Linear) -> bool:
 
 def _skip_layer_norm(graph: ir.Graph, counts: Counter[str]) -> None:
     """LayerNormalization(residual + (product + bias)); the sum goes on as the fourth output."""
-    for norm in _nodes(graph, "LayerNormalization"):
+    for norm in nodes_of(graph, "LayerNormalization"):
         total = norm.inputs[0]
         add = total.producer() if total is not None else None
         if total is None or add is None or add.op_type != "Add" or len(norm.inputs) != 3:
             continue
-        for branch, residual in (_pair(add), _pair(add)[::-1]):
+        for branch, residual in (pair(add), pair(add)[::-1]):
             linear = linear_of(branch)
-            if linear is None or len(list(branch.uses())) > 1 or _is_constant(residual):
+            if linear is None or len(list(branch.uses())) > 1 or is_constant(residual):
                 continue
             epsilon = {"epsilon": norm.attributes["epsilon"].as_float()}
             inputs = [residual, linear.product, *norm.inputs[1:], linear.bias]
@@ -326,118 +263,35 @@ def _skip_layer_norm(graph: ir.Graph, counts: Counter[str]) -> None:
             for index in (1, 2):
                 new.outputs[index].name = ""
             graph.insert_before(add, new)
-            _stand_in(norm.outputs[0], new.outputs[0])
+            stand_in(norm.outputs[0], new.outputs[0])
             graph.remove(norm, safe=True)
-            _stand_in(total, new.outputs[3])
+            stand_in(total, new.outputs[3])
             counts["skip_layer_norm"] += 1
             break
 
 
-def patch_embedding(graph: ir.Graph, own: bool, counts: Counter[str]) -> None:
-    """Conv with stride = kernel, Reshape, Transpose: cuDNN's convolution took a sixth of the time of Segmenter-S, and
-    OpenVINO turns the image's axes for its own. `own`: the library's operator where it is faster.
-
-    The weight is turned when the session is made, so it stays in the shared data file as it is.
-    """
-    for conv in _nodes(graph, "Conv"):
-        flat = _only_user(conv.outputs[0], "Reshape")
-        tokens = _only_user(flat.outputs[0], "Transpose") if flat else None
-        image, weight = conv.inputs[:2]
-        if tokens is None or image is None or weight is None or weight.shape is None or image.shape is None:
-            continue
-        dim, channels, *kernel = weight.shape.numpy()
-        pads = np.array(conv.attributes["pads"].as_ints() if "pads" in conv.attributes else [0] * 4)
-        sides = [side for side in list(image.shape)[2:] if isinstance(side, int)] + pads[:2] + pads[2:]
-        grid = [int(side) // k for side, k in zip(sides, kernel, strict=True)]
-        if list(conv.attributes["strides"].as_ints()) != kernel or tokens.attributes["perm"].as_ints() != (0, 2, 1):
-            continue
-        add = _Chain(graph, tokens, conv.name)
-        if pads.any():
-            image = add("Pad", image, add.constant(np.insert(pads, (0, 0, 2, 2), 0)))
-        if own and _fits_patches(weight):
-            image, centre, scale = _centred(image)
-            patches = add("patches", image, domain=DOMAIN, side=int(kernel[0]), centre=centre, scale=scale)
-        else:
-            patches = add("Reshape", image, add.shape([0, channels, grid[0], kernel[0], grid[1], kernel[1]]))
-            patches = add("Transpose", patches, perm=[0, 2, 4, 1, 3, 5])
-            patches = add("Reshape", patches, add.shape([0, grid[0] * grid[1], channels * kernel[0] * kernel[1]]))
-        matrix = add("Transpose", add("Reshape", weight, add.shape([dim, -1])), perm=[1, 0])
-        values = add("MatMul", patches, matrix)
-        if len(conv.inputs) > 2 and conv.inputs[2] is not None:
-            values = add("Add", values, conv.inputs[2])
-        _stand_in(tokens.outputs[0], values)
-        counts["patch_embedding"] += 1
-
-
-def _fits_patches(weight: ir.Value) -> bool:
-    """Whether the library's operator is for it: three channels of square patches, in fp16."""
-    assert weight.shape is not None
-    _, channels, height, width = weight.shape
-    return channels == CHANNELS and height == width and weight.dtype == ir.DataType.FLOAT16
-
-
-def _centred(image: ir.Value) -> tuple[ir.Value, float, float]:
-    """What (pixel - centre) * scale is computed from, centre and scale; the image itself where it is something else."""
-    product = image.producer()
-    difference = _pair(product)[0].producer() if product is not None and product.op_type == "Mul" else None
-    if product is None or difference is None or difference.op_type != "Sub":
-        return image, 0.0, 1.0
-    scale, centre = _number(_pair(product)[1]), _number(_pair(difference)[1])
-    if scale is None or centre is None:
-        return image, 0.0, 1.0
-    return _pair(difference)[0], centre, scale
-
-
 def _unit_rows(graph: ir.Graph, counts: Counter[str]) -> None:
     """x / max(|x|, tiny) in fp32: a root-mean-square norm times 1 / sqrt(width), in one kernel instead of six."""
-    for norm in _nodes(graph, "ReduceL2"):
+    for norm in nodes_of(graph, "ReduceL2"):
         x = norm.inputs[0]
-        clip = _only_user(norm.outputs[0], "Clip")
-        wide = _only_user(clip.outputs[0], "Expand") if clip else None
-        out = _only_user(wide.outputs[0], "Div") if wide else None
+        clip = only_user(norm.outputs[0], "Clip")
+        wide = only_user(clip.outputs[0], "Expand") if clip else None
+        out = only_user(wide.outputs[0], "Div") if wide else None
         width = x.shape[-1] if x is not None and x.shape is not None else None
         if x is None or out is None or not isinstance(width, int):
             continue
-        narrow = _only_user(out.outputs[0], "Cast")
+        narrow = only_user(out.outputs[0], "Cast")
         widened = x.producer()
         if narrow is not None and widened is not None and widened.op_type == "Cast" and widened.inputs[0] is not None:
             x, out = widened.inputs[0], narrow
         if x.dtype not in (ir.DataType.FLOAT, ir.DataType.FLOAT16) or x.dtype != out.outputs[0].dtype:
             continue
-        add = _Chain(graph, out, norm.name)
+        add = Chain(graph, out, norm.name)
         scale = add.constant(np.full(width, width**-0.5, x.dtype.numpy()))
         # Zero rows stay zero; others are longer than this by far.
         unit = add("SimplifiedLayerNormalization", x, scale, axis=-1, epsilon=1e-24 / width, stash_type=1)
-        _stand_in(out.outputs[0], unit)
+        stand_in(out.outputs[0], unit)
         counts["unit_rows"] += 1
-
-
-class _Chain:
-    """Inserts nodes before another, each with a name of its own under `name`."""
-
-    def __init__(self, graph: ir.Graph, before: ir.Node, name: str | None) -> None:
-        self._graph, self._before, self._name = graph, before, name
-        self._count = 0
-
-    def __call__(self, op_type: str, *inputs: ir.Value, domain: str = "", **attributes: Any) -> ir.Value:
-        node = ir.node(op_type, inputs, attributes, domain=domain, name=f"{self._name}/{op_type}_{self._count}")
-        node.outputs[0].name = f"{self._name}/value_{self._count}"
-        self._count += 1
-        self._graph.insert_before(self._before, node)
-        return node.outputs[0]
-
-    def constant(self, array: np.ndarray) -> ir.Value:
-        """A new initializer."""
-        name = f"{self._name}/constant_{self._count}"
-        self._count += 1
-        tensor = ir.tensor(array, name=name)
-        value = ir.Value(name=name, shape=ir.Shape(array.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
-        self._graph.initializers[name] = value
-        return value
-
-    def shape(self, sizes: list[int]) -> ir.Value:
-        """A shape for Reshape; 0 keeps an axis."""
-        return self.constant(np.array(sizes, np.int64))
 
 
 def _custom_operators(graph: ir.Graph, operators: frozenset[str], counts: Counter[str]) -> frozenset[str]:
@@ -446,7 +300,7 @@ def _custom_operators(graph: ir.Graph, operators: frozenset[str], counts: Counte
     Returns the operators; a function of the same name would hide them.
     """
     for operator in sorted(operators):
-        for node in _nodes(graph, operator, DOMAIN):
+        for node in nodes_of(graph, operator, DOMAIN):
             # The library writes 8-bit labels only, for up to 255 classes.
             if operator != "label_map" or node.outputs[0].dtype == ir.DataType.UINT8:
                 node.op_type = operator
@@ -459,7 +313,7 @@ def _custom_operators(graph: ir.Graph, operators: frozenset[str], counts: Counte
 def _size_beforehand(graph: ir.Graph, node: ir.Node) -> None:
     """Lets a merge by a budget be the library's operator whose sizes are known beforehand; it does not read the
     threshold that it takes."""
-    threshold = _Chain(graph, node, str(node.name)).constant(np.array(0, np.float32))
+    threshold = Chain(graph, node, str(node.name)).constant(np.array(0, np.float32))
     place = [parameter.name for parameter in SCHEMAS[node.op_type].inputs].index("threshold")
     node.resize_inputs(place + 1)
     node.replace_input_with(place, threshold)

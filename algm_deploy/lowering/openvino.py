@@ -41,7 +41,7 @@ from algm_deploy.bundle.graphs import DOMAIN
 from algm_deploy.bundle.records import QuantizedAttention
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BundleError
-from algm_deploy.lowering.onnxruntime import linear_of, patch_embedding, single_image
+from algm_deploy.lowering.patterns import linear_of, patch_embedding
 from algm_deploy.lowering.portable import add_function_bodies, fix_batch, inline, load_portable, operator_of
 from algm_deploy.ops.attention import PACKED, TOGETHER, Steps, packed_steps
 
@@ -61,7 +61,9 @@ def write_openvino_onnx(
     model = load_portable(bundle.file(ONNX))
     quantization = bundle.manifest.quantization
     steps = quantization.attention if quantization is not None and attention_int8 else ()
-    counts = rewrite(model, single_image(recipe, "cpu"), recipe.precision == "bf16", attention_bf16, steps, cores)
+    counts = rewrite(
+        model, recipe.merging.batch == "per_image", recipe.precision == "bf16", attention_bf16, steps, cores
+    )
     with bundle.add(file, {ONNX: bundle.files[ONNX].sha256}, uses=(ONNX_DATA,)) as path:
         ir.save(model, path)
     return counts
