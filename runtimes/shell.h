@@ -44,6 +44,8 @@ struct Kernels {
     decltype(&algm_cpu_gbm_decide) gbmDecide;
     decltype(&algm_cpu_gbm_apply) gbmApply;
     decltype(&algm_cpu_attention) attention;
+    decltype(&algm_cpu_reframe) reframe;
+    decltype(&algm_cpu_apart) apart;
     decltype(&algm_cpu_gelu) gelu;
     decltype(&algm_cpu_patches) patches;
     decltype(&algm_cpu_unmerge) unmerge;
@@ -55,7 +57,8 @@ struct Kernels {
     algm::Kernels {                                                                                \
         algm_##device##_status_text, algm_##device##_clap_workspace, algm_##device##_clap_decide,  \
             algm_##device##_clap_apply, algm_##device##_gbm_workspace, algm_##device##_gbm_decide, \
-            algm_##device##_gbm_apply, algm_##device##_attention, algm_##device##_gelu,            \
+            algm_##device##_gbm_apply, algm_##device##_attention, algm_##device##_reframe,         \
+            algm_##device##_apart, algm_##device##_gelu,                                           \
             algm_##device##_patches, algm_##device##_unmerge, algm_##device##_label_map,           \
             algm_##device##_deformable_attention                                                   \
     }
@@ -110,6 +113,7 @@ inline constexpr Words kSemantics{"code", "paper"};
 inline constexpr Words kBatch{"per_image", "batch_min"};
 inline constexpr Words kOrder{"published", "raster"};
 inline constexpr Words kRule{"threshold", "adaptive", "fixed", "budget"};
+inline constexpr Words kRagged{"none", "in", "out", "both"};
 
 // An attribute of as many numbers as a node has, up to twice the levels of deformable attention.
 struct Numbers {
@@ -137,6 +141,7 @@ struct Clap {
     static constexpr auto kOutputs = kMerged;
 
     int32_t grid[2]{}, window[2]{}, prefix{}, semantics{}, batch{}, order{}, rule{}, budget{};
+    int32_t ragged{};  // an attribute where a runtime has such tokens
 
     template <class Visit>
     void attributes(Visit &&visit) {
@@ -188,7 +193,7 @@ private:
     algm_clap_params params(Shapes in, int32_t dtype) const {
         auto const *d = in[0];
         return {d[0], d[1], d[2], grid[0], grid[1], window[0], window[1], prefix, budget, dtype, semantics,
-                batch, order, rule};
+                batch, order, rule, ragged};
     }
 };
 
@@ -207,6 +212,7 @@ struct Gbm {
     int32_t prefix{}, rule{};
     float divisor{};
     int32_t semantics{}, batch{}, budget{};
+    int32_t ragged{};  // as for CLAP
 
     template <class Visit>
     void attributes(Visit &&visit) {
@@ -251,15 +257,15 @@ struct Gbm {
 
     void apply(Launch const &call, void const *plan, int64_t rows) const {
         auto const p = params(call.shapes, call.dtype);
-        call.done(call.kernels.gbmApply(&p, call.inputs[0], call.in<float>(1), plan, rows, call.outputs[0],
-                                        call.out<float>(1), call.stream),
+        call.done(call.kernels.gbmApply(&p, call.inputs[0], call.in<float>(1), call.in<int64_t>(3), plan, rows,
+                                        call.outputs[0], call.out<float>(1), call.stream),
                   "merging tokens");
     }
 
 private:
     algm_gbm_params params(Shapes in, int32_t dtype) const {
         auto const *d = in[0];
-        return {d[0], d[1], d[2], patches(in), prefix, budget, divisor, dtype, semantics, batch, rule};
+        return {d[0], d[1], d[2], patches(in), prefix, budget, divisor, dtype, semantics, batch, rule, ragged};
     }
 };
 

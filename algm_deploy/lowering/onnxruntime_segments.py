@@ -1,9 +1,10 @@
 """A graph for ONNX Runtime on CUDA, cut after its merges.
 
 A CUDA graph holds kernels of fixed sizes, so the network comes in segments (`cutting`). The merge that ends a segment
-becomes its bucketed form: memory for as many rows as went in, at the front of which the images lie, each in as many
-rows as the longest has, rounded up to a multiple of `STEP`. The next segment takes a tensor of that size from there;
-attention, GBM and the tail read lengths and maps, never the rows behind.
+becomes its bucketed form: memory for as many rows as went in, at the front of which the images lie, one behind the
+other where the network allows it (`ragged`), else each in as many rows as the longest has. The mean of their rows, or
+those of the longest, are rounded up to a multiple of `STEP`, and the next segment takes a tensor of that size from
+there; attention, GBM and the tail read lengths and maps, never the rows behind.
 """
 
 from __future__ import annotations
@@ -16,19 +17,22 @@ from algm_deploy.bundle.graphs import DOMAIN
 from algm_deploy.errors import ExportError
 from algm_deploy.lowering.cutting import Cut
 from algm_deploy.lowering.portable import operator_of
+from algm_deploy.lowering.ragged import make_ragged
 from algm_deploy.recipe.plan import Merge
 
 STEP = 32  # rows
-ROWS = f"counted_by_{STEP}_"  # what the output that counts a merge's rows is called, before the name of their axis
+# What the output that counts a merge's rows is called, before the name of their axis: those of the longest image, and
+# those of all images together.
+LONGEST, TOGETHER = f"counted_by_{STEP}_", f"summed_by_{STEP}_"
 
 
 def segments(model: ir.Model) -> list[ir.Model]:
     """The segments of a CUDA graph whose merges, if any, are custom operators that let images decide alone, or merge by
     budgets, whose sizes are known: those end no segment.
 
-    Every segment but the last has one more output, `ROWS` and the name of the token axis behind its merge: an int64
-    scalar, the rows of the longest image. Such an axis is that count rounded up to `STEP`, but no more than the rows
-    that went into the merge.
+    Every segment but the last has one more output, an int64 scalar: `LONGEST` and the name of the token axis behind its
+    merge, the rows of the longest image, or `TOGETHER` and that name, the rows of all images. The axis is the first, or
+    the mean of an image, rounded up to `STEP`, but no more than the rows that went into the merge.
 
     Raises:
         ExportError: a merge that is no custom operator (ToMe never is), or one that lets images decide together.
@@ -42,6 +46,9 @@ def segments(model: ir.Model) -> list[ir.Model]:
                 "the library, and export with batch per_image"
             )
         _bucket(node)
+    ragged = make_ragged(graph)
+    for node in filter(_ends_a_segment, graph):
+        _name_rows(node, node in ragged)
     parts = Cut(_ends_a_segment, _counted_rows, between=False).parts(graph)
     for part in parts:
         _state_padding(part)
@@ -57,13 +64,18 @@ def _counted_rows(node: ir.Node) -> list[ir.Value]:
 
 
 def _bucket(node: ir.Node) -> None:
-    """Turns a merge into its bucketed form and names the row count."""
-    assert node.outputs[0].shape is not None
-    axis = str(node.outputs[0].shape[1])
+    """Turns a merge into its bucketed form."""
     sized_merge(node, "bucketed")
     node.attributes["step"] = ir.AttrInt64("step", STEP)
+    node.attributes["ragged"] = ir.AttrString("ragged", "none")
+
+
+def _name_rows(node: ir.Node, ragged: bool) -> None:
+    """Names the row count of a bucketed merge."""
+    assert node.outputs[0].shape is not None
+    axis = str(node.outputs[0].shape[1])
     rows, plan = node.outputs[4:]
-    rows.name, plan.name = f"{ROWS}{axis}", f"{node.name}/plan"
+    rows.name, plan.name = f"{TOGETHER if ragged else LONGEST}{axis}", f"{node.name}/plan"
 
 
 def sized_merge(node: ir.Node, form: Literal["padded", "bucketed"]) -> None:

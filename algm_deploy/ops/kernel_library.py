@@ -13,6 +13,8 @@ from algm_deploy.ops.schema import WORDS
 DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2}
 ROWS_ON_DEVICE = -1
 """For `out_rows`: exactly the rows that the decision counted."""
+RAGGED_IN, RAGGED_OUT = 1, 2
+"""Of a merge: its tokens, its results, or both by the sum, are images one behind the other."""
 MAX_LEVELS = 8
 """Most levels that deformable attention looks at."""
 
@@ -29,11 +31,15 @@ def _struct(name: str, longs: str, ints: str, doubles: str = "", floats: str = "
 ClapParams = _struct(
     "ClapParams",
     "batch rows width grid_h grid_w window_h window_w prefix budget",
-    "dtype semantics batch_mode order rule",
+    "dtype semantics batch_mode order rule ragged",
 )
-GbmParams = _struct("GbmParams", "batch rows width patches prefix budget", "dtype semantics batch_mode rule", "divisor")
-AttentionParams = _struct("AttentionParams", "images rows heads side", "dtype", floats="scale")
+GbmParams = _struct(
+    "GbmParams", "batch rows width patches prefix budget", "dtype semantics batch_mode rule ragged", "divisor"
+)
+AttentionParams = _struct("AttentionParams", "images rows heads side", "dtype ragged", floats="scale")
 GeluParams = _struct("GeluParams", "rows width", "dtype")
+ReframeParams = _struct("ReframeParams", "images rows width skip put", "dtype")
+ApartParams = _struct("ApartParams", "images rows width first count", "dtype")
 PatchesParams = _struct("PatchesParams", "images height width side", "dtype", floats="centre scale")
 UnmergeParams = _struct("UnmergeParams", "batch rows width patches prefix", "dtype")
 LabelMapParams = _struct("LabelMapParams", "batch rows classes grid_h grid_w height width prefix", "dtype label_type")
@@ -82,10 +88,22 @@ def gbm_params(
     return GbmParams(*shape, patches, prefix, budget, divisor, DTYPES[dtype], *places)
 
 
-def attention_params(shape: Sequence[int], dtype: str, heads: int, scale: float) -> ctypes.Structure:
+def attention_params(
+    shape: Sequence[int], dtype: str, heads: int, scale: float, ragged: bool = False
+) -> ctypes.Structure:
     """Of attention on a product of a shape (B, S, 3D) and a type."""
     images, rows, width = shape
-    return AttentionParams(images, rows, heads, width // (3 * heads), scale, DTYPES[dtype])
+    return AttentionParams(images, rows, heads, width // (3 * heads), scale, DTYPES[dtype], int(ragged))
+
+
+def reframe_params(shape: Sequence[int], dtype: str, skip: int, put: int) -> ctypes.Structure:
+    """Of exchanging `skip` leading rows of ragged values of a shape (B, S, C) and a type for `put` others."""
+    return ReframeParams(*shape, skip, put, DTYPES[dtype])
+
+
+def apart_params(shape: Sequence[int], dtype: str, first: int, count: int) -> ctypes.Structure:
+    """Of taking rows of ragged values of a shape (B, S, C) and a type apart."""
+    return ApartParams(*shape, first, count, DTYPES[dtype])
 
 
 def gelu_params(shape: Sequence[int], dtype: str) -> ctypes.Structure:

@@ -121,8 +121,9 @@ class Kernels:
     def apply(self, merge: Merge, decision: Decision, tokens: Tensor, size: Tensor, out: tuple[Tensor, Tensor]) -> None:
         """Moves tokens (B, S, D) and size (B, S) to `out`, which has room for as many rows or more; the rest gets 0."""
         merged, merged_size = out
-        name, rows = f"{merge.kind}_apply", merged.shape[1]
-        self.call(name, merge.params, tokens, size, decision.workspace, rows, merged, merged_size)
+        lengths = () if merge.kind == "clap" else (None,)  # which only ragged tokens need
+        inputs = tokens, size, *lengths, decision.workspace
+        self.call(f"{merge.kind}_apply", merge.params, *inputs, merged.shape[1], merged, merged_size)
 
     def _merged(self, merge: Merge, decision: Decision, tokens: Tensor, size: Tensor) -> tuple[Tensor, ...]:
         """An operator's results; waits for the device where it must learn their number of rows."""

@@ -10,6 +10,9 @@
  * Maps, lengths and counts are int64; sizes, thresholds and similarities are fp32; tokens are `dtype`. A length may hold
  * any number: below 0 it counts as 0, above S as S. Prefix rows exist whatever the length.
  *
+ * Ragged rows: the B * S rows of an array are the images one behind the other, each in as many rows as its length, and
+ * what is left behind the last. S then bounds no image; the lengths must be those that the images were laid out by.
+ *
  * A merge is two calls, because one caller (ONNX Runtime) must know the new row count on the host before it allocates
  * the output, and another (TensorRT) learns it on the device:
  *   decide  similarities, who merges, new row numbers: writes map, length, the row count S', and a plan in `workspace`
@@ -36,7 +39,7 @@ extern "C" {
 #endif
 
 /* Raised whenever a signature, a struct or an enum value changes. */
-#define ALGM_KERNELS_VERSION 3
+#define ALGM_KERNELS_VERSION 4
 
 /* Return values. A failed CUDA call returns ALGM_DEVICE_ERROR + its cudaError_t, and cudaGetLastError forgets it. */
 enum {
@@ -59,6 +62,8 @@ enum { ALGM_ORDER_PUBLISHED = 0, ALGM_ORDER_RASTER = 1 };
  * best similarities, or threshold itself. Either: the `budget` most similar windows, or rows, of every image, no more than
  * there are; then the threshold may be a null pointer, and semantics and batch_mode do not change who merges. */
 enum { ALGM_RULE_THRESHOLD = 0, ALGM_RULE_ADAPTIVE = 1, ALGM_RULE_FIXED = 2, ALGM_RULE_BUDGET = 3 };
+/* ragged, of a merge: whether its tokens and sizes lie so, and whether its results do; the sum of both */
+enum { ALGM_RAGGED_IN = 1, ALGM_RAGGED_OUT = 2 };
 /* label_type */
 enum { ALGM_LABEL_UINT8 = 0, ALGM_LABEL_INT32 = 1 };
 
@@ -73,6 +78,7 @@ typedef struct {
     int64_t prefix;
     int64_t budget; /* by rule: windows that merge */
     int32_t dtype, semantics, batch_mode, order, rule;
+    int32_t ragged; /* 0 or ALGM_RAGGED_OUT */
 } algm_clap_params;
 
 typedef struct {
@@ -82,6 +88,7 @@ typedef struct {
     int64_t budget;             /* by rule: rows of set A that merge */
     double divisor;             /* adaptive threshold: mean + threshold * deviation / divisor */
     int32_t dtype, semantics, batch_mode, rule;
+    int32_t ragged;
 } algm_gbm_params;
 
 typedef struct {
@@ -114,7 +121,20 @@ typedef struct {
     int64_t heads, side;  /* H, and the width of a head: D = H * side */
     float scale;          /* of the products of queries and keys */
     int32_t dtype;
+    int32_t ragged; /* 0, or 1 for ragged rows, which need lengths */
 } algm_attention_params;
+
+typedef struct {
+    int64_t images, rows, width; /* B, S and C of ragged values */
+    int64_t skip, put;           /* leading rows of every image that go, and rows that come in their place */
+    int32_t dtype;
+} algm_reframe_params;
+
+typedef struct {
+    int64_t images, rows, width; /* B, S and C of ragged values */
+    int64_t first, count;        /* rows of every image: where they begin, and how many */
+    int32_t dtype;
+} algm_apart_params;
 
 typedef struct {
     int64_t rows, width; /* of all images together; C */
@@ -145,7 +165,8 @@ ALGM_BOTH(int, clap_similarity,
           (const algm_clap_params *params, const void *tokens, float *similarity, void *stream))
 
 /* tokens (B,S,D), threshold () -> map (B,N), length (B), rows () = S' = the longest length, and the plan.
- * rows_int32 (), if not null, receives S' once more as int32. */
+ * rows_int32 (), if not null, receives S' once more as int32. For ragged results the rows of all images together are
+ * counted instead. */
 ALGM_BOTH(int, clap_decide,
           (const algm_clap_params *params, const void *tokens, const float *threshold, int64_t *map, int64_t *length,
            int64_t *rows, int32_t *rows_int32, void *workspace, void *stream))
@@ -158,7 +179,8 @@ ALGM_BOTH(int, clap_decide_given,
 /* tokens (B,S,D), size (B,S) -> out_tokens (B,out_rows,D), out_size (B,out_rows); rows past an image's length are 0.
  * out_rows is at least S', or below zero for what ALGM_ROWS_ON_DEVICE says (the buffers then hold at least that). Fewer
  * rows are refused on the host. On a device, where only the kernel learns S', nothing is written past them, and all of them
- * become NaN. A mean follows IEEE arithmetic: Inf from a member that is infinite, NaN from two that differ in sign. */
+ * become NaN. A mean follows IEEE arithmetic: Inf from a member that is infinite, NaN from two that differ in sign.
+ * Ragged results: for S' stands the mean of the images' rows, rounded up. */
 ALGM_BOTH(int, clap_apply,
           (const algm_clap_params *params, const void *tokens, const float *size, const void *workspace,
            int64_t out_rows, void *out_tokens, float *out_size, void *stream))
@@ -190,10 +212,10 @@ ALGM_BOTH(int, gbm_decide_given,
            const int64_t *length, const float *threshold, int64_t *out_map, int64_t *out_length, int64_t *rows,
            int32_t *rows_int32, void *workspace, void *stream))
 
-/* As clap_apply. */
+/* As clap_apply; length (B) as given to the decision, which only ragged tokens need. */
 ALGM_BOTH(int, gbm_apply,
-          (const algm_gbm_params *params, const void *tokens, const float *size, const void *workspace,
-           int64_t out_rows, void *out_tokens, float *out_size, void *stream))
+          (const algm_gbm_params *params, const void *tokens, const float *size, const int64_t *length,
+           const void *workspace, int64_t out_rows, void *out_tokens, float *out_size, void *stream))
 
 /* ---- inside ViT-Adapter and Mask2Former -------------------------------------------------------------------------- */
 
@@ -218,6 +240,17 @@ ALGM_BOTH(int, patches, (const algm_patches_params *params, const void *image, v
 ALGM_BOTH(int, attention,
           (const algm_attention_params *params, const void *product, const float *bias, const int64_t *length,
            void *out, void *stream))
+
+/* Ragged values (B,S,C), length (B), front (put,C) in fp32 -> ragged out (B, S - skip + put, C): every image without its
+ * `skip` leading rows, behind the rows of `front`, which may be a null pointer if there are none. */
+ALGM_BOTH(int, reframe,
+          (const algm_reframe_params *params, const void *values, const int64_t *length, const float *front, void *out,
+           void *stream))
+
+/* Ragged values (B,S,C), length (B) -> out (B,count,C): rows first, first + 1, ... of every image, zeros for those that
+ * it does not have. */
+ALGM_BOTH(int, apart,
+          (const algm_apart_params *params, const void *values, const int64_t *length, void *out, void *stream))
 
 /* product (rows,C) + bias (C) in fp32 -> its GELU: out (rows,C), which may be the product itself. */
 ALGM_BOTH(int, gelu,

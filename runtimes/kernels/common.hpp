@@ -25,7 +25,14 @@ ALGM_EVERYWHERE inline int64_t existing_rows(int64_t length, int64_t rows) {
     return length < 0 ? 0 : length > rows ? rows : length;
 }
 
-// Rows of an image in the output of `apply`, where the longest image of an input of `rows` rows has kept `counted`.
+// Rows that each of `images` must have room for, if one behind the other they have `counted`.
+ALGM_EVERYWHERE inline int64_t mean_rows(int64_t counted, int64_t images) {
+    const int32_t each = static_cast<int32_t>(images);  // 64 bits would be slow to divide by
+    return (static_cast<int32_t>(counted) + each - 1) / each;
+}
+
+// Rows of an image in the output of `apply`, where the longest image of an input of `rows` rows has kept `counted`, or the
+// images of ragged results have on average.
 ALGM_EVERYWHERE inline int64_t output_rows(int64_t out_rows, int64_t counted, int64_t rows) {
     if (out_rows >= 0) return out_rows;
     const int32_t step = static_cast<int32_t>(-out_rows);  // 64 bits would be slow to divide by
@@ -36,6 +43,9 @@ ALGM_EVERYWHERE inline int64_t output_rows(int64_t out_rows, int64_t counted, in
 inline bool is_one_of_two(int32_t value) { return value == 0 || value == 1; }
 
 inline bool counts_merges(int32_t rule) { return rule == ALGM_RULE_BUDGET; }
+
+inline bool reads_ragged(int32_t ragged) { return (ragged & ALGM_RAGGED_IN) != 0; }
+inline bool writes_ragged(int32_t ragged) { return (ragged & ALGM_RAGGED_OUT) != 0; }
 
 // Whether the rule needs a threshold and there is none.
 inline bool lacks_threshold(int32_t rule, const float *threshold) {
@@ -58,8 +68,12 @@ inline int64_t first_b(const algm_gbm_params &p) {
 }
 inline int64_t every_second(int64_t first, int64_t end) { return end > first ? (end - first + 1) / 2 : 0; }
 
-inline int64_t max_a(const algm_gbm_params &p) { return every_second(first_a(p), p.rows); }
-inline int64_t max_b(const algm_gbm_params &p) { return every_second(first_b(p), p.rows); }
+// The most rows that an image can have: of a ragged one, as many as a map can tell apart.
+inline int64_t most_rows(const algm_clap_params &p) { return p.rows; }
+inline int64_t most_rows(const algm_gbm_params &p) { return reads_ragged(p.ragged) ? p.prefix + p.patches : p.rows; }
+
+inline int64_t max_a(const algm_gbm_params &p) { return every_second(first_a(p), most_rows(p)); }
+inline int64_t max_b(const algm_gbm_params &p) { return every_second(first_b(p), most_rows(p)); }
 
 inline bool any_null() { return false; }
 template <class... Rest>
@@ -78,19 +92,22 @@ inline int check(const algm_clap_params *p) {
     if (!fits(p->grid_h, p->grid_w) || !fits(p->window_h, p->window_w) || p->prefix > kMaxRows) return ALGM_UNSUPPORTED;
     if (p->rows != p->prefix + p->grid_h * p->grid_w || !is_dtype(p->dtype) || !is_one_of_two(p->semantics) ||
         !is_one_of_two(p->batch_mode) || !is_one_of_two(p->order) ||
-        (p->rule != ALGM_RULE_THRESHOLD && p->rule != ALGM_RULE_BUDGET))
+        (p->rule != ALGM_RULE_THRESHOLD && p->rule != ALGM_RULE_BUDGET) ||
+        (p->ragged != 0 && p->ragged != ALGM_RAGGED_OUT))
         return ALGM_INVALID_ARGUMENT;
     return fits(p->batch, p->rows) && p->width <= kMaxRows ? ALGM_OK : ALGM_UNSUPPORTED;
 }
 
 inline int check(const algm_gbm_params *p) {
     if (p == nullptr || p->batch < 1 || p->rows < 1 || p->width < 1 || p->patches < 1 || p->prefix < 0 ||
-        p->prefix > p->rows || p->budget < 0 || !(p->divisor > 0))
+        (!reads_ragged(p->ragged) && p->prefix > p->rows) || p->budget < 0 || !(p->divisor > 0))
         return ALGM_INVALID_ARGUMENT;
     if (!is_dtype(p->dtype) || !is_one_of_two(p->semantics) || !is_one_of_two(p->batch_mode) ||
-        p->rule < ALGM_RULE_ADAPTIVE || p->rule > ALGM_RULE_BUDGET)
+        p->rule < ALGM_RULE_ADAPTIVE || p->rule > ALGM_RULE_BUDGET || p->ragged < 0 ||
+        p->ragged > (ALGM_RAGGED_IN | ALGM_RAGGED_OUT))
         return ALGM_INVALID_ARGUMENT;
-    const bool countable = fits(p->batch, p->rows) && fits(p->batch, p->patches) && p->width <= kMaxRows;
+    const bool countable = fits(p->batch, p->rows) && fits(p->batch, p->patches) && p->prefix <= kMaxRows &&
+                           fits(p->batch, most_rows(*p)) && p->width <= kMaxRows;
     return countable ? ALGM_OK : ALGM_UNSUPPORTED;
 }
 
@@ -133,9 +150,25 @@ inline int check(const algm_deformable_attention_params *p) {
 }
 
 inline int check(const algm_attention_params *p) {
-    if (p == nullptr || p->images < 1 || p->rows < 0 || p->heads < 1 || p->side < 1 || !is_dtype(p->dtype) || !(p->scale == p->scale))
+    if (p == nullptr || p->images < 1 || p->rows < 0 || p->heads < 1 || p->side < 1 || !is_dtype(p->dtype) ||
+        !(p->scale == p->scale) || !is_one_of_two(p->ragged))
         return ALGM_INVALID_ARGUMENT;
     return fits(p->images, p->rows) && fits(p->heads, p->side) ? ALGM_OK : ALGM_UNSUPPORTED;
+}
+
+inline int check(const algm_reframe_params *p) {
+    if (p == nullptr || p->images < 1 || p->rows < 0 || p->width < 1 || p->skip < 0 || p->put < 0 || !is_dtype(p->dtype) ||
+        p->skip > p->rows)
+        return ALGM_INVALID_ARGUMENT;
+    const bool countable = p->rows <= kMaxRows && p->put <= kMaxRows && fits(p->images, p->rows + p->put);
+    return countable && p->width <= kMaxRows ? ALGM_OK : ALGM_UNSUPPORTED;
+}
+
+inline int check(const algm_apart_params *p) {
+    if (p == nullptr || p->images < 1 || p->rows < 0 || p->width < 1 || p->first < 0 || p->count < 0 || !is_dtype(p->dtype))
+        return ALGM_INVALID_ARGUMENT;
+    const bool countable = fits(p->images, p->rows) && fits(p->images, p->count) && p->first <= kMaxRows;
+    return countable && p->width <= kMaxRows ? ALGM_OK : ALGM_UNSUPPORTED;
 }
 
 inline int check(const algm_gelu_params *p) {

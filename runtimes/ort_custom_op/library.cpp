@@ -70,7 +70,10 @@ void addAll(OrtCustomOpDomain* domain) {
     add<PaddedMerge<Gbm>, backend>(domain);
     add<BucketedMerge<Clap>, backend>(domain);
     add<BucketedMerge<Gbm>, backend>(domain);
-    add<PackedAttention, backend>(domain);
+    add<Attention<false>, backend>(domain);
+    add<Attention<true>, backend>(domain);
+    add<Reframe, backend>(domain);
+    add<Apart, backend>(domain);
     add<Gelu, backend>(domain);
     add<Patches, backend>(domain);
     add<Node<Unmerge>, backend>(domain);

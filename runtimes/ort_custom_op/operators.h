@@ -159,12 +159,16 @@ protected:
 };
 
 // The same with the rows laid out as (B, S' rounded up to a multiple of `step`, D), at the front of outputs that have room
-// for all that went in. Whoever has read S' finds a tensor of that size there, and nothing has to move.
+// for all that went in. Whoever has read S' finds a tensor of that size there, and nothing has to move. Ragged results
+// count the rows of all images, and their mean stands for S'.
 template <class Operator>
 struct BucketedMerge : PaddedMerge<Operator> {
     static constexpr char const* kName = std::is_same_v<Operator, Clap> ? "bucketed_clap" : "bucketed_gbm";
 
-    explicit BucketedMerge(ReadAttribute const& read) : PaddedMerge<Operator>(read) { read("step", step_, 1); }
+    explicit BucketedMerge(ReadAttribute const& read) : PaddedMerge<Operator>(read) {
+        read("step", step_, 1);
+        read("ragged", this->operator_.ragged, kRagged);
+    }
 
     void run(Call const& call) const { this->padded(call, step_); }
 
@@ -191,12 +195,13 @@ protected:
     }
 };
 
-// product (B,S,3D), bias (3D) in fp32, length (B) or none -> (B,S,D).
-struct PackedAttention : OnTokens<Type::kFloat, Type::kIndex> {
-    static constexpr char const* kName = "packed_attention";
-    static constexpr size_t kRequiredCount = 2;
+// product (B,S,3D), bias (3D) in fp32, length (B) or none -> (B,S,D). RAGGED: rows are, and lengths must be there.
+template <bool RAGGED>
+struct Attention : OnTokens<Type::kFloat, Type::kIndex> {
+    static constexpr char const* kName = RAGGED ? "ragged_attention" : "packed_attention";
+    static constexpr size_t kRequiredCount = RAGGED ? 3 : 2;
 
-    explicit PackedAttention(ReadAttribute const& read) {
+    explicit Attention(ReadAttribute const& read) {
         read("heads", heads_, 1);
         read("scale", scale_);
     }
@@ -214,7 +219,8 @@ struct PackedAttention : OnTokens<Type::kFloat, Type::kIndex> {
             fail("the last axis of product should hold queries, keys and values of ", heads_, " heads, got ", width);
         }
         expectEqual(bias.shape[0], width, "values of bias");
-        algm_attention_params const p{images, rows, heads_, width / (3 * heads_), scale_, product.dtype()};
+        algm_attention_params const p{images, rows, heads_, width / (3 * heads_), scale_, product.dtype(),
+                                      RAGGED};
         done(call,
              call.backend.kernels.attention(&p, product.data, static_cast<float const*>(bias.data), length,
                                             call.output(0, {images, rows, width / 3}), call.stream),
@@ -224,6 +230,53 @@ struct PackedAttention : OnTokens<Type::kFloat, Type::kIndex> {
 private:
     int32_t heads_{};
     float scale_{};
+};
+
+// Ragged values (B,S,C), length (B), front (F,C) in fp32 -> ragged (B, S - skip + F, C).
+struct Reframe : OnTokens<Type::kIndex, Type::kFloat> {
+    static constexpr char const* kName = "reframe";
+
+    explicit Reframe(ReadAttribute const& read) { read("skip", skip_, 0); }
+
+    void run(Call const& call) const {
+        Tensor const values = call.input(0, 3), length = call.input(1, 1), front = call.input(2, 2);
+        int64_t const images = values.shape[0], rows = values.shape[1], width = values.shape[2], put = front.shape[0];
+        expectEqual(length.shape[0], images, "images of length");
+        expectEqual(front.shape[1], width, "values of a row of front");
+        algm_reframe_params const p{images, rows, width, skip_, put, values.dtype()};
+        done(call,
+             call.backend.kernels.reframe(&p, values.data, static_cast<int64_t const*>(length.data),
+                                          static_cast<float const*>(front.data),
+                                          call.output(0, {images, rows - skip_ + put, width}), call.stream),
+             "exchanging leading rows");
+    }
+
+private:
+    int32_t skip_{};
+};
+
+// Ragged values (B,S,C), length (B) -> (B,count,C).
+struct Apart : OnTokens<Type::kIndex> {
+    static constexpr char const* kName = "apart";
+
+    explicit Apart(ReadAttribute const& read) {
+        read("first", first_, 0);
+        read("count", count_, 1);
+    }
+
+    void run(Call const& call) const {
+        Tensor const values = call.input(0, 3), length = call.input(1, 1);
+        int64_t const images = values.shape[0], width = values.shape[2];
+        expectEqual(length.shape[0], images, "images of length");
+        algm_apart_params const p{images, values.shape[1], width, first_, count_, values.dtype()};
+        done(call,
+             call.backend.kernels.apart(&p, values.data, static_cast<int64_t const*>(length.data),
+                                        call.output(0, {images, count_, width}), call.stream),
+             "taking images apart");
+    }
+
+private:
+    int32_t first_{}, count_{};
 };
 
 // product (B,S,C), bias (C) in fp32 -> GELU of their sum.

@@ -13,6 +13,9 @@ from algm_deploy.native_libraries import find_library
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from kernel_arrays import Kernels  # noqa: E402
+from kernel_memory import MEMORIES  # noqa: E402
+
 
 @pytest.fixture(scope="session")
 def header(root_dir: Path) -> str:
@@ -41,3 +44,9 @@ def cuda_library() -> Path:
         return found
     major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (8, 0)
     return built("kernels", 10 * major + minor)
+
+
+@pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    """The kernels of a device."""
+    return Kernels(request.getfixturevalue(f"{request.param}_library"), MEMORIES[request.param]())

@@ -11,7 +11,9 @@ import numpy as np
 from kernel_memory import HostMemory
 
 from algm_deploy.ops.kernel_library import (
+    RAGGED_OUT,
     KernelLibrary,
+    apart_params,
     attention_params,
     clap_params,
     deformable_attention_params,
@@ -19,6 +21,7 @@ from algm_deploy.ops.kernel_library import (
     gelu_params,
     label_map_params,
     patches_params,
+    reframe_params,
     unmerge_params,
 )
 
@@ -71,10 +74,12 @@ class Kernels:
         *,
         given: np.ndarray | None = None,
         out_rows: int | None = None,
+        ragged: int = 0,
         **attributes: Any,
     ) -> Outputs:
         """tokens, size, map, length as the operator; `given` replaces the similarities, out_rows None means S'."""
         params = clap_params(tokens.shape, tokens.dtype.name, **attributes)
+        params.ragged = ragged
         source = None if given is None else [self.put(given, np.float32)]
         patches = params.grid_h * params.grid_w
         return self._merge("clap", params, tokens, size, source, [self.put(threshold, np.float32)], patches, out_rows)
@@ -101,10 +106,12 @@ class Kernels:
         *,
         given: tuple[np.ndarray, np.ndarray] | None = None,
         out_rows: int | None = None,
+        ragged: int = 0,
         **attributes: Any,
     ) -> Outputs:
         """As `clap`; `given` is (best, best_row)."""
         params = gbm_params(tokens.shape, tokens.dtype.name, map.shape[1], **attributes)
+        params.ragged = ragged
         source = None if given is None else [self.put(given[0]), self.put(given[1], np.int32)]
         inputs = [self.put(map), self.put(length), self.put(threshold, np.float32)]
         return self._merge("gbm", params, tokens, size, source, inputs, map.shape[1], out_rows)
@@ -127,13 +134,15 @@ class Kernels:
         self.call(name, params, *source, *inputs, *decided, workspace)
         map, length, count, count_int32 = (memory.fetch(b, *kind) for b, kind in zip(decided, kinds, strict=True))
         assert count == count_int32
-        rows = int(count) if out_rows is None else out_rows
+        counted = -(-int(count) // images) if params.ragged & RAGGED_OUT else int(count)
+        rows = counted if out_rows is None else out_rows
         if rows < 0:
-            rows = min(-(int(count) // out_rows) * -out_rows, tokens.shape[1])
+            rows = min(-(counted // out_rows) * -out_rows, tokens.shape[1])
         kinds = [((images, rows, width), tokens.dtype), ((images, rows), np.float32)]
         merged = [memory.empty(*kind) for kind in kinds]
-        requested = int(count) if out_rows is None else out_rows
-        self.call(f"{kind}_apply", params, self.put(tokens), self.put(size), workspace, requested, *merged)
+        requested = counted if out_rows is None else out_rows
+        lengths = [] if kind == "clap" else inputs[1:2]
+        self.call(f"{kind}_apply", params, self.put(tokens), self.put(size), *lengths, workspace, requested, *merged)
         self.memory.fetch(workspace, (self.library.query(f"{kind}_workspace", params),), np.uint8)  # its guard
         values, sizes = (memory.fetch(buffer, *kind) for buffer, kind in zip(merged, kinds, strict=True))
         return values, sizes, map, length
@@ -149,17 +158,39 @@ class Kernels:
         self.call("deformable_attention", params, *map(self.put, (value, locations, shares)), out)
         return self.memory.fetch(out, *kind)
 
-    # --- patches, attention, gelu ---
+    # --- attention, rows of ragged images, patches, gelu ---
 
     def packed_attention(
-        self, product: np.ndarray, bias: np.ndarray | None, length: np.ndarray | None, *, heads: int, scale: float
+        self,
+        product: np.ndarray,
+        bias: np.ndarray | None,
+        length: np.ndarray | None,
+        *,
+        heads: int,
+        scale: float,
+        ragged: bool = False,
     ) -> np.ndarray:
         images, rows, width = product.shape
-        params = attention_params(product.shape, product.dtype.name, heads, scale)
+        params = attention_params(product.shape, product.dtype.name, heads, scale, ragged)
         kind = (images, rows, width // 3), product.dtype
         out = self.memory.empty(*kind)
         others = [None if x is None else self.put(x, d) for x, d in ((bias, np.float32), (length, np.int64))]
         self.call("attention", params, self.put(product), *others, out)
+        return self.memory.fetch(out, *kind)
+
+    def reframe(self, values: np.ndarray, length: np.ndarray, front: np.ndarray, *, skip: int) -> np.ndarray:
+        images, rows, width = values.shape
+        params = reframe_params(values.shape, values.dtype.name, skip, len(front))
+        kind = (images, rows - skip + len(front), width), values.dtype
+        out = self.memory.empty(*kind)
+        self.call("reframe", params, *map(self.put, (values, length, front)), out)
+        return self.memory.fetch(out, *kind)
+
+    def apart(self, values: np.ndarray, length: np.ndarray, *, first: int, count: int) -> np.ndarray:
+        params = apart_params(values.shape, values.dtype.name, first, count)
+        kind = (values.shape[0], count, values.shape[2]), values.dtype
+        out = self.memory.empty(*kind)
+        self.call("apart", params, self.put(values), self.put(length), out)
         return self.memory.fetch(out, *kind)
 
     def patches(self, image: np.ndarray, *, side: int, centre: float, scale: float) -> np.ndarray:

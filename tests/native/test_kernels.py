@@ -11,7 +11,7 @@ import kernel_cases as cases
 import numpy as np
 import pytest
 from kernel_arrays import INVALID_ARGUMENT, INVALID_MAP, UNSUPPORTED, KernelError, Kernels
-from kernel_memory import DTYPES, MEMORIES
+from kernel_memory import DTYPES
 from operator_inputs import CLAP, GBM, exact_tokens, ones
 
 from algm_deploy.errors import ExecutionError
@@ -28,11 +28,6 @@ from algm_deploy.ops.schema import WORDS
 
 SMALL: dict[str, Any] = {"grid": (4, 4), "window": (2, 2), **CLAP}
 PHOTO: dict[str, Any] = {"grid": (32, 32), "window": (2, 2), **CLAP}
-
-
-@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def kernels(request: pytest.FixtureRequest) -> Kernels:
-    return Kernels(request.getfixturevalue(f"{request.param}_library"), MEMORIES[request.param]())
 
 
 @pytest.mark.parametrize("batch_mode", WORDS["batch"])
@@ -161,8 +156,8 @@ def test_no_row_at_all(kernels: Kernels, dtype: Any) -> None:
     assert kernels.memory.fetch(length, (2,), np.int64).tolist() == [0, 0]
     assert kernels.memory.fetch(map, (2, 1), np.int64).tolist() == [[-1], [-1]]
     size = kernels.put(np.ones((2, 6), np.float32))
-    kernels.call("gbm_apply", params, given[0], size, workspace, 0, None, None)
-    kernels.call("gbm_apply", params, given[0], size, workspace, ROWS_ON_DEVICE, count, count)
+    kernels.call("gbm_apply", params, given[0], size, None, workspace, 0, None, None)
+    kernels.call("gbm_apply", params, given[0], size, None, workspace, ROWS_ON_DEVICE, count, count)
 
 
 def relative_error(found: np.ndarray, exact: np.ndarray) -> float:

@@ -132,7 +132,7 @@ def test_bucketed_merges(run: Any, step: int) -> None:
     for op, inputs, attributes in merges(np.float16):
         tokens = inputs[0]
         expected = getattr(reference, op)(*inputs, **attributes)
-        values, size, map, length, rows, _ = run(f"bucketed_{op}", inputs, 6, **attributes, step=step)
+        values, size, map, length, rows, _ = run(f"bucketed_{op}", inputs, 6, **attributes, step=step, ragged="none")
         assert (values.shape, size.shape) == (tokens.shape, tokens.shape[:2]), "room for all that went in"
         assert int(rows) == expected[0].shape[1] < tokens.shape[1]
         taken = min(-(-int(rows) // step) * step, tokens.shape[1])
@@ -142,10 +142,48 @@ def test_bucketed_merges(run: Any, step: int) -> None:
         assert not size[:, int(rows) :].any()
 
 
+def test_ragged_images(run: Any) -> None:
+    """From CLAP to GBM and taken apart: images lie one behind the other, and give what they give apart."""
+    (clap, clap_given, windows), (gbm, *_) = merges(np.float16)
+    tokens, size, map, length = reference.clap(*clap_given, **windows)
+    *_, expected_map, expected_length = expected = reference.gbm(tokens, size, map, length, np.float32(0.6), **FIXED)
+    assert len(set(expected_length.tolist())) > 1, "images must differ in their row counts"
+    values, sizes, *between, counted, _ = run(f"bucketed_{clap}", clap_given, 6, **windows, step=4, ragged="out")
+    assert_equal(between, (map, length))
+    assert int(counted) == length.sum()
+    rows = -(-(-(-int(counted) // 3)) // 4) * 4
+    ragged = [x.reshape(-1)[: x.size // x.shape[1] * rows].reshape(3, rows, *x.shape[2:]) for x in (values, sizes)]
+    given = [*ragged, map, length, np.array(0.6, np.float32)]
+    values, sizes, *after, counted, _ = run(f"bucketed_{gbm}", given, 6, **FIXED, step=1, ragged="both")
+    assert_equal(after, (expected_map, expected_length))
+    rows = -(-int(counted) // 3)
+    values = values.reshape(-1)[: 3 * rows * 16].reshape(3, rows, 16)
+    (found,) = run("apart", [values, expected_length], 1, first=0, count=expected[0].shape[1])
+    assert_equal([found], expected[:1])
+    front = np.arange(32, dtype=np.float32).reshape(2, 16)
+    (reframed,) = run("reframe", [values, expected_length, front], 1, skip=1)
+    (found,) = run("apart", [reframed, expected_length + 1], 1, first=2, count=expected[0].shape[1] - 1)
+    assert_equal([found], [expected[0][:, 1:]])
+    (found,) = run("apart", [reframed, expected_length + 1], 1, first=0, count=2)
+    assert_equal([found], [np.broadcast_to(front, (3, 2, 16)).astype(np.float16)])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_attention_of_ragged_images(run: Any, dtype: Any) -> None:
+    product = np.random.default_rng(7).standard_normal((2, 7, 24)).astype(dtype)
+    bias, plan = np.random.default_rng(8).standard_normal(24).astype(np.float32), {"heads": 2, "scale": 0.5}
+    (apart,) = run("packed_attention", [product, bias, np.array([7, 4])], 1, **plan)
+    ragged = np.concatenate([product[0], product[1, :4], np.full((1, 24), np.nan, dtype)]).reshape(2, 6, 24)
+    (found,) = run("ragged_attention", [ragged, bias, np.array([7, 4])], 1, **plan)
+    assert_equal([found.reshape(-1, 8)], [np.concatenate([apart[0], apart[1, :4], np.zeros((1, 8), dtype)])])
+    with pytest.raises(RuntimeError, match="input size 2 not in range"):
+        run("ragged_attention", [ragged, bias], 1, **plan)
+
+
 def test_a_step_is_a_number_of_rows(run: Any) -> None:
     op, inputs, attributes = merges(np.float32)[0]
     with pytest.raises(RuntimeError, match="attribute step should lie in 1 to"):
-        run(f"bucketed_{op}", inputs, 6, **attributes, step=0)
+        run(f"bucketed_{op}", inputs, 6, **attributes, step=0, ragged="none")
 
 
 def test_gbm_adaptive(run: Any) -> None:

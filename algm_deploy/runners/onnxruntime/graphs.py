@@ -3,7 +3,7 @@
 In a small batch a processor takes longer to start the kernels than the device takes to run them, and in a larger one
 the device waits for the first kernels of each segment. A CUDA graph starts them at once, but has fixed sizes, so the
 network comes in segments (`lowering.onnxruntime_segments`): a segment ends with a merge and the row count, which the
-host reads; the next one is replayed for the next multiple of `STEP` rows, as the merge has laid them out.
+host reads; the next one is replayed for the next multiple of `STEP` rows an image, as the merge has laid them out.
 
 What ONNX Runtime asks for: fixed addresses, all nodes on the CUDA provider, no copies to or from the host. A graph
 belongs to the thread that captured it: the thread that opened the session has its own, all others share those of one
@@ -28,7 +28,7 @@ import torch
 
 from algm_deploy.bundle.signature import CLAP_THRESHOLD, GBM_THRESHOLD
 from algm_deploy.errors import BundleError
-from algm_deploy.lowering.onnxruntime_segments import ROWS, STEP
+from algm_deploy.lowering.onnxruntime_segments import LONGEST, STEP, TOGETHER
 from algm_deploy.runners.onnxruntime.sessions import in_turn, numpy_dtype
 from algm_deploy.runners.turns import DEVICES
 
@@ -71,8 +71,8 @@ class _Segment:
         self.outputs: dict[str, Shape] = {o.name: o.shape for o in session.get_outputs()}
         self.dtypes = {v.name: _DTYPES[v.type] for v in (*session.get_inputs(), *session.get_outputs())}
         # The output that counts rows, and the token axis it is named for; the last segment has none.
-        self.rows = next((name for name in self.outputs if name.startswith(ROWS)), "")
-        self.axis = self.rows.removeprefix(ROWS)
+        self.rows = next((name for name in self.outputs if name.startswith((LONGEST, TOGETHER))), "")
+        self.axis = self.rows.removeprefix(LONGEST).removeprefix(TOGETHER)
         # The axes that decide its size.
         self.axes = sorted({d for shape in self.inputs.values() for d in shape if isinstance(d, str)})
         self.steps: dict[tuple[int, ...], _Step] = {}
@@ -238,15 +238,17 @@ class SegmentedSession:
         if name in self._scalars:
             return self._scalars[name].reshape(1)
         size = max(1, math.prod(self._resolved(name, self._most | {"batch": images})))  # an empty one has no address
-        if name.startswith(ROWS):
+        if name.startswith((LONGEST, TOGETHER)):
             return torch.zeros(size, dtype=torch.int64, pin_memory=self._stream is not None)
         return torch.zeros(size, dtype=self._dtypes[name], device=self.device)
 
     def _rows_for(self, segment: _Segment, axes: Mapping[str, int]) -> int:
-        """Rows for the segment behind this one: what its merge counted, and no more than a step above."""
+        """Rows of an image for the segment behind this one: what its merge counted, and no more than a step above."""
         if self._stream is not None:
             self._stream.synchronize()
         counted = int(self._buffers[self._fitting(axes)][segment.rows])
+        if segment.rows.startswith(TOGETHER):
+            counted = -(-counted // axes["batch"])
         return min(-(-counted // STEP) * STEP, self._most[segment.axis])
 
     def _step(self, segment: _Segment, axes: Mapping[str, int]) -> None:

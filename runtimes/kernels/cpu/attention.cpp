@@ -1,5 +1,5 @@
 // Attention over the product of a linear layer with tokens.
-#include "arithmetic.hpp"
+#include "ragged.hpp"
 
 #include <algorithm>
 #include <vector>
@@ -49,19 +49,23 @@ int algm_cpu_attention(const algm_attention_params *params, const void *product,
                        const int64_t *length, void *out, void *) {
     if (const int status = check(params)) return status;
     const algm_attention_params &p = *params;
-    if (any_null(product, out)) return ALGM_INVALID_ARGUMENT;
-    const int64_t width = p.heads * p.side;
-    std::vector<float> parts(static_cast<size_t>(3 * p.rows * p.side)), weights(static_cast<size_t>(p.rows)),
+    if (any_null(product, out) || (p.ragged && (length == nullptr || !are_ragged(length, p.images, p.rows))))
+        return ALGM_INVALID_ARGUMENT;
+    const int64_t width = p.heads * p.side, all_rows = p.images * p.rows, most = p.ragged ? all_rows : p.rows;
+    const std::vector<int64_t> starts = starts_of(p.ragged ? length : nullptr, p.images, p.rows);
+    std::vector<float> parts(static_cast<size_t>(3 * most * p.side)), weights(static_cast<size_t>(most)),
         mixed(static_cast<size_t>(p.side));
     with_dtype(p.dtype, [&](auto type) {
         using T = decltype(type);
         for (int64_t image = 0; image < p.images; ++image) {
-            const int64_t count = length == nullptr ? p.rows : existing_rows(length[image], p.rows);
-            const T *rows = static_cast<const T *>(product) + image * p.rows * 3 * width;
-            T *results = static_cast<T *>(out) + image * p.rows * width;
+            const int64_t start = starts[static_cast<size_t>(image)];
+            const int64_t count = length == nullptr ? p.rows : existing_rows(length[image], most);
+            const T *rows = static_cast<const T *>(product) + start * 3 * width;
+            T *results = static_cast<T *>(out) + start * width;
             for (int64_t head = 0; head < p.heads; ++head)
                 attend(p, rows, bias, head, count, parts.data(), weights.data(), mixed.data(), results);
-            std::fill(results + count * width, results + p.rows * width, from_float<T>(0.0f));
+            const int64_t end = image + 1 == p.images ? all_rows : starts[static_cast<size_t>(image + 1)];
+            std::fill(results + count * width, static_cast<T *>(out) + end * width, from_float<T>(0.0f));
         }
     });
     return ALGM_OK;

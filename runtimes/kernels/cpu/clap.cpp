@@ -126,7 +126,7 @@ int algm_cpu_clap_decide_given(const algm_clap_params *params, const float *simi
         place_windows(p, merges, rank_at, place);
         length[b] = number_rows(p, place, merges, map + b * p.grid_h * p.grid_w, plan.source + b * p.rows);
     }
-    plan.publish(length, p.batch, rows, rows_int32);
+    plan.publish(p, length, rows, rows_int32);
     return ALGM_OK;
 }
 
@@ -147,5 +147,5 @@ int algm_cpu_clap_apply(const algm_clap_params *params, const void *tokens, cons
                 for (int64_t x = 0; x < p.window_w; ++x) add(first + y * p.grid_w + x);
         };
     };
-    return apply_plan<ClapPlan>(params, tokens, size, workspace, out_rows, out_tokens, out_size, true, members_of);
+    return apply_plan<ClapPlan>(params, tokens, size, nullptr, workspace, out_rows, out_tokens, out_size, true, members_of);
 }

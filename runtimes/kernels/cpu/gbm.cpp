@@ -17,8 +17,8 @@ struct Split {
     Split(const algm_gbm_params &p, int64_t length)
         : a0(first_a(p)),
           b0(first_b(p)),
-          a_count(every_second(a0, existing_rows(length, p.rows))),
-          b_count(every_second(b0, existing_rows(length, p.rows))) {}
+          a_count(every_second(a0, existing_rows(length, most_rows(p)))),
+          b_count(every_second(b0, existing_rows(length, most_rows(p)))) {}
 };
 
 // Best row of set B for every row of set A, four rows of B at a time; the first of equals stays.
@@ -150,13 +150,16 @@ int algm_cpu_gbm_similarity(const algm_gbm_params *params, const void *tokens, c
                             int32_t *best_row, void *workspace, void *) {
     if (const int status = check(params)) return status;
     if (any_null(tokens, length, workspace) || lacks_matches(*params, best, best_row)) return ALGM_INVALID_ARGUMENT;
+    const bool ragged = reads_ragged(params->ragged);
+    if (ragged && !are_ragged(length, params->batch, params->rows)) return ALGM_INVALID_ARGUMENT;
+    const std::vector<int64_t> starts = starts_of(ragged ? length : nullptr, params->batch, params->rows);
     const int64_t candidates = max_a(*params);
     std::fill_n(best, params->batch * candidates, kNothing);
     std::fill_n(best_row, params->batch * candidates, -1);
     with_dtype(params->dtype, [&](auto type) {
         const auto *values = static_cast<const decltype(type) *>(tokens);
         for (int64_t b = 0; b < params->batch; ++b)
-            matches_of(Split(*params, length[b]), params->width, values + b * params->rows * params->width,
+            matches_of(Split(*params, length[b]), params->width, values + starts[static_cast<size_t>(b)] * params->width,
                        best + b * candidates, best_row + b * candidates);
     });
     return ALGM_OK;
@@ -181,7 +184,7 @@ int algm_cpu_gbm_decide_given(const algm_gbm_params *params, const float *best, 
         const Split split(p, length[b]);
         const float *values = best + b * candidates;
         int32_t *target = plan.target + b * candidates;
-        int32_t *row = plan.row + b * p.rows;
+        int32_t *row = plan.row + b * most_rows(p);
         const int32_t *match = best_row + b * candidates;
         if (counted) {
             choose_most_similar(p, split, values, match, target);
@@ -194,14 +197,14 @@ int algm_cpu_gbm_decide_given(const algm_gbm_params *params, const float *best, 
             }
         }
         std::fill(target + split.a_count, target + candidates, -1);
-        out_length[b] = number_rows(p, split, target, row, plan.source + b * p.rows);
+        out_length[b] = number_rows(p, split, target, row, plan.source + b * most_rows(p));
         for (int64_t patch = b * p.patches; patch < (b + 1) * p.patches; ++patch) {
-            if (map[patch] < 0 || map[patch] >= std::max(existing_rows(length[b], p.rows), p.prefix))
+            if (map[patch] < 0 || map[patch] >= std::max(existing_rows(length[b], most_rows(p)), p.prefix))
                 return ALGM_INVALID_MAP;
             out_map[patch] = row[map[patch]];
         }
     }
-    plan.publish(out_length, p.batch, rows, rows_int32);
+    plan.publish(p, out_length, rows, rows_int32);
     return ALGM_OK;
 }
 
@@ -217,8 +220,8 @@ int algm_cpu_gbm_decide(const algm_gbm_params *params, const void *tokens, const
                                      rows, rows_int32, workspace, stream);
 }
 
-int algm_cpu_gbm_apply(const algm_gbm_params *params, const void *tokens, const float *size, const void *workspace,
-                       int64_t out_rows, void *out_tokens, float *out_size, void *) {
+int algm_cpu_gbm_apply(const algm_gbm_params *params, const void *tokens, const float *size, const int64_t *length,
+                       const void *workspace, int64_t out_rows, void *out_tokens, float *out_size, void *) {
     const auto members_of = [params](const GbmPlan &plan, int64_t b, int64_t row) {
         const int64_t candidates = max_a(*params), a0 = first_a(*params);
         return [=, target = plan.target + b * candidates](auto add) {
@@ -228,5 +231,8 @@ int algm_cpu_gbm_apply(const algm_gbm_params *params, const void *tokens, const 
         };
     };
     const bool weighted = params != nullptr && params->semantics == ALGM_SEMANTICS_CODE;
-    return apply_plan<GbmPlan>(params, tokens, size, workspace, out_rows, out_tokens, out_size, weighted, members_of);
+    const bool ragged = params != nullptr && reads_ragged(params->ragged);
+    if (ragged && length == nullptr) return ALGM_INVALID_ARGUMENT;
+    return apply_plan<GbmPlan>(params, tokens, size, ragged ? length : nullptr, workspace, out_rows, out_tokens, out_size,
+                               weighted, members_of);
 }

@@ -1,7 +1,7 @@
 // What clap and gbm share on the CPU: ranks, the row count, and the weighted mean that carries out a plan.
 #pragma once
 
-#include "arithmetic.hpp"
+#include "ragged.hpp"
 
 #include <algorithm>
 #include <cmath>
@@ -12,7 +12,7 @@ namespace algm::cpu {
 // What `decide` leaves for `apply`. `source` (B,S): for an output row the input row it copies, or -1 - i for the merge
 // number i: the window i for CLAP, the row i of set B together with every row of set A whose target it is for GBM.
 struct Plan {
-    int64_t *rows;    // (1) S' or S''
+    int64_t *rows;    // (1) S' or S'', or all of ragged results
     int64_t *length;  // (B)
     int32_t *source;  // (B,S)
 
@@ -20,11 +20,13 @@ struct Plan {
     Plan(const Params &p, Carver &carver)
         : rows(carver.take<int64_t>(1)),
           length(carver.take<int64_t>(p.batch)),
-          source(carver.take<int32_t>(p.batch * p.rows)) {}
+          source(carver.take<int32_t>(p.batch * most_rows(p))) {}
 
-    void publish(const int64_t *lengths, int64_t batch, int64_t *out_rows, int32_t *rows_int32) const {
-        std::copy_n(lengths, batch, length);
-        *rows = *out_rows = *std::max_element(length, length + batch);
+    template <class Params>
+    void publish(const Params &p, const int64_t *lengths, int64_t *out_rows, int32_t *rows_int32) const {
+        std::copy_n(lengths, p.batch, length);
+        *rows = *out_rows = writes_ragged(p.ragged) ? std::accumulate(length, length + p.batch, int64_t{0})
+                                                    : *std::max_element(length, length + p.batch);
         if (rows_int32 != nullptr) *rows_int32 = static_cast<int32_t>(*rows);
     }
 };
@@ -48,7 +50,7 @@ struct GbmPlan : Plan {
     GbmPlan(const algm_gbm_params &p, Carver &carver)
         : Plan(p, carver),
           target(carver.take<int32_t>(p.batch * max_a(p))),
-          row(carver.take<int32_t>(p.batch * p.rows)),
+          row(carver.take<int32_t>(p.batch * most_rows(p))),
           best(carver.take<float>(p.batch * max_a(p))),
           best_row(carver.take<int32_t>(p.batch * max_a(p))) {}
 };
@@ -127,33 +129,44 @@ private:
 };
 
 // Carries out a plan: `members_of(plan, b, merge)` gives the member enumeration of one merged row of image b.
+// `lengths`: of ragged tokens, else null.
 template <class Plan, class Params, class MembersOf>
-int apply_plan(const Params *params, const void *tokens, const float *size, const void *workspace, int64_t out_rows,
-               void *out_tokens, float *out_size, bool weighted, MembersOf members_of) {
+int apply_plan(const Params *params, const void *tokens, const float *size, const int64_t *lengths,
+               const void *workspace, int64_t out_rows, void *out_tokens, float *out_size, bool weighted,
+               MembersOf members_of) {
     if (const int status = check(params)) return status;
-    if (const int status = check_apply(*params, tokens, size, workspace, out_rows, out_tokens, out_size)) return status;
-    const Plan plan = plan_in<Plan>(workspace, *params);
-    const int64_t rows_in = params->rows, width = params->width, rows = output_rows(out_rows, *plan.rows, rows_in);
-    if (rows < *plan.rows) return ALGM_INVALID_ARGUMENT;
-    with_dtype(params->dtype, [&](auto type) {
+    const Params &p = *params;
+    if (const int status = check_apply(p, tokens, size, workspace, out_rows, out_tokens, out_size)) return status;
+    const Plan plan = plan_in<Plan>(workspace, p);
+    const bool ragged = writes_ragged(p.ragged);
+    const int64_t counted = ragged ? mean_rows(*plan.rows, p.batch) : *plan.rows;
+    const int64_t rows = output_rows(out_rows, counted, p.rows), all_rows = p.batch * rows;
+    if (rows < counted) return ALGM_INVALID_ARGUMENT;
+    const std::vector<int64_t> from = starts_of(lengths, p.batch, p.rows);
+    const std::vector<int64_t> to = starts_of(ragged ? plan.length : nullptr, p.batch, rows);
+    with_dtype(p.dtype, [&](auto type) {
         using T = decltype(type);
-        for (int64_t b = 0; b < params->batch; ++b) {
-            const RowMean<T> mean(static_cast<const T *>(tokens) + b * rows_in * width, size + b * rows_in, width,
-                                  weighted);
-            T *out = static_cast<T *>(out_tokens) + b * rows * width;
-            for (int64_t row = 0; row < rows; ++row, out += width) {
-                float *new_size = out_size + b * rows + row;
-                const int32_t from = row < plan.length[b] ? plan.source[b * rows_in + row] : 0;
-                if (row >= plan.length[b]) {
-                    std::memset(static_cast<void *>(out), 0, static_cast<size_t>(width) * sizeof(T));
-                    *new_size = 0;
-                } else if (from >= 0) {
-                    mean.copy(from, out, new_size);
-                } else {
-                    mean.write(members_of(plan, b, -1 - from), out, new_size);
-                }
+        T *out = static_cast<T *>(out_tokens);
+        int64_t next = 0;  // row of the output
+        const auto pad_until = [&](int64_t end) {
+            if (end <= next) return;
+            std::memset(static_cast<void *>(out + next * p.width), 0, static_cast<size_t>((end - next) * p.width) * sizeof(T));
+            std::fill(out_size + next, out_size + end, 0.0f);
+            next = end;
+        };
+        for (int64_t b = 0; b < p.batch; ++b) {
+            const int64_t first = from[static_cast<size_t>(b)];
+            const RowMean<T> mean(static_cast<const T *>(tokens) + first * p.width, size + first, p.width, weighted);
+            const int32_t *source = plan.source + b * most_rows(p);
+            pad_until(to[static_cast<size_t>(b)]);
+            for (int64_t row = 0; row < plan.length[b]; ++row, ++next) {
+                if (source[row] >= 0)
+                    mean.copy(source[row], out + next * p.width, out_size + next);
+                else
+                    mean.write(members_of(plan, b, -1 - source[row]), out + next * p.width, out_size + next);
             }
         }
+        pad_until(all_rows);
     });
     return ALGM_OK;
 }

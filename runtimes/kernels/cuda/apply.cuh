@@ -15,9 +15,11 @@ constexpr int kSpan = kSpanPacks * kWarp;
 constexpr int kNoRow = INT32_MAX;
 
 struct ApplyShape {
-    int rows_in, width;
-    int64_t rows_out;  // as `apply` was given it
+    int most, rows_in, width;  // rows that an image can have, and those of the array that each has
+    int64_t rows_out;          // as `apply` was given it
     const int64_t *counted_rows, *length;
+    const int64_t *ragged_in;  // lengths of ragged tokens, else null
+    bool ragged_out;
 };
 
 // The bits of a pack. As values of 16 bits the compiler would give them a register each.
@@ -72,30 +74,41 @@ struct Rows {
     const float *size;
     Bits<T, V> *out_tokens;
     float *out_size;
-    int rows_in, packs, first;  // first pack of this lane
+    int start, rows_in;         // among the rows of all images
+    int packs, first;           // first pack of this lane
     // Set by find_output. Where the output has not room for all rows, which nobody knew before, it gets none of them:
     // it is all padding, of NaN instead of zeros.
-    int64_t rows_out, length;
+    int pad_from, pad_shift, pad_end;  // where input rows of these indices write padding, and where that ends
     float padding;
 
+    // Called by all lanes, as is find_output.
     __device__ Rows(const ApplyShape &shape, int image, int span, const T *tokens, const float *size)
-        : tokens(reinterpret_cast<const Bits<T, V> *>(tokens + int64_t{image} * shape.rows_in * shape.width)),
-          size(size + int64_t{image} * shape.rows_in),
-          rows_in(shape.rows_in),
+        : start(shape.ragged_in == nullptr ? image * shape.rows_in : rows_before(shape.ragged_in, image)),
+          rows_in(shape.ragged_in == nullptr ? shape.rows_in : static_cast<int>(shape.ragged_in[image])),
           packs(shape.width / V),
-          first(span * kSpan + lane_index()) {}
+          first(span * kSpan + lane_index()) {
+        this->tokens = reinterpret_cast<const Bits<T, V> *>(tokens + int64_t{start} * shape.width);
+        this->size = size + start;
+    }
 
     __device__ void find_output(const ApplyShape &shape, int image, T *tokens, float *size) {
-        length = shape.length[image];
-        const int64_t counted = *shape.counted_rows;
-        rows_out = output_rows(shape.rows_out, counted, rows_in);
-        padding = 0;
-        if (rows_out < counted) {
-            length = 0;
-            padding = NAN;
+        const int all = static_cast<int>(*shape.counted_rows), images = gridDim.y;
+        const int64_t counted = shape.ragged_out ? mean_rows(all, images) : all;
+        const int rows_out = static_cast<int>(output_rows(shape.rows_out, counted, shape.rows_in));
+        const bool fits = rows_out >= counted;
+        padding = fits ? 0 : NAN;
+        int first_row = image * rows_out;
+        pad_from = fits ? static_cast<int>(shape.length[image]) : 0;
+        pad_shift = 0;
+        pad_end = rows_out;
+        if (shape.ragged_out) {  // what is left lies behind the last image, and every image pads its share
+            first_row = fits ? rows_before(shape.length, image) : 0;
+            pad_from = 0;
+            pad_shift = (fits ? all : 0) + image * max(rows_out, shape.most) - first_row;
+            pad_end = images * rows_out - first_row;
         }
-        out_tokens = reinterpret_cast<Bits<T, V> *>(tokens + image * rows_out * shape.width);
-        out_size = size + image * rows_out;
+        out_tokens = reinterpret_cast<Bits<T, V> *>(tokens + int64_t{first_row} * shape.width);
+        out_size = size + first_row;
     }
 
     __device__ bool has_room() const { return padding == 0; }
@@ -120,9 +133,9 @@ struct Rows {
 #pragma unroll
         for (int v = 0; v < V; ++v) pack.value[v] = from_float<T>(padding);
         const Bits<T, V> values = reinterpret_cast<const Bits<T, V> &>(pack);
-        const bool is_padding = lane_index() < kGroup && lane_row >= length && lane_row < rows_out;
+        const bool is_padding = lane_index() < kGroup && lane_row >= pad_from && lane_row < pad_end - pad_shift;
         for (unsigned left = __ballot_sync(kAllLanes, is_padding); left != 0; left &= left - 1) {
-            const int row = __shfl_sync(kAllLanes, lane_row, __ffs(left) - 1);
+            const int row = __shfl_sync(kAllLanes, lane_row, __ffs(left) - 1) + pad_shift;
             for (int i = 0; i < kSpanPacks; ++i) store(row, i, values);
             store_size(row, padding, 1);
         }

@@ -17,10 +17,22 @@ struct Image {
 struct Images {
     const int64_t *length;  // may be null: all rows exist
     int images, rows;
+    bool ragged;
+
+    // Tiles of `queries` rows that hold them all: ragged images may each have one that is not full.
+    int64_t tiles(int queries) const {
+        return ragged ? ragged_tiles(images, int64_t{images} * rows, queries) : images * ceil_div(rows, queries);
+    }
 };
 
-// The image of a tile of `queries` rows and the tile's place in it.
+// The image of a tile of `queries` rows and the tile's place in it. Called by all lanes.
 __device__ inline Image image_of(const Images &all, int tile, int queries, int &first) {
+    if (all.ragged) {
+        const RaggedTile one = ragged_tile(all.length, all.images, 0, tile, queries);
+        first = one.first;
+        const bool exists = one.image < all.images;
+        return {one.start, exists ? one.count : 0, exists ? one.count : all.images * all.rows - one.start};
+    }
     const int each = (all.rows + queries - 1) / queries, image = tile / each;
     first = tile % each * queries;
     const int64_t length = all.length == nullptr ? all.rows : all.length[image];
@@ -333,7 +345,7 @@ struct AttentionLaunch {
     template <class T, class... Arguments>
     int start_with(void (*kernel)(Images, const T *, const float *, Arguments...), int queries, int threads,
                    std::common_type_t<Arguments>... arguments) const {
-        const int64_t tiles = images.images * ceil_div(images.rows, queries);
+        const int64_t tiles = images.tiles(queries);
         if (tiles > INT32_MAX) return ALGM_UNSUPPORTED;
         const dim3 grid(static_cast<unsigned>(tiles), static_cast<unsigned>(p.heads));
         return start(kernel, {grid, static_cast<unsigned>(threads)}, stream, images, static_cast<const T *>(product),
@@ -366,10 +378,10 @@ int algm_cuda_attention(const algm_attention_params *params, const void *product
                         const int64_t *length, void *out, void *stream) {
     if (const int status = check(params)) return status;
     const algm_attention_params &p = *params;
-    if (any_null(product, out)) return ALGM_INVALID_ARGUMENT;
+    if (any_null(product, out) || (p.ragged && length == nullptr)) return ALGM_INVALID_ARGUMENT;
     if (p.rows == 0) return ALGM_OK;
     if (p.heads > kMaxBlocksBeside) return ALGM_UNSUPPORTED;
-    const Images images = {length, static_cast<int>(p.images), static_cast<int>(p.rows)};
+    const Images images = {length, static_cast<int>(p.images), static_cast<int>(p.rows), p.ragged != 0};
     const AttentionLaunch launch = {p, images, product, bias, out, stream};
     const bool is_bf16 = p.dtype == ALGM_BFLOAT16;
     bool tensor = p.dtype != ALGM_FLOAT32 && p.side == kSide && p.scale > 0 && is_aligned(product) && is_aligned(out) &&

@@ -512,7 +512,7 @@ int algm_cuda_clap_apply(const algm_clap_params *params, const void *tokens, con
     if (const int status = check_apply(*params, tokens, size, workspace, out_rows, out_tokens, out_size)) return status;
     const auto plan = plan_in<Plan>(workspace, *params);
     const Grid grid(*params);
-    const ApplyShape shape = {grid.rows, grid.width, out_rows, plan.rows, plan.length};
+    const ApplyShape shape = {grid.rows, grid.rows, grid.width, out_rows, plan.rows, plan.length, nullptr, plan.ragged};
     // An output never has more rows than the input, unless the caller asked for more padding.
     const int64_t singles = (out_rows > grid.rows ? out_rows : grid.rows) - int64_t{grid.windows} * grid.members;
     const int64_t items = grid.windows + ceil_div(singles, kGroup);

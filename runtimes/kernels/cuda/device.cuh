@@ -181,6 +181,13 @@ __device__ inline int lane_index() { return threadIdx.x % kWarp; }
 __device__ inline int warp_index() { return threadIdx.x / kWarp; }
 __device__ inline unsigned lanes_below() { return (1u << lane_index()) - 1; }
 
+// Rows of the images before one, by their lengths. Called by all lanes, with the same image.
+__device__ inline int rows_before(const int64_t *length, int image) {
+    int rows = 0;
+    for (int i = lane_index(); i < image; i += kWarp) rows += static_cast<int>(length[i]);
+    return warp_sum(rows);
+}
+
 // Set flags in the threads before this one; `total` grows by all of the block's. Called by all threads.
 __device__ inline int block_flags_before(bool flag, int &total) {
     __shared__ int counts[kWarp];
@@ -199,6 +206,41 @@ __device__ inline int block_flags_before(bool flag, int &total) {
     total += __shfl_sync(kAllLanes, sum, kWarp - 1);
     return before;
 }
+
+// A tile of neighbouring rows of a ragged image: which image, the row among all where it starts and how many it has, and
+// the tile's first row in it. Tiles behind the last image belong to one more, of the rows that nobody has.
+struct RaggedTile {
+    int image, start, count, first;
+};
+
+// The tile number `tile` of `size` rows, where every image has `more` rows than its length. Called by all lanes.
+__device__ inline RaggedTile ragged_tile(const int64_t *length, int images, int more, int tile, int size) {
+    int start = 0;
+    for (int before = 0; before < images; before += kWarp) {
+        const int lane = lane_index(), own = before + lane < images ? static_cast<int>(length[before + lane]) + more : 0;
+        const int own_tiles = (own + size - 1) / size;
+        int rows = own, tiles = own_tiles;  // up to this lane's image
+#pragma unroll
+        for (int offset = 1; offset < kWarp; offset *= 2) {
+            const int below = __shfl_up_sync(kAllLanes, rows, offset);
+            const int tiles_below = __shfl_up_sync(kAllLanes, tiles, offset);
+            rows += lane >= offset ? below : 0;
+            tiles += lane >= offset ? tiles_below : 0;
+        }
+        const unsigned behind = __ballot_sync(kAllLanes, tile < tiles);
+        if (behind != 0) {
+            const int at = __ffs(behind) - 1;
+            return {before + at, start + __shfl_sync(kAllLanes, rows - own, at), __shfl_sync(kAllLanes, own, at),
+                    (tile - __shfl_sync(kAllLanes, tiles - own_tiles, at)) * size};
+        }
+        start += __shfl_sync(kAllLanes, rows, kWarp - 1);
+        tile -= __shfl_sync(kAllLanes, tiles, kWarp - 1);
+    }
+    return {images, start, 0, tile * size};
+}
+
+// As many tiles as `rows` rows of ragged images can need.
+inline int64_t ragged_tiles(int64_t images, int64_t rows, int64_t size) { return ceil_div(rows, size) + images; }
 
 // The smallest of one value a warp. Called by all threads.
 __device__ inline int block_min(int warp_value) {
@@ -226,43 +268,50 @@ __device__ inline int rank_of(const float *values, int count, int index) {
     return rank;
 }
 
-// Where the row count of the longest image is gathered: zeroed by the kernel before the decision, raised by one block an
-// image. The last of them tells the caller, whose memory may be the host's, a microsecond or more away for each access.
+// Where the row count of the longest image, or of all images, is gathered: zeroed by the kernel before the decision, raised
+// by one block an image. The last of them tells the caller, whose memory may be the host's, a microsecond or more away for each access.
 struct RowCount {
     int64_t *rows, *plan_rows;
     int32_t *rows_int32;  // may be null
     int32_t *raised;      // images that raised it
+    bool adds;            // up the rows of all images
 
     __device__ void clear() const {
         if (rows != nullptr) *plan_rows = *raised = 0;
     }
 
     __device__ void raise(int length) const {
-        atomicMax(reinterpret_cast<unsigned long long *>(plan_rows), static_cast<unsigned long long>(length));
+        auto *gathered = reinterpret_cast<unsigned long long *>(plan_rows);
+        if (adds)
+            atomicAdd(gathered, static_cast<unsigned long long>(length));
+        else
+            atomicMax(gathered, static_cast<unsigned long long>(length));
         __threadfence();
         if (atomicAdd(raised, 1) + 1 < static_cast<int>(gridDim.x)) return;
         __threadfence();
-        const int64_t longest = *const_cast<volatile int64_t *>(plan_rows);
-        *rows = longest;
-        if (rows_int32 != nullptr) *rows_int32 = static_cast<int32_t>(longest);
+        const int64_t counted = *const_cast<volatile int64_t *>(plan_rows);
+        *rows = counted;
+        if (rows_int32 != nullptr) *rows_int32 = static_cast<int32_t>(counted);
     }
 };
 
 // What `decide` leaves for `apply` in both merges.
 struct MergePlan {
-    int64_t *rows;     // (1) S' or S''
+    int64_t *rows;     // (1) S' or S'', or all of ragged results
     int64_t *length;   // (B)
     int32_t *raised;   // (1) images that raised rows
     int32_t *new_row;  // (B,S) output row of every input row; what is negative or kNoRow is told by the plans
+    bool ragged;       // results
 
     template <class Params>
     MergePlan(const Params &p, Carver &carver)
         : rows(carver.take<int64_t>(1)),
           length(carver.take<int64_t>(p.batch)),
           raised(carver.take<int32_t>(1)),
-          new_row(carver.take<int32_t>(p.batch * p.rows)) {}
+          new_row(carver.take<int32_t>(p.batch * most_rows(p))),
+          ragged(writes_ragged(p.ragged)) {}
 
-    RowCount count(int64_t *out_rows, int32_t *rows_int32) const { return {out_rows, rows, rows_int32, raised}; }
+    RowCount count(int64_t *out_rows, int32_t *rows_int32) const { return {out_rows, rows, rows_int32, raised, ragged}; }
 };
 
 static __global__ void clear_kernel(RowCount count) {

@@ -26,18 +26,19 @@ struct Plan : MergePlan {
           target(carver.take<int32_t>(p.batch * max_a(p))),
           joins(carver.take<Joins>(p.batch * max_b(p))),
           best(carver.take<float>(p.batch * max_a(p))),
-          row(carver.take<int32_t>(p.batch * p.rows)),
+          row(carver.take<int32_t>(p.batch * most_rows(p))),
           partial(carver.take<Match>(p.batch * max_a(p) * ceil_div(max_b(p), kSmallestTile))) {}
 };
 
 Sets sets_of(const algm_gbm_params &p, const int64_t *length) {
-    return {static_cast<int>(p.rows),
+    return {static_cast<int>(most_rows(p)),
             static_cast<int>(p.width),
             static_cast<int>(first_a(p)),
             static_cast<int>(first_b(p)),
             static_cast<int>(max_a(p)),
             static_cast<int>(max_b(p)),
             0,
+            reads_ragged(p.ragged) ? 0 : static_cast<int>(p.rows),
             length};
 }
 
@@ -402,7 +403,7 @@ int launch_decision(const algm_gbm_params &p, const Plan &plan, const Matches &m
                                p.divisor,
                                static_cast<int>(p.batch),
                                static_cast<int>(p.prefix),
-                               static_cast<int>(p.budget < p.rows ? p.budget : p.rows),
+                               static_cast<int>(p.budget < most_rows(p) ? p.budget : most_rows(p)),
                                p.patches,
                                p.semantics == ALGM_SEMANTICS_PAPER,
                                p.batch_mode == ALGM_BATCH_MIN,
@@ -459,7 +460,7 @@ __global__ void __launch_bounds__(kApplyWarps *kWarp, 3)
     wait_for_previous();
     rows.find_output(shape, image, out_tokens, out_size);
     const int lane_row = item * kGroup + lane_index() % kGroup;
-    const bool exists = lane_row < sets.rows;
+    const bool exists = lane_row < rows.rows_in;
     const bool moves = exists && rows.has_room();
     const int lane_target = moves ? plan.new_row[int64_t{image} * sets.rows + lane_row] : kNoRow;
     const float lane_size = exists ? rows.size[lane_row] : 0;
@@ -565,13 +566,22 @@ int algm_cuda_gbm_decide(const algm_gbm_params *params, const void *tokens, cons
     return launch_decision(*params, plan, matches, map, threshold, out_map, out_length, count, stream);
 }
 
-int algm_cuda_gbm_apply(const algm_gbm_params *params, const void *tokens, const float *size, const void *workspace,
-                        int64_t out_rows, void *out_tokens, float *out_size, void *stream) {
+int algm_cuda_gbm_apply(const algm_gbm_params *params, const void *tokens, const float *size, const int64_t *length,
+                        const void *workspace, int64_t out_rows, void *out_tokens, float *out_size, void *stream) {
     if (const int status = check_batch(params)) return status;
     if (const int status = check_apply(*params, tokens, size, workspace, out_rows, out_tokens, out_size)) return status;
+    const bool ragged = reads_ragged(params->ragged);
+    if (ragged && length == nullptr) return ALGM_INVALID_ARGUMENT;
     const auto plan = plan_in<Plan>(workspace, *params);
-    const Sets sets = sets_of(*params, nullptr);
-    const ApplyShape shape = {sets.rows, sets.width, out_rows, plan.rows, plan.length};
+    const Sets sets = sets_of(*params, length);
+    const ApplyShape shape = {sets.rows,
+                              static_cast<int>(params->rows),
+                              sets.width,
+                              out_rows,
+                              plan.rows,
+                              plan.length,
+                              ragged ? length : nullptr,
+                              plan.ragged};
     // An output never has more rows than the input, unless the caller asked for more padding.
     const int64_t items = ceil_div(out_rows > sets.rows ? out_rows : sets.rows, kGroup);
     const bool weighted = params->semantics == ALGM_SEMANTICS_CODE;

@@ -33,10 +33,15 @@ __device__ inline Match best_of_lanes(Match match, int lanes) {
 
 // Sets A and B as rows of the sequences; `tiles` is the grid's extent in B, one partial result each.
 struct Sets {
-    int rows, width, a0, b0, a_max, b_max, tiles;
+    int rows, width, a0, b0, a_max, b_max, tiles;  // rows: that an image can have
+    int rows_apart;                                // of two images; 0: they are ragged
     const int64_t *length;
 
     __device__ int end(int image) const { return static_cast<int>(existing_rows(length[image], rows)); }
+    // Called by all lanes.
+    __device__ int64_t start(int image) const {
+        return rows_apart > 0 ? int64_t{image} * rows_apart : rows_before(length, image);
+    }
     __device__ static int every_second(int first, int end) { return end > first ? (end - first + 1) / 2 : 0; }
     __device__ int a_count(int image) const { return every_second(a0, end(image)); }
     __device__ int b_count(int image) const { return every_second(b0, end(image)); }
@@ -89,7 +94,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
     let_next_start();
     if (threadIdx.x + blockIdx.x + blockIdx.y + blockIdx.z == 0) count.clear();
     if (first_a >= a_count) return;
-    tokens += int64_t{image} * sets.rows * sets.width;
+    tokens += sets.start(image) * sets.width;
 
     // Tile rows 0..A-1 are A, the others B; 16-byte chunks are swizzled by row so that no access meets a bank twice.
     const auto chunk_of = [&](int stage, int row, int chunk) {
@@ -276,7 +281,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
     let_next_start();
     if (threadIdx.x + blockIdx.x + blockIdx.y + blockIdx.z == 0) count.clear();
     if (first_a >= a_count) return;
-    tokens += int64_t{image} * sets.rows * sets.width;
+    tokens += sets.start(image) * sets.width;
 
     const int load_row = threadIdx.x / 4, load_column = threadIdx.x % 4 * 4;
     const T *from[Tile::LOADS];

@@ -1,0 +1,268 @@
+"""Ragged rows: the images of a batch one behind the other, so that a batch of different pictures has no padding.
+
+Behind a merge, most of a network works row by row and does not ask which row belongs to which image. There the merge
+may lay its images out without anything between them: B images in B x S rows, S being their mean and not their longest.
+
+| what asks | here |
+|---|---|
+| attention | `ragged_attention`, which is told the lengths anyway |
+| the next merge | reads ragged rows |
+| a slice that drops leading rows | nothing yet: they stay until somebody asks who is first |
+| rows put in front of every image | `reframe`, without the rows dropped before |
+| a product with a matrix of each image, unmerge, label_map | `apart`: each image in as many rows as one can have |
+| leading rows | the same with those alone |
+
+Where anything else asks, the merge stays as it is. `docs/operators.md` describes the operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import onnx_ir as ir
+
+from algm_deploy.bundle.graphs import DOMAIN
+from algm_deploy.lowering.patterns import Chain, is_constant, pair, stand_in
+
+# What computes every row from the same row of its inputs and from constants.
+_BY_ROW = {
+    *("Add", "Sub", "Mul", "Div", "Cast", "Erf", "Tanh", "Sigmoid", "Relu", "Gelu"),
+    *("MatMul", "LayerNormalization", "SimplifiedLayerNormalization", "SkipLayerNormalization", "BiasGelu", "gelu"),
+}
+_NORMS = {"LayerNormalization", "SimplifiedLayerNormalization"}
+_TAILS = {"MatMul", "unmerge", "label_map"}  # what takes images apart: behind it there is little left to compute
+_END = 2**31 - 1  # an axis ends before it
+
+
+class _Rows(NamedTuple):
+    """How many rows an image has: `more` than the merge left it, the first `dropped` of which the graph has dropped."""
+
+    more: int
+    dropped: int
+
+
+@dataclass
+class _Region:
+    """What lies behind one merge, up to where images are taken apart, and what has to change for it to be ragged."""
+
+    merge: ir.Node
+    rows: dict[ir.Value, _Rows] = field(default_factory=dict)
+    lengths: dict[int, ir.Value] = field(default_factory=dict)  # by `more`
+    changes: list[Callable[[], None]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        tokens, size, _, length = self.merge.outputs[:4]
+        self.rows = {tokens: _Rows(0, 0), size: _Rows(0, 0)}
+        self.lengths = {0: length}
+
+    def takes(self, node: ir.Node) -> bool:
+        """Whether a node can do with ragged rows, if it has any of this region."""
+        own = [value for value in node.inputs if value is not None and value in self.rows]
+        if not own:
+            return True
+        rows = self.rows[own[0]]
+        if any(self.rows[value] != rows for value in own[1:]):
+            return False
+        if self._is_by_row(node):
+            self.rows |= dict.fromkeys(node.outputs, rows)
+            return True
+        special = {"packed_attention": self._attends, "Slice": self._slices, "Concat": self._puts_in_front}
+        if node.op_type in special:
+            return special[node.op_type](node, rows)
+        if node.op_type.startswith("bucketed_"):
+            return self._merges(node, rows)
+        return node.op_type in _TAILS and self._is_told_apart(node, own, rows)
+
+    def _is_by_row(self, node: ir.Node) -> bool:
+        if node.op_type == "MatMul":
+            x, weight = pair(node)
+            return x in self.rows and _constant(weight) is not None and len(_sides(weight)) == 2
+        if node.op_type in _NORMS and node.attributes.get_int("axis", -1) not in (-1, 2):
+            return False
+        return node.op_type in _BY_ROW and all(
+            v is None or v in self.rows or _is_same_for_all_rows(v) for v in node.inputs
+        )
+
+    def _attends(self, node: ir.Node, rows: _Rows) -> bool:
+        length = node.inputs[2] if len(node.inputs) > 2 else None
+        if length is None or rows.dropped or _added(length, self.lengths[0]) != rows.more:
+            return False
+        self.lengths.setdefault(rows.more, length)
+        self.rows[node.outputs[0]] = rows
+        self.changes.append(lambda: setattr(node, "op_type", "ragged_attention"))
+        return True
+
+    def _slices(self, node: ir.Node, rows: _Rows) -> bool:
+        first, end = _cut(node)
+        if first is None or end is None or first < 0:
+            return False
+        if end >= _END:
+            self.rows[node.outputs[0]] = _Rows(rows.more, rows.dropped + first)
+            self.changes.append(lambda: _remove(node))
+            return True
+        if end <= first:
+            return False
+        self.changes.append(lambda: self._put_apart(node, node.inputs[0], rows, first, end - first, node.outputs[0]))
+        return True
+
+    def _puts_in_front(self, node: ir.Node, rows: _Rows) -> bool:
+        if len(node.inputs) != 2 or node.inputs[1] not in self.rows or node.attributes["axis"].as_int() not in (1, -2):
+            return False
+        front = _same_for_all_images(node.inputs[0])
+        if front is None:
+            return False
+        count = _sides(front)[-2]
+        self.rows[node.outputs[0]] = _Rows(rows.more - rows.dropped + count, 0)
+        self.changes.append(lambda: self._reframe(node, front, rows))
+        return True
+
+    def _merges(self, node: ir.Node, rows: _Rows) -> bool:
+        takes_all = all(value in self.rows for value in node.inputs[:2])
+        if rows != (0, 0) or not takes_all or node.inputs[3] is not self.lengths[0]:
+            return False
+        self.changes.append(lambda: _set_ragged(node, "in"))
+        return True
+
+    def _is_told_apart(self, node: ir.Node, own: list[ir.Value], rows: _Rows) -> bool:
+        if own != [node.inputs[0]]:
+            return False
+        map = self.merge.outputs[2]
+        patches = map.shape[1] if map.shape is not None else None
+        if not isinstance(patches, int):
+            return False
+        most = patches + self.merge.attributes["prefix"].as_int() + rows.more - rows.dropped
+        self.changes.append(lambda: self._put_apart(node, own[0], rows, 0, most))
+        return True
+
+    # --- changes -----------------------------------------------------------------------------------------------------
+
+    def apply(self) -> None:
+        """Makes the region ragged."""
+        _set_ragged(self.merge, "out")
+        for value, rows in self.rows.items():
+            if rows != (0, 0) and value.shape is not None:
+                value.shape = ir.Shape([value.shape[0], None, *list(value.shape)[2:]])
+        for change in self.changes:
+            change()
+
+    def _length(self, chain: Chain, more: int) -> ir.Value:
+        if more not in self.lengths:
+            return chain("Add", self.lengths[0], chain.constant(np.array(more, np.int64)))
+        return self.lengths[more]
+
+    def _put_apart(
+        self, node: ir.Node, value: ir.Value | None, rows: _Rows, first: int, count: int, old: ir.Value | None = None
+    ) -> None:
+        """Takes rows `first`, `first` + 1, ... of those that are not dropped; for `old`, or for what `node` takes."""
+        assert value is not None and node.graph is not None
+        chain = Chain(node.graph, node, f"{node.name}/apart")
+        numbers = {"first": rows.dropped + first, "count": count}
+        apart = chain("apart", value, self._length(chain, rows.more), domain=DOMAIN, **numbers)
+        if old is not None:
+            stand_in(old, apart)
+            node.graph.remove(node, safe=True)
+            return
+        assert value.shape is not None
+        apart.shape, apart.type = ir.Shape([value.shape[0], count, value.shape[2]]), value.type
+        node.replace_input_with(0, apart)
+        _forget_rows(node)
+
+    def _reframe(self, node: ir.Node, front: ir.Value, rows: _Rows) -> None:
+        assert node.graph is not None
+        chain = Chain(node.graph, node, f"{node.name}/reframe")
+        _, value = pair(node)
+        flat = chain("Reshape", front, chain.shape([-1, _sides(front)[-1]]))
+        wide = chain("Cast", flat, to=ir.DataType.FLOAT)
+        length = self._length(chain, rows.more)
+        framed = chain("reframe", value, length, wide, domain=DOMAIN, skip=rows.dropped)
+        stand_in(node.outputs[0], framed)
+        node.graph.remove(node, safe=True)
+
+
+def make_ragged(graph: ir.Graph) -> set[ir.Node]:
+    """Lets merges of a graph in their bucketed form lay images out one behind the other; returns those that do so."""
+    found = set()
+    for merge in [node for node in graph if node.op_type.startswith("bucketed_")]:
+        region = _Region(merge)
+        if all(region.takes(node) for node in graph) and not region.rows.keys() & set(graph.outputs):
+            region.apply()
+            found.add(merge)
+    return found
+
+
+def _set_ragged(merge: ir.Node, side: str) -> None:
+    """Adds to what is ragged of a merge: what it takes, or what it leaves."""
+    before = merge.attributes["ragged"].as_string()
+    merge.attributes["ragged"] = ir.AttrString("ragged", side if before == "none" else "both")
+
+
+def _constant(value: ir.Value) -> ir.Value | None:
+    """The initializer that a value is, if need be in another type."""
+    producer = value.producer()
+    source = producer.inputs[0] if producer is not None and producer.op_type == "Cast" else value
+    return source if is_constant(source) else None
+
+
+def _sides(value: ir.Value) -> list[int]:
+    source = _constant(value)
+    return [] if source is None or source.shape is None else [int(side) for side in source.shape.numpy()]
+
+
+def _is_same_for_all_rows(value: ir.Value) -> bool:
+    """Whether a value is a constant that broadcasts along the rows."""
+    return _constant(value) is not None and all(side == 1 for side in _sides(value)[:-1])
+
+
+def _same_for_all_images(value: ir.Value | None) -> ir.Value | None:
+    """The constant of which every image gets a copy, if a value is such copies."""
+    expand = value.producer() if value is not None else None
+    front = expand.inputs[0] if expand is not None and expand.op_type == "Expand" else None
+    if front is None or not is_constant(front) or front.shape is None:
+        return None
+    sides = list(front.shape)
+    return front if len(sides) >= 2 and all(side == 1 for side in sides[:-2]) else None
+
+
+def _cut(node: ir.Node) -> tuple[int | None, int | None]:
+    """First row and end of a slice of the second of three axes, in steps of one; None where that is not known."""
+    numbers = [None if v is None or v.const_value is None else v.const_value.numpy().tolist() for v in node.inputs[1:]]
+    first, end, axis, step = [*numbers, [1]][:4] if len(numbers) >= 3 else [None] * 4
+    if first is None or end is None or axis not in ([1], [-2]) or step != [1]:
+        return None, None
+    return first[0], min(end[0], _END)
+
+
+def _added(length: ir.Value, base: ir.Value) -> int | None:
+    """What sums of constants have added to a length; None if it comes from elsewhere."""
+    total = 0
+    while length is not base:
+        node = length.producer()
+        if node is None or node.op_type not in ("Add", "Sub"):
+            return None
+        before, constant = pair(node)
+        if constant.const_value is None or constant.const_value.size != 1:
+            return None
+        total += (1 if node.op_type == "Add" else -1) * int(constant.const_value.numpy().item())
+        length = before
+    return total
+
+
+def _remove(node: ir.Node) -> None:
+    """Lets the users of a node with one output take its first input."""
+    value = node.inputs[0]
+    assert value is not None and node.graph is not None
+    node.outputs[0].replace_all_uses_with(value)
+    node.graph.remove(node, safe=True)
+
+
+def _forget_rows(node: ir.Node) -> None:
+    """Forgets what was stated of the rows of everything behind a node; ONNX Runtime finds it again."""
+    left = [node]
+    while left:
+        for value in left.pop().outputs:
+            if value.shape is not None and any(not isinstance(side, int) for side in list(value.shape)[1:]):
+                value.shape = None
+                left += [use.node for use in value.uses()]

@@ -1,0 +1,113 @@
+// Rows of ragged images, moved.
+#include "device.cuh"
+
+using namespace algm;
+using namespace algm::cuda;
+
+namespace {
+
+constexpr int kMoveWarps = 8, kMoveRows = 4;  // warps of a block, and rows that one holds at a time
+
+// Calls run(word, words of a row) with the largest word that divides a row and both addresses.
+template <class Run>
+int with_word(int64_t width, int32_t dtype, const void *a, const void *b, Run run) {
+    const int64_t bytes = width * dtype_bytes(dtype);
+    const uint64_t odd =
+        reinterpret_cast<uintptr_t>(a) | reinterpret_cast<uintptr_t>(b) | static_cast<uint64_t>(bytes);
+    const auto count = [&](auto word) { return static_cast<int>(bytes / static_cast<int64_t>(sizeof(word))); };
+    if (odd % 16 == 0) return run(uint4{}, count(uint4{}));
+    if (odd % 4 == 0) return run(uint32_t{}, count(uint32_t{}));
+    return run(uint16_t{}, count(uint16_t{}));
+}
+
+// A warp copies rows to neighbouring rows of the output, from row_of(i) for its i-th, zeros where that is null.
+template <class Word, class RowOf>
+__device__ void move_rows(int words, int count, Word *out, RowOf row_of) {
+    const Word *from[kMoveRows];
+#pragma unroll
+    for (int i = 0; i < kMoveRows; ++i) from[i] = i < count ? row_of(i) : nullptr;
+    for (int w = lane_index(); w < words; w += kWarp) {
+        Word held[kMoveRows];
+#pragma unroll
+        for (int i = 0; i < kMoveRows; ++i) held[i] = from[i] == nullptr ? Word{} : from[i][w];
+#pragma unroll
+        for (int i = 0; i < kMoveRows; ++i)
+            if (i < count) out[int64_t{i} * words + w] = held[i];
+    }
+}
+
+struct Frame {
+    int images, rows, width, skip, put;  // rows: of the array that each image has in the output
+    const int64_t *length;
+    const float *front;
+};
+
+template <class T, class Word>
+__global__ void reframe_kernel(Frame frame, int words, const Word *values, Word *out) {
+    const int more = frame.put - frame.skip, all = frame.images * frame.rows;
+    const int tile = blockIdx.x * kMoveWarps + warp_index();
+    const RaggedTile to = ragged_tile(frame.length, frame.images, more, tile, kMoveRows);
+    const bool exists = to.image < frame.images;
+    const int first = to.start + to.first;  // row of the output
+    const int count = min((exists ? to.start + to.count : all) - first, kMoveRows);
+    if (count <= 0) return;
+    const int before = to.start - to.image * more + frame.skip;  // row of the values behind those that go
+    const int put = exists ? min(max(frame.put - to.first, 0), count) : 0;  // of these rows
+    const float *front = frame.front + int64_t{to.first} * frame.width;
+    T *values_out = reinterpret_cast<T *>(out + int64_t{first} * words);
+    for (int i = lane_index(); i < put * frame.width; i += kWarp) values_out[i] = from_float<T>(front[i]);
+    move_rows(words, count - put, out + int64_t{first + put} * words, [&](int i) -> const Word * {
+        return exists ? values + int64_t{before + to.first + put + i - frame.put} * words : nullptr;
+    });
+}
+
+// Grid: groups of rows of an image, images.
+template <class Word>
+__global__ void apart_kernel(const int64_t *length, int begin, int count, int words, const Word *values, Word *out) {
+    const int first = (blockIdx.x * kMoveWarps + warp_index()) * kMoveRows, image = blockIdx.y;
+    if (first >= count) return;
+    const int start = rows_before(length, image), end = static_cast<int>(length[image]);
+    move_rows(words, min(count - first, kMoveRows), out + (int64_t{image} * count + first) * words,
+              [&](int i) -> const Word * {
+                  const int row = begin + first + i;
+                  return row < end ? values + int64_t{start + row} * words : nullptr;
+              });
+}
+
+}  // namespace
+
+int algm_cuda_reframe(const algm_reframe_params *params, const void *values, const int64_t *length, const float *front,
+                      void *out, void *stream) {
+    if (const int status = check(params)) return status;
+    const algm_reframe_params &p = *params;
+    if (any_null(values, length, out) || is_missing(front, p.put)) return ALGM_INVALID_ARGUMENT;
+    const int64_t rows = p.rows - p.skip + p.put;
+    if (rows == 0) return ALGM_OK;
+    const Frame frame = {static_cast<int>(p.images), static_cast<int>(rows),  static_cast<int>(p.width),
+                         static_cast<int>(p.skip),   static_cast<int>(p.put), length,
+                         front};
+    const int64_t tiles = ragged_tiles(p.images, p.images * rows, kMoveRows);
+    const Blocks blocks = {dim3(static_cast<unsigned>(ceil_div(tiles, kMoveWarps))), kMoveWarps * kWarp};
+    return with_word(p.width, p.dtype, values, out, [&](auto word, int words) {
+        return with_dtype(p.dtype, 1, false, [&](auto type, auto) {
+            using Word = decltype(word);
+            return start(reframe_kernel<decltype(type), Word>, blocks, stream, frame, words,
+                         static_cast<const Word *>(values), static_cast<Word *>(out));
+        });
+    });
+}
+
+int algm_cuda_apart(const algm_apart_params *params, const void *values, const int64_t *length, void *out,
+                    void *stream) {
+    if (const int status = check(params)) return status;
+    const algm_apart_params &p = *params;
+    if (any_null(values, length, out)) return ALGM_INVALID_ARGUMENT;
+    if (p.images > kMaxBlocksBeside) return ALGM_UNSUPPORTED;
+    if (p.count == 0) return ALGM_OK;
+    const dim3 grid(static_cast<unsigned>(ceil_div(p.count, kMoveWarps * kMoveRows)), static_cast<unsigned>(p.images));
+    return with_word(p.width, p.dtype, values, out, [&](auto word, int words) {
+        using Word = decltype(word);
+        return start(apart_kernel<Word>, {grid, kMoveWarps * kWarp}, stream, length, static_cast<int>(p.first),
+                     static_cast<int>(p.count), words, static_cast<const Word *>(values), static_cast<Word *>(out));
+    });
+}
