@@ -3,16 +3,16 @@
 Behind a merge, most of a network works row by row and does not ask which row belongs to which image. There the merge
 may lay its images out without anything between them: B images in B x S rows, S being their mean and not their longest.
 
-| what asks | here |
+| what asks for an image's rows | here |
 |---|---|
 | attention | `ragged_attention`, which is told the lengths anyway |
 | the next merge | reads ragged rows |
-| a slice that drops leading rows | nothing yet: they stay until somebody asks who is first |
+| a slice that drops leading rows | nothing yet: they stay until it matters who is first |
 | rows put in front of every image | `reframe`, without the rows dropped before |
-| a product with a matrix of each image, unmerge, label_map | `apart`: each image in as many rows as one can have |
-| leading rows | the same with those alone |
+| leading rows | `apart`, of those alone |
+| a product with a matrix of each image, unmerge, label_map | `apart`, of as many rows as an image can have |
 
-Where anything else asks, the merge stays as it is. `docs/operators.md` describes the operators.
+Where anything else asks, the merge stays as it is. `runtimes/README.md` describes the operators.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class _Region:
             return True
         if end <= first:
             return False
-        self.changes.append(lambda: self._put_apart(node, node.inputs[0], rows, first, end - first, node.outputs[0]))
+        self.changes.append(lambda: self._put_apart(node, rows, first, end - first, node.outputs[0]))
         return True
 
     def _puts_in_front(self, node: ir.Node, rows: _Rows) -> bool:
@@ -134,7 +134,7 @@ class _Region:
         if not isinstance(patches, int):
             return False
         most = patches + self.merge.attributes["prefix"].as_int() + rows.more - rows.dropped
-        self.changes.append(lambda: self._put_apart(node, own[0], rows, 0, most))
+        self.changes.append(lambda: self._put_apart(node, rows, 0, most))
         return True
 
     # --- changes -----------------------------------------------------------------------------------------------------
@@ -153,10 +153,9 @@ class _Region:
             return chain("Add", self.lengths[0], chain.constant(np.array(more, np.int64)))
         return self.lengths[more]
 
-    def _put_apart(
-        self, node: ir.Node, value: ir.Value | None, rows: _Rows, first: int, count: int, old: ir.Value | None = None
-    ) -> None:
+    def _put_apart(self, node: ir.Node, rows: _Rows, first: int, count: int, old: ir.Value | None = None) -> None:
         """Takes rows `first`, `first` + 1, ... of those that are not dropped; for `old`, or for what `node` takes."""
+        value = node.inputs[0]
         assert value is not None and node.graph is not None
         chain = Chain(node.graph, node, f"{node.name}/apart")
         numbers = {"first": rows.dropped + first, "count": count}

@@ -16,9 +16,9 @@ import pytest
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.deployment import export
 from algm_deploy.errors import ExportError
-from algm_deploy.lowering import onnxruntime_segments
+from algm_deploy.lowering import onnxruntime, onnxruntime_segments
 from algm_deploy.lowering.onnxruntime import rewrite, write_onnxruntime_onnx
-from algm_deploy.lowering.onnxruntime_segments import ROWS, segments
+from algm_deploy.lowering.onnxruntime_segments import LONGEST, TOGETHER, segments
 
 THRESHOLDS = {"clap_threshold": np.array(0.8, np.float32), "gbm_threshold": np.array(0.5, np.float32)}
 # Plans beside the tiny network's own, CLAP in block 1 and GBM in block 3.
@@ -69,7 +69,7 @@ def rewritten(bundle: Bundle) -> ir.Model:
 def chained(
     parts: Sequence[ort.InferenceSession], feeds: dict[str, np.ndarray], step: int, poison: float = 0.0
 ) -> dict[str, np.ndarray]:
-    """Runs the segments; each takes a tensor of the next multiple of `step` rows from where its merge wrote,
+    """Runs the segments; each takes a tensor of the next multiple of `step` rows an image from where its merge wrote,
     and finds `poison` in those nobody counted."""
     values = dict(feeds)
     for part, following in zip(parts, [*parts[1:], None], strict=True):
@@ -77,30 +77,43 @@ def chained(
         values |= dict(zip(names, part.run(names, {i.name: values[i.name] for i in part.get_inputs()}), strict=True))
         if following is None:
             return values
-        (rows,) = (int(values[name]) for name in names if name.startswith(ROWS))
-        axis = next(name for name in names if name.startswith(ROWS)).removeprefix(ROWS)
+        (counted,) = (name for name in names if name.startswith((LONGEST, TOGETHER)))
+        ragged, axis = counted.startswith(TOGETHER), counted.removeprefix(LONGEST).removeprefix(TOGETHER)
         for taken in following.get_inputs():
             if axis in taken.shape:
-                made = values[taken.name]
+                made, rows = values[taken.name], int(values[counted])
                 images, most, *width = made.shape
-                laid_out = images, min(-(-rows // step) * step, most), *width
-                made = made.reshape(-1)[: math.prod(laid_out)].reshape(laid_out)
-                assert not made[:, rows:].any(), "padding is zero"
-                values[taken.name] = made.copy()
-                values[taken.name][:, rows:] = poison
+                each = -(-rows // images) if ragged else rows
+                laid_out = images, min(-(-each // step) * step, most), *width
+                made = made.reshape(-1)[: math.prod(laid_out)].reshape(laid_out).copy()
+                behind = made.reshape(-1, *width)[rows:] if ragged else made[:, rows:]
+                assert not behind.any(), "padding is zero"
+                behind[:] = poison
+                values[taken.name] = made
     raise AssertionError("no segment")
 
 
+@pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize(("step", "poison"), [(1, 0.0), (8, 0.0), (8, 1e4), (1000, 1e4)])
 def test_a_chain_equals_the_whole(
-    exported: Any, session: Any, blob_images: Any, step: int, poison: float, monkeypatch: pytest.MonkeyPatch
+    exported: Any,
+    session: Any,
+    blob_images: Any,
+    step: int,
+    poison: float,
+    ragged: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Ragged where attention is the library's, as in fp16 with heads of 64."""
     name, bundle = exported
+    monkeypatch.setattr(onnxruntime, "_fits_packed_attention", lambda *_: ragged)
     model = rewritten(bundle)
     whole = session(model, bundle.path / "whole.onnx")
     monkeypatch.setattr(onnxruntime_segments, "STEP", step)
     parts = [session(part, bundle.path / f"{i}.onnx") for i, part in enumerate(segments(model))]
     assert len(parts) == 1 + CUTS[name]
+    counts = [o.name for part in parts for o in part.get_outputs() if o.name.startswith((LONGEST, TOGETHER))]
+    assert [count.startswith(TOGETHER) for count in counts] == [ragged] * CUTS[name]
     image = blob_images(3)[2:] if step == 1 else blob_images(3)
     feeds = {"image": image, **THRESHOLDS}
     names = [o.name for o in whole.get_outputs()]
@@ -132,7 +145,7 @@ def test_what_a_segment_takes_and_gives(tiny_bundle: Bundle) -> None:
     first, second, third = segments(rewritten(tiny_bundle))
     assert {v.name for v in first.graph.inputs} == {"image", "clap_threshold"}
     assert {v.name for v in second.graph.inputs} >= {"gbm_threshold", "token_map_clap_1"}
-    assert [v.name for part in (first, second, third) for v in part.graph.outputs if v.name.startswith(ROWS)] == [
+    assert [v.name for part in (first, second, third) for v in part.graph.outputs if v.name.startswith(LONGEST)] == [
         "counted_by_32_tokens_clap_1",
         "counted_by_32_tokens_gbm_3",
     ]
@@ -192,7 +205,7 @@ def test_budgets_are_one_segment_of_known_sizes(
     merges = [node for node in part.graph if node.op_type.startswith("padded_")]
     assert [node.op_type for node in merges] == ["padded_clap", "padded_gbm"]
     assert [v.name for v in part.graph.inputs] == ["image"]
-    assert not {v.name for v in part.graph.outputs if v.name.startswith(ROWS)}
+    assert not {v.name for v in part.graph.outputs if v.name.startswith((LONGEST, TOGETHER))}
     axes = {d for node in part.graph for v in node.outputs if v.shape for d in v.shape if not isinstance(d, int)}
     assert {str(axis) for axis in axes} <= {"batch", "None"}
     image = np.random.default_rng(0).integers(0, 256, (3, 3, 128, 128), dtype=np.uint8)

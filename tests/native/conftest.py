@@ -13,8 +13,8 @@ from algm_deploy.native_libraries import find_library
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from kernel_arrays import Kernels  # noqa: E402
-from kernel_memory import MEMORIES  # noqa: E402
+from kernel_arrays import Kernels
+from kernel_memory import MEMORIES
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ they need onnxruntime and numpy, nothing of this project.
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -151,12 +152,12 @@ def test_ragged_images(run: Any) -> None:
     values, sizes, *between, counted, _ = run(f"bucketed_{clap}", clap_given, 6, **windows, step=4, ragged="out")
     assert_equal(between, (map, length))
     assert int(counted) == length.sum()
-    rows = -(-(-(-int(counted) // 3)) // 4) * 4
+    rows = 4 * math.ceil(math.ceil(int(counted) / 3) / 4)
     ragged = [x.reshape(-1)[: x.size // x.shape[1] * rows].reshape(3, rows, *x.shape[2:]) for x in (values, sizes)]
     given = [*ragged, map, length, np.array(0.6, np.float32)]
     values, sizes, *after, counted, _ = run(f"bucketed_{gbm}", given, 6, **FIXED, step=1, ragged="both")
     assert_equal(after, (expected_map, expected_length))
-    rows = -(-int(counted) // 3)
+    rows = math.ceil(int(counted) / 3)
     values = values.reshape(-1)[: 3 * rows * 16].reshape(3, rows, 16)
     (found,) = run("apart", [values, expected_length], 1, first=0, count=expected[0].shape[1])
     assert_equal([found], expected[:1])

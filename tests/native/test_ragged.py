@@ -116,7 +116,9 @@ def test_leading_rows_are_exchanged(kernels: Kernels, images: int, width: int, d
     values = rng.standard_normal((images, 20, width)).astype(dtype)
     for skip, put in ((1, 11), (3, 0), (0, 2), (3, 3)):
         front = rng.standard_normal((put, width)).astype(np.float32)
-        exchanged = [np.concatenate([front.astype(dtype), one[skip:count]]) for one, count in zip(values, length, strict=True)]
+        exchanged = [
+            np.concatenate([front.astype(dtype), one[skip:count]]) for one, count in zip(values, length, strict=True)
+        ]
         for rows in {mean_rows(length), mean_rows(length, 8)}:
             found = kernels.reframe(joined(values, length, rows), length, front, skip=skip)
             expected = np.zeros((images * (rows - skip + put), width), dtype)

@@ -1,0 +1,188 @@
+"""Which merges may leave their images one behind the other, in every family and where a node asks for more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+import torch
+from toys import FAMILIES, pictures
+
+from algm_deploy.lowering import onnxruntime
+from algm_deploy.lowering.onnxruntime import rewrite
+from algm_deploy.lowering.onnxruntime_segments import TOGETHER, segments
+from algm_deploy.lowering.ragged import make_ragged
+from algm_deploy.runners.onnxruntime.graphs import SegmentedSession
+
+THRESHOLDS = {"clap_threshold": 0.8, "gbm_threshold": 0.5}
+# Of two merges, those that leave ragged rows. SegViT's decoder attends to tokens behind either with masks of rows.
+RAGGED = {"segvit": 0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "decoder"), [case for case in FAMILIES if case[1] not in ("mask2former", "prune", "upernet")]
+)
+def test_every_family_computes_the_same(
+    monkeypatch: pytest.MonkeyPatch, exported_toy: Any, ort_library: Path, tmp_path: Path, family: str, decoder: str
+) -> None:
+    monkeypatch.setattr(onnxruntime, "_fits_packed_attention", lambda *_: True)
+    exported = exported_toy(family, decoder)
+    image, graph = pictures(exported.deployed.network), exported.portable.clone()
+    rewrite(graph, "cuda", custom_operators=True, single=False)
+    parts = segments(graph)
+    counts = [output.name for part in parts for output in part.graph.outputs if output.name.startswith(TOGETHER)]
+    assert len(counts) == RAGGED.get(family, 2)
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    options.register_custom_ops_library(str(ort_library))
+
+    def opened(model: ir.Model, name: str) -> ort.InferenceSession:
+        ir.save(model, tmp_path / name)
+        return ort.InferenceSession(tmp_path / name, options, providers=["CPUExecutionProvider"])
+
+    whole, sessions = opened(graph, "whole"), [opened(part, str(i)) for i, part in enumerate(parts)]
+    names = [output.name for output in whole.get_outputs()]
+    scalars = {name: np.array(value, np.float32) for name, value in THRESHOLDS.items()}
+    expected = dict(zip(names, whole.run(names, {"image": image, **scalars}), strict=True))
+    chained = SegmentedSession(lambda index, _: sessions[index], len(sessions), torch.device("cpu"), len(image))
+    found = chained.run(torch.from_numpy(image), THRESHOLDS, names)
+    chained.close()
+    assert len(set(expected["token_counts"][:, -1])) > 1, "images must differ in their row counts"
+    for name, value in expected.items():
+        if name == "scores":
+            np.testing.assert_allclose(found[name], value, rtol=0, atol=4e-6 * max(10, abs(value).max()))
+        else:
+            np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+# --- small graphs ----------------------------------------------------------------------------------------------------
+
+Make = Callable[["Behind"], ir.Value]
+
+
+class Behind:
+    """A graph of one merge, (B, S, 8) tokens of 4 x 4 patches and a class token, and what is put behind it."""
+
+    def __init__(self, make: Make) -> None:
+        self.nodes: list[ir.Node] = []
+        self.constants: list[ir.Value] = []
+        inputs = [
+            ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(kind))
+            for name, shape, kind in (
+                ("tokens", ["batch", 17, 8], ir.DataType.FLOAT),
+                ("size", ["batch", 17], ir.DataType.FLOAT),
+                ("threshold", [], ir.DataType.FLOAT),
+            )
+        ]
+        attributes: dict[str, Any] = {"prefix": 1, "ragged": "none"}
+        self.merge = ir.node("bucketed_clap", inputs, attributes, domain="algm", num_outputs=6)
+        shapes = [["batch", "t", 8], ["batch", "t"], ["batch", 16], ["batch"], [], None]
+        for value, shape in zip(self.merge.outputs, shapes, strict=True):
+            value.shape = None if shape is None else ir.Shape(shape)
+        self.nodes.append(self.merge)
+        self.tokens, self.size, self.map, self.length = self.merge.outputs[:4]
+        out = make(self)
+        self.graph = ir.Graph(inputs, [out], nodes=self.nodes, initializers=self.constants, opset_imports={"": 18})
+        for index, node in enumerate(self.nodes):
+            node.name = f"node_{index}"
+
+    def __call__(self, op_type: str, *inputs: ir.Value, domain: str = "", **attributes: Any) -> ir.Value:
+        node = ir.node(op_type, inputs, attributes, domain=domain)
+        node.outputs[0].shape = inputs[0].shape
+        self.nodes.append(node)
+        return node.outputs[0]
+
+    def constant(self, array: Any, dtype: Any = np.float32) -> ir.Value:
+        tensor = ir.tensor(np.asarray(array, dtype))
+        name = f"constant_{len(self.constants)}"
+        value = ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
+        self.constants.append(value)
+        return value
+
+    def numbers(self, *numbers: int) -> ir.Value:
+        return self.constant(numbers, np.int64)
+
+    def rows(self, x: ir.Value, first: int, end: int, axis: int = 1, step: int = 1) -> ir.Value:
+        return self("Slice", x, *(self.numbers(n) for n in (first, end, axis, step)))
+
+    def attention(self, x: ir.Value, length: ir.Value | None) -> ir.Value:
+        lengths = [] if length is None else [length]
+        return self("packed_attention", x, self.constant(np.zeros(24)), *lengths, domain="algm", heads=1, scale=1.0)
+
+    def in_front(self, x: ir.Value) -> ir.Value:
+        copies = self("Expand", self.constant(np.zeros((2, 8))), self.numbers(3, 2, 8))
+        joined = self("Concat", copies, x, axis=1)
+        joined.shape = x.shape
+        return joined
+
+    def tail(self, x: ir.Value) -> ir.Value:
+        return self("unmerge", x, self.map, domain="algm", prefix=0)
+
+
+END = 2**31 - 1
+FULL = np.zeros((8, 8))
+GOOD: dict[str, Make] = {
+    "by row": lambda b: b.tail(b("MatMul", b("Add", b.tokens, b.constant(np.zeros((1, 1, 8)))), b.constant(FULL))),
+    "attention": lambda b: b.tail(b.attention(b.tokens, b.length)),
+    "a dropped row": lambda b: b.tail(b("Relu", b.rows(b.tokens, 1, END))),
+    "other leading rows": lambda b: b.tail(
+        b.attention(b.in_front(b.rows(b.tokens, 1, END)), b("Add", b.length, b.constant(1, np.int64)))
+    ),
+    "leading rows alone": lambda b: b.rows(b.tokens, 0, 1),
+}
+BAD: dict[str, Make] = {
+    "constants that differ by row": lambda b: b.tail(b("Add", b.tokens, b.constant(np.zeros((1, 17, 8))))),
+    "rows changed for columns": lambda b: b("Transpose", b.tokens, perm=[0, 2, 1]),
+    "the number of rows": lambda b: b("Shape", b.tokens),
+    "attention to all rows": lambda b: b.tail(b.attention(b.tokens, None)),
+    "attention to fewer rows": lambda b: b.tail(
+        b.attention(b.tokens, b("Sub", b.length, b.constant(1, np.int64))),
+    ),
+    "attention with lengths from elsewhere": lambda b: b.tail(b.attention(b.tokens, b("Neg", b.length))),
+    "attention behind a dropped row": lambda b: b.tail(
+        b.attention(b.rows(b.tokens, 1, END), b("Sub", b.length, b.constant(1, np.int64)))
+    ),
+    "a norm over rows": lambda b: b.tail(b("LayerNormalization", b.tokens, b.constant(np.zeros(8)), axis=1)),
+    "every second row": lambda b: b.rows(b.tokens, 0, END, step=2),
+    "the last row": lambda b: b.rows(b.tokens, -1, END),
+    "columns": lambda b: b.tail(b.rows(b.tokens, 0, 4, axis=2)),
+    "rows put behind": lambda b: b("Concat", b.tokens, b("Expand", b.constant(FULL), b.numbers(3, 8, 8)), axis=1),
+    "rows of other tokens": lambda b: b.tail(b("Add", b.rows(b.tokens, 1, END), b.tokens)),
+    "a product of tokens": lambda b: b("MatMul", b.tokens, b("Relu", b.tokens)),
+    "an output": lambda b: b("Relu", b.tokens),
+}
+
+
+def test_what_is_made_of_a_ragged_region() -> None:
+    def made(name: str) -> dict[str, dict[str, Any]]:
+        graph = Behind(GOOD[name]).graph
+        assert len(make_ragged(graph)) == 1
+        return {n.op_type: {k: a.value for k, a in n.attributes.items()} for n in graph}
+
+    assert made("by row")["apart"] == {"first": 0, "count": 17}
+    found = made("attention")
+    assert found["bucketed_clap"]["ragged"] == "out"
+    assert "packed_attention" not in found
+    assert "ragged_attention" in found
+    found = made("a dropped row")
+    assert "Slice" not in found
+    assert found["apart"] == {"first": 1, "count": 16}
+    found = made("other leading rows")
+    assert not {"Slice", "Concat"} & set(found)
+    assert found["reframe"] == {"skip": 1}
+    assert found["apart"] == {"first": 0, "count": 18}
+    assert made("leading rows alone")["apart"] == {"first": 0, "count": 1}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_where_more_is_asked_a_merge_stays_as_it_is(name: str) -> None:
+    graph = Behind(BAD[name]).graph
+    before = [(node.op_type, dict(node.attributes)) for node in graph]
+    assert make_ragged(graph) == set()
+    assert [(node.op_type, dict(node.attributes)) for node in graph] == before
