@@ -18,7 +18,7 @@ from toys import FAMILIES, TAU, pictures
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.deployment import export
 from algm_deploy.errors import ExportError
-from algm_deploy.lowering import onnxruntime
+from algm_deploy.lowering import onnxruntime, patterns
 from algm_deploy.lowering.onnxruntime import (
     Provider,
     _key_lengths,
@@ -188,7 +188,7 @@ def any_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The library's patches, attention and GELU wherever they can stand: small networks are fp32, with narrow heads."""
     monkeypatch.setattr(onnxruntime, "_fits_packed_attention", lambda node, linear: True)
     monkeypatch.setattr(onnxruntime, "_fits_gelu", lambda linear: len(linear.product.shape) == 3)
-    monkeypatch.setattr(onnxruntime, "_fits_patches", lambda weight: True)
+    monkeypatch.setattr(patterns, "_fits_patches", lambda weight: True)
 
 
 def test_heads_of_64_in_fp16_get_own_attention(tiny_export: Callable[..., Bundle], tiny_bundle: Bundle) -> None:
