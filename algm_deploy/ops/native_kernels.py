@@ -1,7 +1,7 @@
 """The operators on a CUDA device by the project's own kernels, called through their C interface.
 
-`use_kernels` makes `torch.ops.algm.clap`, `gbm`, `label_map` and `deformable_attention` call the kernel library for
-tensors on a CUDA device, in the whole process. Without it, or without a built library, they run their bodies in
+`use_kernels` makes `torch.ops.algm.clap`, `gbm`, `tome`, `label_map` and `deformable_attention` call the kernel library
+for tensors on a CUDA device, in the whole process. Without it, or without a built library, they run their bodies in
 PyTorch's operators.
 
 A merge is two calls: `decide` finds who merges and leaves a plan in a workspace, `apply` moves the rows by it. Nothing
@@ -33,6 +33,7 @@ from algm_deploy.ops.kernel_library import (
     label_map_params,
 )
 from algm_deploy.ops.label_map import label_dtype, label_map
+from algm_deploy.ops.tome import SEMANTICS, by_similarity, tome
 
 LIBRARY = "kernels"
 
@@ -67,6 +68,14 @@ def gbm_merge(tokens: Tensor, patches: int, *attributes: Any) -> Merge:
     before = tokens.shape[1]
     rows = before - min(budget, most_joins(before, prefix, semantics)) if rule == "budget" else None
     return Merge("gbm", gbm_params(tokens.shape, _name(tokens.dtype), patches, *attributes), rows)
+
+
+def tome_merge(rows: Tensor, patches: int, r: int, prefix: int) -> Merge:
+    """ToMe on rows (B, S, D) whose maps hold `patches` entries: GBM by a budget.
+
+    The plan of a merge names rows and knows of no width, so that what keys decide moves tokens.
+    """
+    return gbm_merge(rows, patches, prefix, "budget", 1.0, SEMANTICS, "per_image", r)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -150,6 +159,46 @@ class Kernels:
         self.decide_gbm(merge, tokens, map, length, _contiguous(threshold), decision)
         return self._merged(merge, decision, tokens, size)
 
+    def tome(
+        self, tokens: Tensor, size: Tensor, map: Tensor, keys: Tensor, r: int, prefix: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As the operator."""
+        tokens, size, map, keys = (x.contiguous() for x in (tokens, size, map, keys))
+        length = torch.full((len(tokens),), tokens.shape[1], device=tokens.device)
+        merge = tome_merge(keys, map.shape[1], r, prefix)
+        decision = self.decision(merge, keys, map.shape[1])
+        values, sizes = self.merge_by_keys(tokens, size, map, length, keys, r, prefix, decision)
+        if prefix:
+            return values, sizes, decision.map
+        return by_similarity(self._best(merge, keys, length, decision), r, values, sizes, decision.map)
+
+    def merge_by_keys(
+        self,
+        tokens: Tensor,
+        size: Tensor,
+        map: Tensor,
+        length: Tensor,
+        keys: Tensor,
+        r: int,
+        prefix: int,
+        out: Decision,
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens and sizes that ToMe leaves, A rows that stay ascending; their map and length go to `out`.
+
+        `out` overlaps none of the inputs; `length` (B) int64 says that all rows exist, the rest is as of the operator.
+        """
+        compared, moved = (tome_merge(rows, map.shape[1], r, prefix) for rows in (keys, tokens))
+        self.decide_gbm(compared, keys, map, length, None, out)
+        values, sizes, *_ = self._merged(moved, out, tokens, size)
+        return values, sizes
+
+    def _best(self, merge: Merge, tokens: Tensor, length: Tensor, decision: Decision) -> Tensor:
+        """Best similarity (B, |A|) fp32 of every A row, -inf where it has none; writes over the decision's plan."""
+        shape = len(tokens), self.query("gbm_candidates", merge.params)
+        best, match = tokens.new_empty(shape, dtype=torch.float32), tokens.new_empty(shape, dtype=torch.int32)
+        self.call("gbm_similarity", merge.params, tokens, length, best, match, decision.workspace)
+        return best
+
     def label_map(self, scores: Tensor, map: Tensor, prefix: int, grid: Sequence[int], size: Sequence[int]) -> Tensor:
         """As the operator."""
         dtype = label_dtype(scores.shape[2])
@@ -187,6 +236,7 @@ def use_kernels() -> Kernels | None:
     for operator, kernel in (
         (clap, kernels.clap),
         (gbm, kernels.gbm),
+        (tome, kernels.tome),
         (label_map, kernels.label_map),
         (deformable_attention, kernels.deformable_attention),
     ):

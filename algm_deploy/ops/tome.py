@@ -61,6 +61,23 @@ def tome_rows(best: Tensor, match: Tensor, r: int, rows_in: int, prefix: int) ->
     return row
 
 
+def by_similarity(best: Tensor, r: int, tokens: Tensor, size: Tensor, map: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Without prefix: tokens (B, S, D), size (B, S) and map (B, N) behind a merge in the published order.
+
+    Args:
+        best: (B, |A|) fp32, the similarity by which A rows merged, with -inf for NaN.
+        r: how many did.
+        tokens, size, map: with A rows that stay ascending.
+    """
+    ranked = best.sort(dim=1, descending=True, stable=True).indices
+    joined = torch.zeros_like(ranked).scatter_(1, ranked[:, :r], 1)
+    ascending = torch.arange(ranked.shape[1], device=ranked.device) - joined.cumsum(1)
+    places = torch.arange(tokens.shape[1], device=ranked.device).expand(len(tokens), -1)
+    order = torch.cat([ascending.gather(1, ranked[:, r:]), places[:, ranked.shape[1] - r :]], 1)
+    row = torch.empty_like(order).scatter_(1, order, places)
+    return tokens.gather(1, order[..., None].expand_as(tokens)), size.gather(1, order), row.gather(1, map)
+
+
 def _full_length(x: Tensor) -> Tensor:
     return torch.full((x.shape[0],), x.shape[1], device=x.device)
 

@@ -80,7 +80,7 @@ def _kernels() -> Kernels:
 
 
 IMPLEMENTATIONS: dict[str, Callable[..., list[Array]]] = {"torch": run_torch, "onnx": run_onnx}
-NATIVE = ("clap", "gbm", "label_map", "deformable_attention")
+NATIVE = ("clap", "gbm", "tome", "label_map", "deformable_attention")
 FOR_PROCESSOR = ("gbm", "label_map", "tome")
 
 

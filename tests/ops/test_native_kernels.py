@@ -10,7 +10,7 @@ from operator_inputs import places_error
 from torch import Tensor
 
 from algm_deploy.errors import ExecutionError
-from algm_deploy.ops import clap, deformable_attention, gbm, label_map
+from algm_deploy.ops import clap, deformable_attention, gbm, label_map, tome
 from algm_deploy.ops.native_kernels import use_kernels
 
 pytestmark = pytest.mark.gpu
@@ -60,6 +60,31 @@ def test_merges_are_those_of_the_bodies(dtype: torch.dtype, batch: str, semantic
         torch.testing.assert_close(found[0], expected[0], rtol=0, atol=torch.finfo(dtype).eps)
         counts.add(tuple(expected[3].tolist()))
     assert len(counts) > 1
+
+
+@pytest.mark.parametrize("prefix", [0, 1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_tome_is_that_of_the_body(dtype: torch.dtype, prefix: int) -> None:
+    """Block after block, also from a CUDA graph; by keys of which many are as similar, and some are no numbers."""
+    generator, rounded = torch.Generator().manual_seed(prefix), dtype != torch.float32
+    tokens = (torch.randint(0, 2, (3, prefix + 512, 384), generator=generator) * 2 - 1).to("cuda", dtype)
+    size, map = tokens.new_ones(3, prefix + 512, dtype=torch.float32), torch.arange(prefix, prefix + 512).cuda()
+    map = map.expand(3, -1)
+    for r in (43, 43, 0, 100):
+        keys = torch.randint(0, 2, (3, tokens.shape[1], 64), generator=generator) * 2.0 - 1
+        keys[0, 4], keys[1, 5, 3], keys[2] = torch.nan, torch.inf, keys[2] if r < 100 else torch.nan
+        arguments = tokens, size, map, keys.to("cuda", dtype), r, prefix
+        found, expected = both(tome, *arguments)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            again = tome(*arguments)
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(again, found, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(found[1:], expected[1:], strict=True))
+        # At most r + 1 tokens of up to 1 are added up in fp32, then rounded.
+        bound = (r + 1) * torch.finfo(torch.float32).eps + rounded * torch.finfo(dtype).eps
+        torch.testing.assert_close(found[0], expected[0], rtol=0, atol=bound)
+        tokens, size, map = expected
 
 
 @pytest.mark.parametrize("classes", [11, 300])

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from operator_inputs import Array, exact_tokens, similar_tokens
 
-from algm_deploy.ops.tome import most_merges, tome_rows, tome_similarity
+from algm_deploy.ops.gbm import WORST, reference_similarity
+from algm_deploy.ops.tome import SEMANTICS, most_merges, tome_rows, tome_similarity
 
 every, compared = cases.implementations("tome")
 
@@ -102,6 +103,40 @@ def test_as_many_merge_whatever_keys_hold(run: Any, r: int) -> None:
     expected = cases.run_reference("tome", inputs, r=r, prefix=1)
     assert (expected[2][1, 5] == expected[2][1, 0]) == (r == 8)
     cases.assert_same(run("tome", inputs, r=r, prefix=1), expected, 0)
+
+
+@compared
+@pytest.mark.parametrize("prefix", [0, 1, 2])
+def test_blocks_merge_one_after_the_other(run: Any, prefix: int) -> None:
+    """In fp16, at the widths of heads and tokens that a network has; most keys have others that are as similar."""
+    rng = np.random.default_rng(prefix)
+    tokens = exact_tokens(rng, "few", (2, prefix + 256, 384), np.float16)
+    inputs = [tokens, *cases.sequence(tokens, prefix)[1:3]]
+    for r in (43, 43, 0, 17):
+        keys = exact_tokens(rng, "signs", (2, inputs[0].shape[1], 64), np.float16)
+        expected = cases.run_reference("tome", [*inputs, keys], r=r, prefix=prefix)
+        cases.assert_same(run("tome", [*inputs, keys], r=r, prefix=prefix), expected, np.finfo(np.float16).eps)
+        inputs = expected
+    assert inputs[1].max() > 3
+
+
+@compared
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_the_most_similar_merge_within_rounding(run: Any, dtype: Any) -> None:
+    """Of any keys: a pair that merges may be a hair less similar than one that does not."""
+    rng, r, hair = np.random.default_rng(0), 40, 1e-5
+    keys = similar_tokens(rng, 2, 257, 64).astype(dtype)
+    patch_row = run("tome", [keys, *cases.sequence(keys, 1)[1:3], keys], r=r, prefix=1)[2]
+    best, _ = reference_similarity(keys, np.full(2, 257), 1, SEMANTICS, WORST)
+    unit = keys.astype(np.float64)
+    unit /= np.linalg.norm(unit, axis=2, keepdims=True)
+    for image, row in enumerate(patch_row[:, 1::2]):  # of A; B follows those of it that stay
+        target = row - (1 + 128 - r)
+        joins = target >= 0
+        assert joins.sum() == r
+        assert best[image][joins].min() >= best[image][~joins].max() - hair
+        pairs = unit[image, 2::2][joins] * unit[image, 1::2][target[joins]]
+        assert (pairs.sum(1) >= best[image][joins] - hair).all()
 
 
 def test_decisions_follow_from_similarities() -> None:
