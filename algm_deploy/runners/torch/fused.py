@@ -30,6 +30,7 @@ except ModuleNotFoundError:
 UNIT_EPS = 1e-12  # norms are clamped here, as torch.nn.functional.normalize does
 _TILE = 64  # queries of a program, and keys it takes at a time
 _LAST_KEYS = 16  # keys at a time of those that do not fill a tile
+_KEY_ROWS = 32  # rows of a program that takes the mean of their keys
 
 
 class _Tiles(NamedTuple):
@@ -224,6 +225,17 @@ def proportional_attention(qkv: Tensor, size: Tensor, heads: int, scale: float) 
     out = qkv.new_empty(len(qkv), qkv.shape[1] // 3)
     images, longest = size.shape
     _launch_attention(qkv, None, size.contiguous(), (images, longest), heads, scale, (out, out))
+    return out
+
+
+def mean_keys(qkv: Tensor, heads: int) -> Tensor:
+    """The mean over heads (T, side) of the keys in rows (T, 3D), which are laid out as for `attention`."""
+    count, side = len(qkv), qkv.shape[1] // (3 * heads)
+    if not _fusible(qkv):
+        return qkv.view(count, 3, heads, side)[:, 1].mean(1)
+    out = qkv.new_empty(count, side)
+    block = triton.next_power_of_2(side)
+    _mean_keys_kernel[(-(-count // _KEY_ROWS),)](qkv, out, count, heads, side, block, _KEY_ROWS, num_warps=4)
     return out
 
 
@@ -559,6 +571,20 @@ if triton is not None:
                 side, last_keys, weighs, True,
             )  # fmt: skip
         return mixed / total[:, None]
+
+    @triton.jit
+    def _mean_keys_kernel(  # type: ignore[no-untyped-def]
+        qkv, out, count, heads: tl.constexpr, side: tl.constexpr, block: tl.constexpr, tile: tl.constexpr
+    ):
+        """One program: `tile` rows. Sums are in fp32."""
+        row = (tl.program_id(0) * tile + tl.arange(0, tile)).to(tl.int64)[:, None]
+        column = tl.arange(0, block)[None, :]
+        inside = (row < count) & (column < side)
+        keys = qkv + (3 * row + 1) * (heads * side) + column
+        total = tl.zeros([tile, block], tl.float32)
+        for head in tl.static_range(heads):
+            total += tl.load(keys + head * side, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + row * side + column, (total / heads).to(out.dtype.element_ty), mask=inside)
 
     @triton.jit
     def _crossed_kernel(  # type: ignore[no-untyped-def]

@@ -50,7 +50,7 @@ from algm_deploy.models.vit import (
     VitNetwork,
 )
 from algm_deploy.ops._rows import wide
-from algm_deploy.ops.native_kernels import Kernels, Merge, clap_merge, gbm_merge, use_kernels
+from algm_deploy.ops.native_kernels import Kernels, Merge, clap_merge, gbm_merge, tome_merge, use_kernels
 from algm_deploy.recipe.network import patch_margins
 from algm_deploy.runners.torch.evit import cls_attention, evit
 from algm_deploy.runners.torch.fused import (
@@ -59,6 +59,7 @@ from algm_deploy.runners.torch.fused import (
     crossed,
     fits_attention,
     linear_gelu,
+    mean_keys,
     patches,
     product_fp8,
     product_gelu_fp8,
@@ -188,7 +189,7 @@ def _counted(block: Attention, x: Tensor | Quantised, layout: Layout, size: Tens
     """As `Attention.proportional`, on rows of images of one length."""
     qkv = _product(block.qkv, x)
     images = qkv.view(layout.images, layout.longest, -1)
-    keys = images.view(*images.shape[:2], 3, block.heads, -1)[:, :, 1].mean(2)
+    keys = mean_keys(qkv, block.heads).view(*images.shape[:2], -1)
     if fits_attention(qkv, images.shape[2] // (3 * block.heads)):
         mixed = proportional_attention(qkv, size, block.heads, block.scale)
     else:
@@ -299,11 +300,34 @@ class _Outcome:
         self.map, self.length = torch.empty_like(first.map), torch.empty_like(first.length)
         self.told = torch.empty_like(first.map) if isinstance(slot, Evit) else self.map
 
+    def through(self, slot: nn.Module, entering: Tokens) -> Tokens:
+        """What comes through a slot of images of one length; map and length are here."""
+        tokens: Tokens = slot.merged(entering, evit) if isinstance(slot, Evit) else slot(entering, None)
+        self.keep(tokens)
+        return tokens._replace(map=self.map, length=self.length)
+
     def keep(self, left: Tokens) -> None:
         self.map.copy_(left.map)
         self.length.copy_(left.length)
         if left.decided is not None:
             self.told.copy_(left.decided)
+
+
+class _KernelTome(_Outcome):
+    """The same of ToMe where the kernels merge: they write map and length here, so that nothing is copied."""
+
+    def __init__(self, slot: Tome, first: Tokens, kernels: Kernels) -> None:
+        super().__init__(first, slot)
+        self._kernels, patches = kernels, first.map.shape[1]
+        merge = tome_merge(first.values, patches, slot.r, slot.prefix)
+        self._decision = kernels.decision(merge, first.values, patches)
+        self.map, self.length = self._decision.map, self._decision.length
+        self.told = self.map
+
+    def through(self, slot: nn.Module, entering: Tokens) -> Tokens:
+        assert isinstance(slot, Tome) and entering.keys is not None
+        values, size = self._kernels.merge_by_keys(*entering[:4], entering.keys, slot.r, slot.prefix, self._decision)
+        return entering._replace(values=values, size=size, map=self.map, length=self.length)
 
 
 class _Cut(_Outcome):
@@ -380,6 +404,8 @@ class _KernelCut(_Cut):
 
 
 def _outcome(slot: nn.Module, first: Tokens, kernels: Kernels | None) -> _Outcome:
+    if isinstance(slot, Tome) and slot.prefix and kernels:  # without prefix its rows have an order of their own
+        return _KernelTome(slot, first, kernels)
     if not _decides(slot):
         return _Outcome(first, slot)
     return _KernelCut(slot, first, kernels) if isinstance(slot, Clap | Gbm) and kernels else _Cut(slot, first)
@@ -647,10 +673,8 @@ class PackedNetwork:
 
     def _left(self, slot: nn.Module, entering: Tokens, outcome: _Outcome) -> tuple[Tensor, Layout, Tokens]:
         """What a slot leaves of images of one length: rows, where they lie, and what is told of them."""
-        tokens = slot.merged(entering, evit) if isinstance(slot, Evit) else slot(entering, None)
-        outcome.keep(tokens)
+        tokens = outcome.through(slot, entering)
         images, longest, width = tokens.values.shape
-        tokens = tokens._replace(map=outcome.map, length=outcome.length)
         return tokens.values.reshape(-1, width), Layout(images, longest), tokens
 
     def _entering(self, memory: _Memory) -> Tokens:

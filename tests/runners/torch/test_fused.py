@@ -161,6 +161,18 @@ def test_a_key_may_count_several_times(images: int, count: int, heads: int, side
     assert_no_worse(found, operators.transpose(1, 2).flatten(2), exact.transpose(1, 2).flatten(2))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("count", "heads", "side"), [(77, 6, 64), (33, 3, 24), (1, 16, 80)])
+def test_the_mean_of_keys(
+    count: int, heads: int, side: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where tiles reach beyond rows or columns; a row that is NaN stays alone."""
+    qkv = rows(count + 1, 3 * heads * side, dtype=dtype)
+    qkv[-1] = torch.nan
+    found, expected = (each[:-1] for each in both(monkeypatch, lambda: torch_fused.mean_keys(qkv, heads)))
+    assert_no_worse(found, expected, qkv[:-1].double().view(count, 3, heads, side)[:, 1].mean(1))
+
+
 def test_without_a_c_compiler_pytorch_runs_it_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

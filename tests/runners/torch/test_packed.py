@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from native_build import built
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from toys import toy
@@ -21,12 +23,14 @@ from algm_deploy.merging import insert_merging, merge_inputs, replay_merging, tr
 from algm_deploy.models.auxiliary import LinearHead
 from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.loading import network_class
+from algm_deploy.models.merges import Tome
 from algm_deploy.models.scores import MaskScores, labels_of, upsample_scores
 from algm_deploy.models.vit import MergeInputs, Tokens, VitNetwork
 from algm_deploy.ops.clap import clap as clap_operator
 from algm_deploy.ops.dtop import dtop as dtop_operator
 from algm_deploy.ops.gbm import gbm as gbm_operator
-from algm_deploy.ops.native_kernels import use_kernels
+from algm_deploy.ops.native_kernels import Kernels, use_kernels
+from algm_deploy.ops.tome import tome as tome_operator
 from algm_deploy.parity.chain import verify
 from algm_deploy.predictor import batch_sizes
 from algm_deploy.recipe.families import architectures
@@ -351,6 +355,47 @@ def test_known_counts_keep_one_segment_a_batch_size(plan: str, blob_images: Imag
     for batch in (images[:1], images[1:2], images[2:], images[:2], torch.full_like(images[:1], 90)):
         run(packed, batch, 0.0, 0.0)
     assert set(graphs.keys) == {(1, 0, 65, 65), (2, 0, 130, 65)}
+
+
+@pytest.fixture
+def host_kernels() -> Kernels:
+    """The kernels on host memory, which merge as those of a CUDA device do."""
+    return Kernels(built("kernels"), "cpu")
+
+
+@pytest.mark.parametrize("family", ["segmenter", *FAMILIES])
+def test_kernels_merge_by_keys_as_the_modules_do(family: str, host_kernels: Kernels, blob_images: Images) -> None:
+    """Batches of two sizes in turns, so that nothing of an earlier one is left."""
+    plain = deployed(PLANS["tome"], FAMILIES.get(family))
+    packed = PackedNetwork(plain, torch.uint8)
+    packed.kernels = host_kernels
+    for images in busy_before_flat(blob_images):
+        assert_like_modules(packed, plain, images, 0.0, 0.0)
+
+
+def test_kernels_stand_where_the_operator_is_called(
+    host_kernels: Kernels, monkeypatch: pytest.MonkeyPatch, blob_images: Images
+) -> None:
+    """But for networks without prefix, whose rows come in an order that the kernels do not write."""
+
+    def called(*_: object) -> None:
+        raise AssertionError("the operator")
+
+    monkeypatch.setattr(Tome, "forward", called)
+    image = torch.from_numpy(blob_images(2))
+    without_prefix = FAMILIES["segvit"]
+    assert not without_prefix.prefix
+    for shape, kernels, by_kernels in (
+        (None, host_kernels, True),
+        (None, None, False),
+        (without_prefix, host_kernels, False),
+    ):
+        packed = PackedNetwork(deployed(PLANS["tome"], shape), torch.uint8)
+        packed.kernels = kernels
+        with nullcontext() if by_kernels else pytest.raises(AssertionError, match="the operator"):
+            _, lengths, maps = run(packed, image, 0.0, 0.0)
+            assert [length.tolist() for length in lengths] == [[56, 56], [51, 51]]
+            assert [len(map.unique()) for pair in maps for map in pair] == [55, 55, 50, 50]
 
 
 PRUNING = {
@@ -687,6 +732,21 @@ def test_graphs_give_the_modules_results_of_every_family(family: str, blob_image
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("full_fp32")
+@pytest.mark.parametrize("family", ["segmenter", "eomt"])
+def test_graphs_merge_by_keys_as_the_operators_do(family: str, merging: str, blob_images: Images) -> None:
+    """Beside modules that merge in PyTorch's operators. Networks without prefix call the operator themselves."""
+    plain = deployed(PLANS["tome"], FAMILIES.get(family), device="cuda")
+    packed = PackedNetwork(plain, torch.uint8)
+    with tome_operator.set_kernel_enabled("cuda", enabled=False) if use_kernels() else nullcontext():
+        for _ in range(3):
+            for images in busy_before_flat(blob_images):
+                assert_like_modules(packed, plain, images.cuda(), 0.0, 0.0)
+    assert packed.graphs is not None
+    assert all(graph is not None for graph, _ in packed.graphs._graphs.values()), "some could not be captured"
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("family", FAMILIES)
 def test_labels_of_every_family(family: str, blob_images: Images) -> None:
     """In fp16 no more labels differ from fp32 with the same decisions than twice the modules' own."""
@@ -721,7 +781,7 @@ def test_labels_of_masks_are_those_of_their_scores(queries: int, classes: int, c
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("plan", "count"), [(USUAL, 1), *((plan, count) for plan in ("evit", "dtop") for count in (1, 3, 8))]
+    ("plan", "count"), [(USUAL, 1), *((plan, count) for plan in ("tome", "evit", "dtop") for count in (1, 3, 8))]
 )
 def test_low_precision_errs_no_more_than_the_modules(
     plan: str, count: int, dtype: torch.dtype, merging: str, blob_images: Images
@@ -805,7 +865,7 @@ def test_batches_of_several_are_warmed_up_on_cuda(merging: str, blob_images: Ima
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("plan", ["budgets", "evit"])
+@pytest.mark.parametrize("plan", ["budgets", "tome", "evit"])
 def test_known_counts_are_one_graph_a_batch_size_on_cuda(plan: str, merging: str, blob_images: Images) -> None:
     packed = PackedNetwork(deployed(PLANS[plan], device="cuda"), torch.uint8)
     assert packed.graphs is not None
