@@ -186,7 +186,15 @@ class Kernels:
         """Tokens and sizes that ToMe leaves, A rows that stay ascending; their map and length go to `out`.
 
         `out` overlaps none of the inputs; `length` (B) int64 says that all rows exist, the rest is as of the operator.
+
+        Raises:
+            ExecutionError: there is not one key for each token, so that the plan is none for them.
         """
+        if keys.shape[:2] != tokens.shape[:2]:
+            raise ExecutionError(
+                f"expected keys of a shape {(*tokens.shape[:2], 'width')} for tokens {(*tokens.shape,)}, got "
+                f"{(*keys.shape,)}"
+            )
         compared, moved = (tome_merge(rows, map.shape[1], r, prefix) for rows in (keys, tokens))
         self.decide_gbm(compared, keys, map, length, None, out)
         values, sizes, *_ = self._merged(moved, out, tokens, size)

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from operator_inputs import Array, exact_tokens, similar_tokens
 
+from algm_deploy.errors import ExecutionError
 from algm_deploy.ops.gbm import WORST, reference_similarity
 from algm_deploy.ops.tome import SEMANTICS, most_merges, tome_rows, tome_similarity
 
@@ -137,6 +138,14 @@ def test_the_most_similar_merge_within_rounding(run: Any, dtype: Any) -> None:
         assert best[image][joins].min() >= best[image][~joins].max() - hair
         pairs = unit[image, 2::2][joins] * unit[image, 1::2][target[joins]]
         assert (pairs.sum(1) >= best[image][joins] - hair).all()
+
+
+def test_kernels_refuse_keys_of_other_rows() -> None:
+    """Their plan would name rows that the tokens do not have."""
+    tokens, keys = (np.ones((1, rows, 4), np.float32) for rows in (9, 11))
+    inputs = [tokens, *cases.sequence(tokens, 1)[1:3], keys]
+    with pytest.raises(ExecutionError, match=r"expected keys of a shape \(1, 9, 'width'\) .* got \(1, 11, 4\)"):
+        cases.run_kernels("tome", inputs, r=2, prefix=1)
 
 
 def test_decisions_follow_from_similarities() -> None:
