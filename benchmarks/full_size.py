@@ -102,6 +102,7 @@ def row(
         written = Bundle.open(folder / BUNDLE)
         chain = written.found(Parity, runtime or CPU)
         result["reference"] = chain.reference if chain else None
+        result["scenes"] = chain.images if chain else None
         result["links"] = {
             link.name: {"passed": link.passed, "measured": link.measured, "gate": link.gate}
             for link in (chain.links if chain else ())
