@@ -82,6 +82,8 @@ def network_record(name: str, options: argparse.Namespace) -> dict[str, Any]:
         "budget": variant_network(model, dataclasses.replace(recipe, merging=budget), "merged", ())[0],
         "truncated": variant_network(model, recipe, "truncated", tokens)[0],
     }
+    for each in variants.values():
+        each.to(memory_format=torch.channels_last)  # as the torch runtime does
     result: dict[str, Any] = {
         "parameters": sum(weight.numel() for weight in weights.values()),
         "tokens": tokens,
@@ -95,7 +97,7 @@ def network_record(name: str, options: argparse.Namespace) -> dict[str, Any]:
     print(name, json.dumps(result["compared"]), flush=True)
     del weights
     thresholds = calibrated(model, recipe, image[:1])
-    by_thresholds = variant_network(model, recipe, "merged", ())[0].cuda()
+    by_thresholds = variant_network(model, recipe, "merged", ())[0].cuda().to(memory_format=torch.channels_last)
     given = merge_inputs(thresholds[CLAP_THRESHOLD], thresholds[GBM_THRESHOLD], device="cuda")
     result["thresholds"] = thresholds | {"tokens": by_thresholds(image[:1], given)[1].tolist()}
     for batch in options.batches:

@@ -104,6 +104,8 @@ class TorchRunner(Runner):
             if self.device.type == "cuda" and not self._is_reference:
                 use_kernels()
                 reason = why_not(self._model)
+                if reason is not None:  # with the channels of a cell side by side maps become rows without a copy
+                    self._model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
                 if reason is None:
                     self._packed = PackedNetwork(self._model, getattr(torch, self.signature.image.dtype))
                 elif self.bundle.recipe.merging.static and self.precision != "fp8":
