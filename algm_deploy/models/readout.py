@@ -7,7 +7,7 @@ network's own pass further blocks with them. Everything after that is `Readout.s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import algm_deploy.ops  # noqa: F401  registers torch.ops.algm
-from algm_deploy.models.scores import Scores, TokenScores, on_canvas
+from algm_deploy.models.scores import Scores, TokenScores, enlarged, on_canvas
 from algm_deploy.models.vit import Merged, MergeInputs, Tokens, VitNetwork
 from algm_deploy.ops._rows import wide
 
@@ -34,12 +34,15 @@ class Steps(NamedTuple):
 
     normed, unit: a norm of rows (..., D), and scaling them to length one. crossed: attention of queries (B, K, D) to
     keys and values (B, S, D), given the number of heads, a scale, which (B, S) rows are valid, the first ones of an
-    image, unless all are, and whether the similarity is wanted, without which it may be left out.
+    image, unless all are, and whether the similarity is wanted, without which it may be left out. rectified: the
+    positive parts of what convolutions make of maps (B, C, h, w), one of each, enlarged as many times, their corners
+    aligned or not.
     """
 
     normed: Callable[[Tensor, nn.LayerNorm], Tensor]
     unit: Callable[[Tensor], Tensor]
     crossed: Callable[[Tensor, Tensor, Tensor, int, float, Tensor | None, bool], Crossed]
+    rectified: Callable[[Iterable[nn.Module], Iterable[Tensor], int, bool], list[Tensor]]
 
 
 def heads_of(x: Tensor, heads: int) -> Tensor:
@@ -67,7 +70,12 @@ def _unit(x: Tensor) -> Tensor:
     return F.normalize(wide(x), dim=-1).to(x.dtype)
 
 
-PLAIN = Steps(_normed, _unit, _crossed)
+def _rectified(convs: Iterable[nn.Module], maps: Iterable[Tensor], factor: int, align_corners: bool) -> list[Tensor]:
+    positive = [F.relu(conv(x)) for conv, x in zip(convs, maps, strict=True)]
+    return [enlarged(x, factor, align_corners) for x in positive]
+
+
+PLAIN = Steps(_normed, _unit, _crossed, _rectified)
 
 
 class Level(NamedTuple):

@@ -80,6 +80,11 @@ def resize(maps: Tensor, size: Size, align_corners: bool = False) -> Tensor:
     return F.interpolate(maps, size=size, mode="bilinear", align_corners=align_corners)
 
 
+def enlarged(maps: Tensor, factor: int, align_corners: bool = False) -> Tensor:
+    """The same to a multiple of its own size."""
+    return resize(maps, (factor * maps.shape[-2], factor * maps.shape[-1]), align_corners)
+
+
 def scores_of_masks(masks: Tensor, classes: Tensor, size: Size) -> Tensor:
     """Masks (B, Q, h, w) and classes (B, Q, K + 1) of queries, both before their activation, to scores (B, K, H, W).
 

@@ -11,13 +11,12 @@ from collections.abc import Sequence
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from algm_deploy.models.multiply_adds import BILINEAR, normalised
 from algm_deploy.models.naming import Naming, dropped, mmseg_encoder
 from algm_deploy.models.readout import Level, ReadNetwork, Readout, Steps
-from algm_deploy.models.scores import GridScores, on_grid, resize
+from algm_deploy.models.scores import GridScores, enlarged, on_grid
 from algm_deploy.models.vit import Tokens
 from algm_deploy.recipe.network import Network
 
@@ -29,10 +28,6 @@ _LEVELS = range(4)
 
 def _conv(channels_in: int, channels_out: int, kernel: int) -> nn.Conv2d:
     return nn.Conv2d(channels_in, channels_out, kernel, padding=kernel // 2)
-
-
-def _enlarged(maps: Tensor, factor: int, align_corners: bool = False) -> Tensor:
-    return resize(maps, (factor * maps.shape[-2], factor * maps.shape[-1]), align_corners)
 
 
 class UpHead(nn.Module):
@@ -53,12 +48,13 @@ class UpHead(nn.Module):
         """The one that is read."""
         return (Level(self.norm),)
 
-    def forward(self, levels: Sequence[Tensor]) -> Tensor:
+    def forward(self, levels: Sequence[Tensor], steps: Steps) -> Tensor:
         """Scores of normalised maps (B, D, rows, columns)."""
-        (maps,) = levels
+        last = len(self.convs) - 1
         for i, conv in enumerate(self.convs):
-            maps = F.relu(conv(_enlarged(maps, 2) if i else maps))
-        return _enlarged(self.score(maps), self.last_factor)
+            levels = steps.rectified([conv], levels, 1 if i == last else 2, False)
+        (maps,) = levels
+        return enlarged(self.score(maps), self.last_factor)
 
     @staticmethod
     def multiply_adds(network: Network, levels: Sequence[int]) -> int:
@@ -95,17 +91,15 @@ class MultiLevelHead(nn.Module):
         """Those that are read."""
         return tuple(Level(cast(nn.LayerNorm, norm)) for norm in self.norms)
 
-    def forward(self, levels: Sequence[Tensor]) -> Tensor:
+    def forward(self, levels: Sequence[Tensor], steps: Steps) -> Tensor:
         """Scores of normalised maps (B, D, rows, columns) of every level."""
-        maps = [F.relu(lateral(x)) for x, lateral in zip(levels, self.laterals, strict=True)]
+        before, behind = (1, 4) if self.pointwise else (4, 1)  # the scores
+        maps = steps.rectified(self.laterals, levels, 1, True)
         for i in reversed(_LEVELS[:-1]):
             maps[i] = maps[i + 1] + maps[i]
-        for convs in (self.smooth, self.narrow, self.refine):
-            maps = [F.relu(conv(x)) for conv, x in zip(convs, maps, strict=True)]
-        if self.pointwise:
-            return _enlarged(self.score(torch.cat(maps, 1)), 4)
-        scores: Tensor = self.score(torch.cat([_enlarged(x, 4, align_corners=True) for x in maps], 1))
-        return scores
+        for convs, factor in ((self.smooth, 1), (self.narrow, 1), (self.refine, before)):
+            maps = steps.rectified(convs, maps, factor, True)
+        return enlarged(self.score(torch.cat(maps, 1)), behind)
 
     @staticmethod
     def multiply_adds(network: Network, levels: Sequence[int]) -> int:
@@ -136,7 +130,7 @@ class Setr(ReadNetwork):
 
     def _scores(self, levels: Sequence[Tokens], front: Tensor | None, steps: Steps) -> GridScores:
         maps = [on_grid(tokens.values, self.network.grid) for tokens in levels]
-        return GridScores(self.decoder(maps), self.encoder.prefix, [])
+        return GridScores(self.decoder(maps, steps), self.encoder.prefix, [])
 
     @staticmethod
     def decoder_multiply_adds(network: Network, levels: Sequence[int]) -> int:

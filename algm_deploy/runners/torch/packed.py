@@ -70,6 +70,7 @@ from algm_deploy.runners.torch.fused import (
 )
 from algm_deploy.runners.torch.graphs import Graphs
 from algm_deploy.runners.torch.layout import Layout, apart, bucket, every_patch, likely_buckets, packed, with_front
+from algm_deploy.runners.torch.maps import rectified
 
 MOST_GRAPHS = 512
 """Graphs kept. Token counts drawn like those of CamVid photos, in batches of 1 to 32, powers of two, meet about 220 in
@@ -290,7 +291,7 @@ def _fused_crossed(
     return Crossed(mixed, wide(query * (scale / heads) @ key.mT) if compared else None)
 
 
-_FUSED = Steps(_fused_norm, unit, _fused_crossed)
+_FUSED = Steps(_fused_norm, unit, _fused_crossed, rectified)
 
 
 class _Outcome:

@@ -14,6 +14,8 @@ from algm_deploy.runners.torch.fused import fits_fused
 try:
     import triton
     import triton.language as tl
+
+    from algm_deploy.runners.torch.maps import corners
 except ModuleNotFoundError:
     triton = None
 
@@ -67,13 +69,6 @@ def _labels_of_masks(masks: Tensor, classes: Tensor, size: Size) -> Tensor:
 if triton is not None:
     # Triton evaluates annotations and knows no others than its own.
     @triton.jit
-    def _corners(pixel, ratio, cells):  # type: ignore[no-untyped-def]
-        """The two cells a pixel lies between, and how far from the first; half-pixel centres, edges repeated."""
-        centre = tl.maximum((pixel.to(tl.float32) + 0.5) * ratio - 0.5, 0.0)
-        low = tl.minimum(centre.to(tl.int32), cells - 1)
-        return low, tl.minimum(low + 1, cells - 1), centre - low.to(tl.float32)
-
-    @triton.jit
     def _products(high, low, covered, fine, total):  # type: ignore[no-untyped-def]
         """Sums of products of covered + fine (pixels, queries) and the loaded high + low (queries, classes)."""
         share = tl.load(high)
@@ -91,8 +86,8 @@ if triton is not None:
         """One program: the labels of `pixels` neighbours in one line of one image."""
         line, image = tl.program_id(1), tl.program_id(2)
         column = tl.program_id(0) * pixels + tl.arange(0, pixels)
-        left, right, along = _corners(column, ratio_across, across)
-        upper, lower, beside = _corners(line, ratio_down, down)
+        left, right, along = corners(column, ratio_across, across, False)
+        upper, lower, beside = corners(line, ratio_down, down, False)
         masks += image.to(tl.int64) * mask_image
         padded: tl.constexpr = most + rest
         shares = image.to(tl.int64) * (steps * step * padded)
