@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,24 @@ class DeformableAttentionParams(ctypes.Structure):
         ("sides", ctypes.c_int32 * (2 * MAX_LEVELS)),
         ("dtype", ctypes.c_int32),
     )
+
+
+class Switch(ctypes.Structure):
+    """The graphs (cudaGraph_t) that may come behind a merge, by the rows they have room for."""
+
+    _fields_ = (
+        ("length", ctypes.c_void_p),
+        ("choices", ctypes.c_int64),
+        ("rows", ctypes.POINTER(ctypes.c_int64)),
+        ("graphs", ctypes.POINTER(ctypes.c_void_p)),
+    )
+
+    @classmethod
+    def of(cls, length: int, graphs: Mapping[int, int]) -> Switch:
+        """By the rows at the address `length`, of graphs by the rows they have room for."""
+        count, rows = len(graphs), sorted(graphs)
+        chosen = [graphs[one] for one in rows]
+        return cls(length, count, (ctypes.c_int64 * count)(*rows), (ctypes.c_void_p * count)(*chosen))
 
 
 def clap_params(
@@ -179,3 +197,18 @@ class KernelLibrary:
         """Status of a kernel, 0 for success. None goes in as the null pointer, numbers as int64."""
         converted = [ctypes.c_int64(a) if isinstance(a, int) else a or ctypes.c_void_p() for a in arguments]
         return int(self._function(name)(ctypes.byref(params), *converted, ctypes.c_void_p(stream)))
+
+    def join(self, first: int, switches: Sequence[Switch]) -> tuple[int, int]:
+        """Status, and the graph that `first` and what the switches choose are joined into, on the current device."""
+        joined, count = ctypes.c_void_p(), len(switches)
+        given = ctypes.c_void_p(first), (Switch * count)(*switches), ctypes.c_int64(count)
+        status = self._function("join")(*given, ctypes.byref(joined))
+        return int(status), joined.value or 0
+
+    def launch_joined(self, joined: int, stream: int) -> int:
+        """Status of the launch of a joined graph."""
+        return int(self._function("launch_joined")(ctypes.c_void_p(joined), ctypes.c_void_p(stream)))
+
+    def free_joined(self, joined: int) -> None:
+        """Gives a joined graph back, behind all its launches."""
+        self._function("free_joined")(ctypes.c_void_p(joined))

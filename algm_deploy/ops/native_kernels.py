@@ -86,8 +86,8 @@ class Kernels:
     """The library's functions on contiguous tensors of one device, on CUDA queued on its current stream."""
 
     def __init__(self, path: Path, device: str = "cuda") -> None:
-        self._library = KernelLibrary(path, device)
-        self.query = self._library.query
+        self.library = KernelLibrary(path, device)
+        self.query = self.library.query
 
     def call(self, name: str, params: ctypes.Structure, *arguments: Tensor | int | None) -> None:
         """Tensors go in as addresses, None as the null pointer, numbers as int64. On the device of the tensors."""
@@ -96,14 +96,14 @@ class Kernels:
         if len(devices) != 1:
             raise ExecutionError(f"expected all tensors of {name} on one device, got {', '.join(map(str, devices))}")
         device = devices.pop()
-        assert device.type == self._library.device and all(tensor.is_contiguous() for tensor in tensors)
+        assert device.type == self.library.device and all(tensor.is_contiguous() for tensor in tensors)
         converted = [ctypes.c_void_p(a.data_ptr()) if isinstance(a, Tensor) else a for a in arguments]
         on_cuda = device.type == "cuda"
         with torch.cuda.device(device) if on_cuda else nullcontext():
             stream = torch.cuda.current_stream().cuda_stream if on_cuda else 0
-            status = self._library.call(name, params, *converted, stream=stream)
+            status = self.library.call(name, params, *converted, stream=stream)
         if status:
-            said = self._library.status_text(status)
+            said = self.library.status_text(status)
             raise ExecutionError(
                 f"expected the kernel {name} to run, it says {said!r}: is its GPU one it was built for?"
             )

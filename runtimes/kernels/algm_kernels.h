@@ -227,6 +227,26 @@ ALGM_BOTH(int, deformable_attention,
           (const algm_deformable_attention_params *params, const void *value, const float *locations,
            const float *shares, void *out, void *stream))
 
+/* ---- CUDA graphs of a whole network ----------------------------------------------------------------------------- */
+
+/* What comes behind a merge: the graph (cudaGraph_t) of the first choice that has room for the rows which `length`, in
+ * device memory, holds by then, or of the last choice. `rows` (choices) ascend. */
+typedef struct {
+    const int64_t *length;
+    int64_t choices;
+    const int64_t *rows;
+    void *const *graphs;
+} algm_switch;
+
+/* `first` and then `count` switches as one graph, joined (cudaGraphExec_t), on the current device: what comes next is
+ * decided there, and no host waits for a length. The graphs are copied; the memory and code they use has to stay.
+ * ALGM_UNSUPPORTED: a library built with CUDA before 12.8, or more than 256 choices; older drivers refuse with an error
+ * of their own. */
+ALGM_API int algm_cuda_join(void *first, const algm_switch *switches, int64_t count, void **joined);
+ALGM_API int algm_cuda_launch_joined(void *joined, void *stream);
+/* Behind all launches. */
+ALGM_API int algm_cuda_free_joined(void *joined);
+
 /* ---- before the merges ------------------------------------------------------------------------------------------ */
 
 /* image (B,3,H,W) -> out (B,N,3*side*side): pixels of each patch, [channel][down][across], centred and scaled in fp32. */

@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
+from algm_deploy.errors import ExecutionError
+from algm_deploy.ops.kernel_library import KernelLibrary, Switch
 from algm_deploy.runners.turns import capturing
 
 _LOG = logging.getLogger("algm_deploy")
@@ -64,8 +67,13 @@ class Graphs:
         """Whether the next capture drops a graph."""
         return len(self._graphs) >= self._limit
 
-    def run(self, key: Key, work: Callable[[], Result]) -> Result:
+    def run(self, key: Key, work: Callable[[], Result], *, joins: bool = False) -> Result:
         """Does `work` on the current stream; the host does not wait for it, but where a graph is dropped.
+
+        Args:
+            key: of the work.
+            work: what is captured.
+            joins: the graph may become part of a `Joined`.
 
         Returns:
             What `work` returned the first time, memory that stays where it is; without a graph, what it returned now.
@@ -79,7 +87,7 @@ class Graphs:
                 torch.cuda.synchronize(self._device)  # it may still run
                 self._graphs.popitem(last=False)
             try:
-                self._graphs[key] = self._captured(work, self._pool), result
+                self._graphs[key] = self._captured(work, self._pool, joins), result
                 self.captures += 1
             except RuntimeError as error:  # the result is there all the same
                 self._graphs[key] = None, None
@@ -105,8 +113,12 @@ class Graphs:
             del self._graphs[key]
         self._met = {key for key in self._met if not belongs(key)}
 
-    def _captured(self, work: Callable[[], object], pool: Any) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
+    def found(self, key: Key) -> tuple[torch.cuda.CUDAGraph | None, Any]:
+        """The graph of work that was captured and is still kept, and what the work returned."""
+        return self._graphs.get(key, (None, None))
+
+    def _captured(self, work: Callable[[], object], pool: Any, joins: bool = False) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph(keep_graph=joins)
         with capturing(), torch.cuda.stream(self._stream):
             # thread_local: other threads may allocate memory meanwhile.
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
@@ -114,7 +126,49 @@ class Graphs:
                 work()
             finally:
                 graph.capture_end()
+        if joins:
+            graph.instantiate()
         return graph
+
+
+class Joined:
+    """Graphs joined into one: the device decides by the rows of an image which comes next, and no host waits for them.
+
+    Args:
+        library: of a CUDA device.
+        first: the graph that comes first.
+        switches: of each that comes then, a length in device memory and the graphs by the rows they have room for,
+            the last of which takes whatever the others have no room for.
+
+    Raises:
+        ExecutionError: the library or the driver joins no graphs.
+    """
+
+    def __init__(
+        self,
+        library: KernelLibrary,
+        first: torch.cuda.CUDAGraph,
+        switches: Sequence[tuple[Tensor, Mapping[int, torch.cuda.CUDAGraph]]],
+    ) -> None:
+        self._library, self._kept = library, (first, switches)  # what the copies use is theirs
+        chosen = [
+            Switch.of(length.data_ptr(), {rows: graph.raw_cuda_graph() for rows, graph in graphs.items()})
+            for length, graphs in switches
+        ]
+        status, self._joined = library.join(first.raw_cuda_graph(), chosen)
+        if status:
+            raise ExecutionError(f"expected CUDA 12.8 or newer to join graphs, got: {library.status_text(status)}")
+        weakref.finalize(self, _free, library, self._joined).atexit = False
+
+    def replay(self) -> None:
+        """Launches them all on the current stream."""
+        if status := self._library.launch_joined(self._joined, torch.cuda.current_stream().cuda_stream):
+            raise ExecutionError(f"expected joined graphs to start, got: {self._library.status_text(status)}")
+
+
+def _free(library: KernelLibrary, joined: int) -> None:
+    torch.cuda.synchronize()  # it may still run
+    library.free_joined(joined)
 
 
 def _take_stream(device: torch.device) -> torch.cuda.Stream:

@@ -6,7 +6,8 @@ between images, and attention is told where each image starts. A batch of differ
 The network is cut where the number of tokens becomes known: behind each merge the host reads the lengths back, and the
 next segment runs on as many rows, rounded up to a bucket, so that a few CUDA graphs serve all counts. Rows of padding
 stand behind the last image. They hold anything, NaN included, and nothing reads them: no step mixes rows but attention,
-which stops at the end of an image.
+which stops at the end of an image. A single picture has few buckets: once all are captured (`warm_up`), they are joined
+into one graph, in which the device picks the next segment by the length that it finds, and the host waits for nothing.
 
 What decoders make of the rows is not written here: each network describes it (`models/readout.py`). Rows that the
 decoder reads from blocks before a merge wait in memory of their own, those of every patch where it reads such.
@@ -19,6 +20,7 @@ for nothing.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import OrderedDict
@@ -33,6 +35,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from algm_deploy.errors import ExecutionError
 from algm_deploy.models.deployed import PIXEL_CENTRE, PIXEL_SCALE, Deployed, PixelEmbedding
 from algm_deploy.models.fp8 import Fp8Linear, Quantised
 from algm_deploy.models.merges import REPLAYS, Clap, Cts, Dtop, Evit, G2tm, Gbm, KeepFirst, Tome, Unmerge
@@ -68,9 +71,11 @@ from algm_deploy.runners.torch.fused import (
     residual_norm_fp8,
     unit,
 )
-from algm_deploy.runners.torch.graphs import Graphs
+from algm_deploy.runners.torch.graphs import Graphs, Joined
 from algm_deploy.runners.torch.layout import Layout, apart, bucket, every_patch, likely_buckets, packed, with_front
 from algm_deploy.runners.torch.maps import rectified
+
+_LOG = logging.getLogger("algm_deploy")
 
 MOST_GRAPHS = 512
 """Graphs kept. Token counts drawn like those of CamVid photos, in batches of 1 to 32, powers of two, meet about 220 in
@@ -428,7 +433,7 @@ class _Memory:
 
     image (B, 3, H, W); first: the tokens that enter the first block, whose prefix rows are those of every image;
     outcomes: one a slot; levels: what the decoder reads of segments before the last, by output; rooms: where they and
-    the scores lie.
+    the scores lie; joined: all segments of a single picture, and the scores they leave.
     """
 
     image: Tensor
@@ -436,6 +441,7 @@ class _Memory:
     outcomes: list[_Outcome]
     levels: dict[int, Tokens] = field(default_factory=dict)
     rooms: dict[str, Tensor] = field(default_factory=dict)
+    joined: tuple[Joined, Scores] | None = None
 
     def before(self, number: int) -> Tokens | _Cut:
         """What a segment starts with."""
@@ -601,6 +607,10 @@ class PackedNetwork:
 
     def _advance(self, memory: _Memory) -> Scores:
         """All segments."""
+        if memory.joined is not None:
+            joined, joined_scores = memory.joined
+            joined.replay()
+            return joined_scores
         images, most = memory.first.values.shape[:2]
         rows, longest = images * most, most
         for number in range(len(self._segments) - 1):
@@ -616,6 +626,7 @@ class PackedNetwork:
         images, most = memory.first.values.shape[:2]
         last, usual, fewest = len(self._segments) - 1, float(most), most
         pairs = [(images * most, most)]
+        buckets = [pairs]
         for number in range(last + 1):
             for rows, longest in pairs:
                 if graphs.full or time.monotonic() >= deadline:
@@ -626,11 +637,34 @@ class PackedNetwork:
                 usual *= (1 + left / fewest) / 2  # as if photos merged half of what can be merged
                 fewest = left
                 pairs = likely_buckets(images, usual, fewest, most, (WARM_GRAPHS - 1) // last)
+                buckets.append(pairs)
+        if images == 1 and last > 0 and not any(memory.cut(number).waits for number in range(last)):
+            self._join(memory, graphs, buckets)
         return True
+
+    def _join(self, memory: _Memory, graphs: Graphs, buckets: Sequence[Sequence[tuple[int, int]]]) -> None:
+        """Joins the graphs of a single picture, of a segment those of all its buckets, where that can be done."""
+        found = [
+            {rows: graphs.found((1, number, rows, longest)) for rows, longest in pairs}
+            for number, pairs in enumerate(buckets)
+        ]
+        captured = [{rows: graph for rows, (graph, _) in one.items() if graph is not None} for one in found]
+        if self.kernels is None or any(len(some) < len(all) for some, all in zip(captured, found, strict=True)):
+            return
+        ((_, first),) = captured[0].items()
+        switches = [(memory.cut(number).length, some) for number, some in enumerate(captured[1:])]
+        _, scores = found[-1][max(found[-1])]  # where there is room for all, in memory that all share
+        try:
+            memory.joined = Joined(self.kernels.library, first, switches), scores
+        except ExecutionError as error:
+            _LOG.warning("single pictures wait for the host behind every merge: %s", error)
 
     def _work(self, memory: _Memory, number: int, rows: int, longest: int) -> Scores | None:
         work = partial(self._segment, memory, number, rows, longest)
-        return work() if self.graphs is None else self.graphs.run((len(memory.image), number, rows, longest), work)
+        if self.graphs is None:
+            return work()
+        images = len(memory.image)
+        return self.graphs.run((images, number, rows, longest), work, joins=images == 1)
 
     def _lengths(self, memory: _Memory, number: int, longest: int) -> list[int]:
         """Valid rows of each image behind a segment; waits for the device."""

@@ -16,7 +16,7 @@ from algm_deploy.runners.torch.graphs import Graphs
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
-    def captured(self: Graphs, work: Callable[[], object], pool: object) -> None:
+    def captured(self: Graphs, work: Callable[[], object], pool: object, joins: bool = False) -> None:
         work()
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
@@ -49,7 +49,7 @@ def test_a_failed_capture_gives_the_result_and_is_not_tried_again(
 def test_patience_waits_for_the_second_time(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
     replayed: list[str] = []
     graph = SimpleNamespace(replay=lambda: replayed.append("again"))
-    monkeypatch.setattr(Graphs, "_captured", lambda self, work, pool: graph)
+    monkeypatch.setattr(Graphs, "_captured", lambda self, work, pool, joins: graph)
     graphs.patient = True
     assert graphs.run((1,), lambda: "new") == "new"
     assert (len(graphs), graphs.captures) == (0, 0)
@@ -63,7 +63,7 @@ def test_patience_waits_for_the_second_time(graphs: Graphs, monkeypatch: pytest.
 
 
 def test_what_was_dropped_comes_for_the_first_time_again(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Graphs, "_captured", lambda self, work, pool: None)
+    monkeypatch.setattr(Graphs, "_captured", lambda self, work, pool, joins=False: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     graphs.patient = True
     for _ in range(2):

@@ -19,6 +19,7 @@ from toys import toy
 
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.deployment import parity_windows
+from algm_deploy.errors import ExecutionError
 from algm_deploy.merging import insert_merging, merge_inputs, replay_merging, truncate
 from algm_deploy.models.auxiliary import LinearHead
 from algm_deploy.models.deployed import Deployed
@@ -122,16 +123,22 @@ class Rounded:
         self.keys: list[tuple[int, ...]] = []
         self.patient, self.waited = False, False
         self._work_first, self._limit = work_first, limit
+        self._works: dict[tuple[int, ...], tuple[Any, Any]] = {}
 
     @property
     def full(self) -> bool:
         return len(set(self.keys)) >= self._limit
 
-    def run(self, key: tuple[int, ...], work: Callable[[], Any]) -> Any:
+    def run(self, key: tuple[int, ...], work: Callable[[], Any], *, joins: bool) -> Any:
+        assert joins == (key[0] == 1), "single pictures' graphs alone are kept in a form that can be joined"
         self.keys.append(key)
         self.waited |= self.patient
         self._work_first()
-        return work()
+        self._works[key] = work, work()
+        return self._works[key][1]
+
+    def found(self, key: tuple[int, ...]) -> tuple[Any, Any]:
+        return self._works.get(key, (None, None))
 
     def drop(self, belongs: Callable[[tuple[int, ...]], bool]) -> None:
         self.keys = [key for key in self.keys if not belongs(key)]
@@ -514,6 +521,69 @@ def test_a_single_picture_finds_all_its_graphs(plan: str, blob_images: Images) -
         assert {rows for _, segment, rows, _ in known if segment == number} >= {64, 65}
 
 
+class OnTheHost:
+    """Stands where joined graphs are on a CUDA device: lengths are read as the device does it."""
+
+    def __init__(self, library: Any, first: Callable[[], Any], switches: Any) -> None:
+        self.library, self.first, self.switches, self.replays = library, first, switches, 0
+
+    def replay(self) -> None:
+        self.replays += 1
+        self.first()
+        for length, works in self.switches:
+            (count,) = length.tolist()
+            works[min((rows for rows in works if rows >= count), default=max(works))]()
+
+
+@pytest.mark.usefixtures("unwritten_memory_is_nan")
+@pytest.mark.parametrize("family", [None, "segvit", "dinov2, levels", "eomt"])
+@pytest.mark.parametrize("plan", ["two gbm", USUAL, "gbm alone, paper"])
+def test_a_single_pictures_segments_are_joined(
+    plan: str, family: str | None, host_kernels: Kernels, blob_images: Images, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit what they give one after the other, whatever the picture and the thresholds."""
+    monkeypatch.setattr(torch_packed, "Joined", OnTheHost)
+    shape = FAMILIES[family] if family else None
+    cold, warm = (PackedNetwork(deployed(PLANS[plan], shape), torch.uint8) for _ in range(2))
+    for one in (cold, warm):
+        one.kernels, one.graphs = host_kernels, Rounded()  # type: ignore[assignment]
+    assert warm.warm_up(1, NEVER)
+    joined, _ = warm._memories[1].joined or pytest.fail("the graphs were not joined")
+    images = [*torch.from_numpy(blob_images(3)).split(1), torch.from_numpy(blob_images(2))]
+    for image in images:
+        for thresholds in (*thresholds_of(plan), (-2.0, -1e6), (NEVER, NEVER)):
+            (found, *others), (expected, *same) = run(warm, image, *thresholds), run(cold, image, *thresholds)
+            assert torch.equal(found, expected)
+            assert all(torch.equal(a, b) for x, y in zip(others, same, strict=True) for a, b in zip(x, y, strict=True))
+    assert joined.replays == 3 * (len(thresholds_of(plan)) + 2), "single pictures alone"
+
+
+def test_what_is_not_all_captured_is_not_joined(
+    host_kernels: Kernels, blob_images: Images, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No graph of one size, no room for all, a host that merges, or a driver that joins nothing."""
+
+    def refuse(*_: Any) -> None:
+        raise ExecutionError("expected CUDA 12.8 or newer to join graphs, got: no such thing")
+
+    class Failed(Rounded):
+        def found(self, key: tuple[int, ...]) -> tuple[Any, Any]:
+            return (None, None) if key[1:3] == (1, 64) else super().found(key)
+
+    monkeypatch.setattr(torch_packed, "Joined", refuse)
+    for graphs, kernels in ((Failed(), host_kernels), (Rounded(limit=2), host_kernels), (Rounded(), None)):
+        packed = PackedNetwork(deployed(PLANS[USUAL]), torch.uint8)
+        packed.kernels, packed.graphs = kernels, graphs  # type: ignore[assignment]
+        assert packed.warm_up(1, NEVER)
+        assert packed._memories[1].joined is None
+        assert not caplog.records
+    packed.kernels, packed.graphs = host_kernels, Rounded()  # type: ignore[assignment]
+    packed._memories.clear()
+    assert packed.warm_up(1, NEVER)
+    assert "single pictures wait for the host behind every merge: expected CUDA 12.8" in caplog.text
+    assert_like_modules(packed, deployed(PLANS[USUAL]), torch.from_numpy(blob_images(1)), 0.9, 0.0)
+
+
 @pytest.mark.usefixtures("unwritten_memory_is_nan")
 @pytest.mark.parametrize("family", ["segvit", "dinov2, levels", "eomt"])
 @pytest.mark.parametrize("plan", [*DECIDING[:4], "g2tm"])
@@ -683,6 +753,26 @@ def test_graphs_give_the_modules_results(plan: str, graphs: bool, merging: str, 
             for clap, gbm in thresholds_of(plan):
                 assert_like_modules(packed, plain, image, clap, gbm)
     assert (packed.graphs is None) == (not graphs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["segmenter", "segvit", "dinov2, levels", "eomt"])
+@pytest.mark.parametrize("plan", ["two gbm", USUAL, "gbm alone, paper"])
+def test_graphs_of_a_single_picture_are_joined(plan: str, family: str, blob_images: Images) -> None:
+    """Bit for bit what they give one after the other, whatever the picture and the thresholds."""
+    if use_kernels() is None:
+        pytest.skip("the kernel library is not built here: algm-deploy build-native kernels")
+    shape = FAMILIES.get(family)
+    cold, warm = (PackedNetwork(deployed(PLANS[plan], shape, device="cuda"), torch.uint8) for _ in range(2))
+    assert warm.warm_up(1, NEVER)
+    assert warm._memories[1].joined is not None
+    for _ in range(3):
+        for image in torch.from_numpy(blob_images(3)).cuda().split(1):
+            for thresholds in (*thresholds_of(plan), (-2.0, -1e6), (NEVER, NEVER)):
+                (found, *others), (expected, *same) = run(warm, image, *thresholds), run(cold, image, *thresholds)
+                assert torch.equal(found, expected)
+                for x, y in zip(others, same, strict=True):
+                    assert all(torch.equal(a, b) for a, b in zip(x, y, strict=True))
 
 
 @pytest.fixture
