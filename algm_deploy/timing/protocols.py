@@ -62,6 +62,7 @@ from algm_deploy.timing.timers import (
 from algm_deploy.timing.variants import VARIANTS, executables, planned, variant_bundle, variant_runner
 
 _STAGE_EFFORT = Effort(warmup=1, rounds=2, most_rounds=2)
+_WARM_UP_S = 30.0  # of each network
 
 
 @dataclass(frozen=True)
@@ -142,6 +143,7 @@ def benchmark(
         }
         _check_truncated(runners.get("truncated"), windows, mean)
         contestants = {name: Contestant(one, request.thresholds) for name, one in runners.items()}
+        _warm_up(contestants, request)
         times, stages = times_of(contestants, [windows[list(batch)] for batch in batches], request, progress)
         common = _conditions(contestants["merged" if "merged" in runners else "dense"]) | {
             "runtime": runtime,
@@ -151,6 +153,13 @@ def benchmark(
         executed = {name: one.executed(windows[list(batches[0])]) for name, one in contestants.items()}
     figures = _figures(bundle.recipe, times, stages, request, tokens)
     return {name: Speed(**found, **executed[name], **common) for name, found in figures.items()}
+
+
+def _warm_up(contestants: Mapping[str, Contestant], request: Request) -> None:
+    """Single pictures have all their CUDA graphs, as those of a server have."""
+    if request.batch == 1:
+        for one in contestants.values():
+            one.run.warm_up(1, _WARM_UP_S)
 
 
 class Pace(NamedTuple):
@@ -187,6 +196,7 @@ def paces(
             str(index): Contestant(stack.enter_context(runner(planned(bundle, plan), "torch")))
             for index, plan in enumerate((DENSE, *plans))
         }
+        _warm_up(contestants, request)
         times, _ = times_of(contestants, batches, request, progress)
     stable = all(map(steady, times.values()))
     dense, *others = map(typical_ms, times.values())
