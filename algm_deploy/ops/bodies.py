@@ -15,6 +15,7 @@ Value = ir.Value
 # Writes a body: (body, attributes, *inputs) -> outputs. An optional input that is missing is None, or left out.
 BodyBuilder = Callable[..., list[Value]]
 BODIES: dict[str, BodyBuilder] = {}
+_TURNED = {"Greater": "Less", "GreaterOrEqual": "LessOrEqual"}
 
 
 def body_of(name: str) -> Callable[[BodyBuilder], BodyBuilder]:
@@ -31,6 +32,8 @@ class Body:
     """Records nodes. `body("Add", a, b)` adds one node; Python numbers and arrays become constants.
 
     Token values have one of three types, so a body casts with `fp32` and back with `like`, both free for fp32.
+    What is asked to be greater is written as less, the other way round: OpenVINO 2026.4 says of a NaN that it is
+    greater than any number, and any number greater than it, but never that it is less.
     `dtypes`: the types that the results shall have. `processor`: the body is for OpenVINO, where less work is less
     time, and not for all: rows are added to others one after the other instead of by a product with zeros, which
     runtimes that scatter in no order may not do, matches are found along columns, rows of pixels are sums of two.
@@ -48,6 +51,8 @@ class Body:
 
     def __call__(self, op_type: str, *inputs: Any, **attributes: Any) -> Value:
         """A node with one output."""
+        if op_type in _TURNED:
+            op_type, inputs = _TURNED[op_type], inputs[::-1]
         return self._tape.op(op_type, [self.value(x) for x in inputs], attributes)
 
     def several(self, count: int, op_type: str, *inputs: Any, **attributes: Any) -> Sequence[Value]:

@@ -218,8 +218,8 @@ def test_attribute(own_bundle: Bundle, windows: Array, function: str, attribute:
 def test_comparison_of_the_threshold(own_bundle: Bundle, windows: Array) -> None:
     def change(model: onnx.ModelProto) -> None:
         body = next(f for f in model.functions if f.name == "clap")
-        node = next(n for n in body.node if n.op_type == "GreaterOrEqual" and "threshold" in n.input)
-        node.op_type = "LessOrEqual"
+        node = next(n for n in body.node if n.op_type == "LessOrEqual" and "threshold" in n.input)
+        node.op_type = "GreaterOrEqual"
 
     edit_graph(own_bundle, change)
     assert "decisions" in broken(verified(own_bundle, ORT, windows[:1]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,7 +14,8 @@ import pytest
 from algm_deploy.bundle.records import OptimizedGraph
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BuildError, BundleError
-from algm_deploy.ops.bodies import OPSET, Body
+from algm_deploy.ops import reference
+from algm_deploy.ops.bodies import BODIES, OPSET, Body
 from algm_deploy.parity.chain import verify
 from algm_deploy.runners.contract import runner, runner_type
 from algm_deploy.runners.registry import row_of
@@ -215,27 +216,68 @@ def test_labels_with_merges_and_without(labels_bundle: Bundle, copied: Copied, i
         assert (found["labels"] == expected["labels"]).mean() > 0.999
 
 
-def test_rows_are_added_one_after_the_other() -> None:
-    """The graph for it relies on that: sums whose order changed would differ, and lost rows more so."""
+def compiled_body(build: Callable[..., Sequence[ir.Value]], feeds: dict[str, np.ndarray]) -> Any:
+    """What `build` writes for a processor, compiled for inputs of these shapes."""
     from algm_deploy.runners.openvino.library import openvino
 
+    values = [ir.val(name, ir.DataType.from_numpy(one.dtype), one.shape) for name, one in feeds.items()]
+    body = Body(processor=True)
+    outputs = build(body, *values)
+    for number, value in enumerate(outputs):
+        value.name = f"output_{number}"
+    model = ir.Model(ir.Graph(values, outputs, nodes=body.nodes, opset_imports={"": OPSET}, name="one"), ir_version=10)
+    core = openvino.Core()
+    options = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": "2", "ENABLE_CPU_PINNING": "NO"}
+    return core.compile_model(core.read_model(ir.to_proto(model).SerializeToString()), "CPU", options)
+
+
+def test_rows_are_added_one_after_the_other() -> None:
+    """The graph for it relies on that: sums whose order changed would differ, and lost rows more so."""
     rng = np.random.default_rng(0)
     x, index = rng.standard_normal((2, 3, 384)), rng.integers(0, 3, (2, 4096))
     rows = rng.standard_normal((2, 4096, 384)) * 10.0 ** rng.integers(-3, 4, (2, 4096, 1))
     feeds = {"x": x.astype(np.float32), "index": index, "rows": rows.astype(np.float32)}
-    values = [ir.val(name, ir.DataType.from_numpy(one.dtype), one.shape) for name, one in feeds.items()]
-    body = Body(processor=True)
-    sums = body.added_rows(*values)
-    sums.name = "sums"
-    model = ir.Model(ir.Graph(values, [sums], nodes=body.nodes, opset_imports={"": OPSET}, name="one"), ir_version=10)
-    core = openvino.Core()
-    options = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": "2", "ENABLE_CPU_PINNING": "NO"}
-    compiled = core.compile_model(core.read_model(ir.to_proto(model).SerializeToString()), "CPU", options)
+    compiled = compiled_body(lambda body, *values: [body.added_rows(*values)], feeds)
     expected = feeds["x"].copy()
     for image in range(2):
         np.add.at(expected[image], index[image], feeds["rows"][image])
     for _ in range(3):
         np.testing.assert_array_equal(compiled(feeds)[0], expected)
+
+
+@pytest.mark.parametrize(("above", "expected"), [("Greater", np.greater), ("GreaterOrEqual", np.greater_equal)])
+def test_no_number_is_greater_than_none(above: str, expected: Callable[..., np.ndarray]) -> None:
+    numbers = np.array([np.nan, -np.inf, 0, 1, np.inf], np.float32)
+    x, y = (part.reshape(1, -1) for part in np.meshgrid(numbers, numbers))
+    found = compiled_body(lambda body, *values: [body(above, *values)], {"x": x, "y": y})({"x": x, "y": y})[0]
+    np.testing.assert_array_equal(found, expected(x, y))
+
+
+@pytest.mark.parametrize("threshold", [1.0, np.nan])
+@pytest.mark.parametrize("rows", [2, 3, 4, 5, 9])
+def test_nothing_merges_by_a_deviation_that_is_undefined(rows: int, threshold: float) -> None:
+    """Of fewer than two rows: the class token and up to four patches have one."""
+    attributes = {
+        "prefix": 1,
+        "rule": "adaptive",
+        "divisor": 5.0,
+        "semantics": "code",
+        "batch": "per_image",
+        "budget": 0,
+    }
+    tokens = np.random.default_rng(rows).standard_normal((1, rows, 64)).astype(np.float32)
+    feeds = {
+        "tokens": tokens,
+        "size": np.ones((1, rows), np.float32),
+        "map": np.arange(1, rows)[None],
+        "length": np.array([rows]),
+        "threshold": np.array(threshold, np.float32),
+    }
+    compiled = compiled_body(lambda body, *values: BODIES["gbm"](body, attributes, *values), feeds)
+    expected = reference.gbm(*feeds.values(), **attributes)
+    assert (expected[3] == rows).all() or (rows > 4 and threshold == 1)
+    for value, wanted in zip(compiled(feeds).values(), expected, strict=True):
+        np.testing.assert_allclose(value, wanted, rtol=0, atol=1e-5)
 
 
 def test_threads_share_a_runner(tiny_bundle: Bundle, copied: Copied, images: np.ndarray) -> None:
