@@ -8,6 +8,7 @@
 | precision bf16: linear layers with a bias, and with AMX attention | bf16, by explicit casts; everything else is fp32 |
 | precision int8, with VNNI: attention | its products in int8 by the manifest's steps (`ops/attention.py`) |
 | such attention, where scores are many and heads a multiple of the cores | a head for each core at a time |
+| what attention mixed, laid out in rows and then rounded to levels | rounded first: a quarter of the bytes to move |
 
 OpenVINO can be told to compute in bf16, and then does so everywhere, similarities and statistics included. So the graph
 says itself what is bf16, and OpenVINO is told to keep to its types. Where the processor has no bf16 OpenVINO computes
@@ -46,6 +47,7 @@ from algm_deploy.lowering.portable import add_function_bodies, fix_batch, inline
 from algm_deploy.ops.attention import PACKED, TOGETHER, Steps, packed_steps
 
 BF16, FP32 = ir.DataType.BFLOAT16, ir.DataType.FLOAT
+MOVES = ("Reshape", "Transpose")
 _LARGE = 8 << 20  # bytes of scores; below, more and smaller kernels gained nothing
 
 
@@ -90,7 +92,8 @@ def rewrite(
     Returns:
         How often each rewrite fired: `bf16_linear`, `bf16_attention`, `int8_attention` (layers that compute in it),
         `heads_apart` (attentions whose heads are computed a few at a time), `inlined` (calls of functions),
-        `patch_embedding`, `unmasked` (attentions that are told no lengths).
+        `levels_moved` (roundings that come before rows are laid out), `patch_embedding`, `unmasked` (attentions that
+        are told no lengths).
 
     Raises:
         BundleError: the graph lacks an attention of `attention_int8`.
@@ -112,6 +115,7 @@ def rewrite(
     RemoveUnusedNodesPass()(model)
     counts["inlined"] = add_function_bodies(model, processor=True)
     inline(model)
+    _round_before_moves(model.graph, counts)
     return counts
 
 
@@ -179,6 +183,37 @@ def _levels_of_rows(graph: ir.Graph, node: ir.Node, one: QuantizedAttention) -> 
     levels.outputs[0].name, levels.outputs[0].dtype, levels.outputs[0].shape = name, ir.DataType.INT8, rows.shape
     graph.insert_before(node, levels)
     return levels.outputs[0]
+
+
+def _round_before_moves(graph: ir.Graph, counts: Counter[str]) -> None:
+    """Rounds numbers to levels of one step before they are laid out in another way, and not behind that."""
+    for node in [node for node in graph if node.op_type == "QuantizeLinear"]:
+        laid_out, step, levels = node.inputs[0], node.inputs[1], node.outputs[0]
+        moves = list(_moves_to(laid_out))
+        if laid_out is None or not moves or step is None or step.shape is None or len(step.shape):
+            continue
+        first = moves[-1]
+        numbers = first.inputs[0]
+        assert numbers is not None
+        levels.replace_all_uses_with(laid_out)
+        node.replace_input_with(0, numbers)
+        first.replace_input_with(0, levels)
+        graph.remove(node)
+        graph.insert_before(first, node)
+        for move in moves:
+            move.outputs[0].type = levels.type
+        levels.shape = numbers.shape
+        counts["levels_moved"] += 1
+
+
+def _moves_to(value: ir.Value | None) -> Iterator[ir.Node]:
+    """The nodes that lay out what nobody else reads, from the last to the first."""
+    while value is not None and len(list(value.uses())) == 1:
+        node = value.producer()
+        if node is None or node.op_type not in MOVES:
+            return
+        yield node
+        value = node.inputs[0]
 
 
 def _constant(graph: ir.Graph, name: str, numbers: np.ndarray | np.generic) -> ir.Value:

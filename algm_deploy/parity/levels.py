@@ -162,7 +162,9 @@ class _Graph:
         graph once for each, and the zero points of all of these."""
         found: Numbers = {}
         steps, zeros, share_zeros = [], [], []
-        linear = {maker.input[0] for _, inputs in self._linear() for maker in inputs if maker is not None}
+        linear = {
+            self._laid_out(maker.input[0]) for _, inputs in self._linear() for maker in inputs if maker is not None
+        }
         for node in (node for node in self.nodes if node.op_type == "QuantizeLinear" and node.output[0] not in linear):
             name, _, kind = node.name.rpartition("/")
             if kind == PACKED:
@@ -249,7 +251,7 @@ class _Graph:
         values, weight = inputs
         for kind, name in zip(("levels", "steps"), weight.input if weight else (), strict=False):
             yield kind, self._numbers(name)
-        quantizer = self._makers.get(values.input[0]) if values else None
+        quantizer = self._makers.get(self._laid_out(values.input[0])) if values else None
         if values and quantizer and quantizer.op_type == "QuantizeLinear":
             for kind, wrote, reads in zip(("scale", "zero_point"), quantizer.input[1:], values.input[1:], strict=True):
                 yield kind, self._numbers(wrote)
@@ -260,6 +262,12 @@ class _Graph:
                 yield "shift", self._numbers(shifted.input[1])
         if (bias := self._bias(node.output[0])) is not None:
             yield "bias", self._numbers(bias)
+
+    def _laid_out(self, value: str) -> str:
+        """What was laid out in another way to become a value: levels may be rounded before that."""
+        while (maker := self._makers.get(value)) is not None and maker.op_type in _MOVES:
+            value = maker.input[0]
+        return value
 
     def _bias(self, value: str) -> str | None:
         for user in self._users.get(value, []):

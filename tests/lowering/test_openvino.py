@@ -12,7 +12,7 @@ from algm_deploy.bundle.files import ONNX, ONNX_DATA
 from algm_deploy.bundle.records import QuantizedAttention
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BundleError
-from algm_deploy.lowering.openvino import rewrite, write_openvino_onnx
+from algm_deploy.lowering.openvino import MOVES, rewrite, write_openvino_onnx
 from algm_deploy.lowering.portable import load_portable
 
 BF16, FP32 = ir.DataType.BFLOAT16, ir.DataType.FLOAT
@@ -77,6 +77,22 @@ def test_attention_in_int8(int8_bundle: Bundle) -> None:
     assert counts[ATTENTIONS] == counts[0] + 2 * ATTENTIONS, "rows are written once, and shares"
     assert {f"{one.name}.query" for one in found.attention} <= model.graph.initializers.keys()
     assert not any(node.op_type == "Softmax" for node in model.graph)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_levels_are_laid_out_and_not_numbers(int8_bundle: Bundle, inside: bool) -> None:
+    """Whether attention is in int8 or not, what it mixed is rounded before it becomes rows."""
+    found = int8_bundle.manifest.quantization
+    assert found is not None
+    model = load_portable(int8_bundle.file(ONNX))
+    counts = rewrite(model, single=True, bf16=False, attention_int8=found.attention if inside else ())
+    assert counts["levels_moved"] == ATTENTIONS
+    moved = 0
+    for node in (node for node in model.graph if node.op_type == "QuantizeLinear"):
+        before, behind = node.inputs[0].producer(), node.outputs[0].uses()[0].node  # type: ignore[union-attr]
+        assert before is None or before.op_type not in MOVES
+        moved += behind.op_type in MOVES and not str(node.name).endswith("/packed")
+    assert moved == ATTENTIONS
 
 
 @pytest.mark.parametrize(("cores", "apart"), [(None, 0), (1, 1), (2, 0)])

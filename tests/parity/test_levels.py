@@ -182,6 +182,19 @@ def test_a_wrong_step_of_attention(inside: Bundle, copied: Callable[..., Bundle]
     assert any(ATTENTION in problem and kind in problem for problem in link.facts["problems"])
 
 
+@pytest.mark.parametrize(("place", "kind"), [(1, "scale"), (2, "zero point")])
+def test_a_product_whose_levels_are_laid_out(
+    inside: Bundle, copied: Callable[..., Bundle], place: int, kind: str
+) -> None:
+    """What attention mixed is rounded before it becomes rows."""
+    bundle = copied(inside)
+    model = onnx.load(bundle.path / OPENVINO, load_external_data=False)
+    node = node_of(model, f"{ATTENTION}.proj/QuantizeLinear")
+    node.input[place] = changed(model, bundle.path, node.input[place], lambda x: x + 1)
+    problems = problems_of(bundle, model)
+    assert any(f"{ATTENTION}.proj: expected {kind}" in problem for problem in problems), problems
+
+
 def reader(model: onnx.ModelProto, kind: str, name: str = ATTENTION, group: int = 0) -> onnx.NodeProto:
     """What makes numbers of the levels of queries, keys or values of a group of heads."""
     step = f"{name}.{kind}"
