@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
+import onnx_ir as ir
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -109,6 +110,10 @@ SHARE_LEVELS = 255
 TOGETHER = "together"
 """An attribute that a runtime may give attention in levels: how many heads are computed at a time."""
 
+CAST = "cast"
+"""An attribute that a runtime may give attention in levels, 1: shares become levels by a cast. That cuts off, so a half
+is added first, and the half of a level becomes a whole one. No share is above 1, so there is nothing to clip."""
+
 PACKED = "packed"
 """What a graph calls the steps of packed queries, keys and values."""
 
@@ -170,18 +175,20 @@ def _onnx_in_levels(
 ) -> Value:
     """`attention_in_levels` of packed levels, the scale in those of queries; `adjust` changes scores. Levels are
     parted, and not the numbers, as they are a quarter of the bytes to move. `together`: so many heads at a time."""
-    heads = attributes["heads"]
+    heads, cast = attributes["heads"], bool(attributes.get(CAST))
     groups = heads // attributes.get(TOGETHER, heads)
     rows = body("Transpose", body("Reshape", levels, [0, 0, 3 * heads, -1]), perm=[0, 2, 1, 3])
     parts = body.several(3 * groups, "Split", rows, axis=1, num_outputs=3 * groups)
     mixed = [
-        _onnx_mixed_in_levels(body, Steps(*parts[group::groups]), steps, adjust)  # all queries come first
+        _onnx_mixed_in_levels(body, Steps(*parts[group::groups]), steps, adjust, cast)  # all queries come first
         for group in range(groups)
     ]
     return _in_rows(body, body("Concat", *mixed, axis=1) if groups > 1 else mixed[0])
 
 
-def _onnx_mixed_in_levels(body: Body, levels: Steps, steps: Steps, adjust: Callable[[Value], Value]) -> Value:
+def _onnx_mixed_in_levels(
+    body: Body, levels: Steps, steps: Steps, adjust: Callable[[Value], Value], cast: bool
+) -> Value:
     """What the queries of some heads get, of levels of queries, keys and values (B, H, S, D / H)."""
     query, key, value = (
         body("DequantizeLinear", part, step, _zero(body, np.int8)) for part, step in zip(levels, steps, strict=True)
@@ -189,7 +196,12 @@ def _onnx_mixed_in_levels(body: Body, levels: Steps, steps: Steps, adjust: Calla
     scores = adjust(body("MatMul", query, body("Transpose", key, perm=[0, 1, 3, 2])))
     shares = body("Exp", body("Sub", scores, body("ReduceMax", scores, [-1], keepdims=1)))
     how = body.number(1 / SHARE_LEVELS), _zero(body, np.uint8)
-    shares = body("DequantizeLinear", body("QuantizeLinear", shares, *how), *how)
+    if cast:
+        whole = body("Add", body("Mul", shares, float(SHARE_LEVELS)), 0.5)
+        rounded = body("Cast", whole, to=ir.DataType.UINT8)
+    else:
+        rounded = body("QuantizeLinear", shares, *how)
+    shares = body("DequantizeLinear", rounded, *how)
     return body("Div", body("MatMul", shares, value), body("ReduceSum", shares, [-1], keepdims=1))
 
 

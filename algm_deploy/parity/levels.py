@@ -37,7 +37,7 @@ _NORM = {"LayerNormalization": 1, "SkipLayerNormalization": 2}  # where they tak
 _MOVES, _READS = ("Reshape", "Transpose"), ("DequantizeLinear",)
 # In attention, the input from which a node's output comes: a score from the query, a sum of values from the shares.
 _FROM = {"Where": 1} | dict.fromkeys(
-    ("DequantizeLinear", "Div", "Exp", "MatMul", "QuantizeLinear", "Sub", "Transpose"), 0
+    ("Add", "Cast", "DequantizeLinear", "Div", "Exp", "MatMul", "Mul", "QuantizeLinear", "Sub", "Transpose"), 0
 )
 _WORDS = {"zero_point": "zero point", "levels": "levels of the weight", "steps": "steps of the weight"}
 
@@ -115,10 +115,14 @@ def _problems(path: Path, wanted: Numbers) -> Iterator[str]:
     for name in sorted(wanted.keys() | found.keys()):
         yield from _difference(name, wanted.get(name), found.get(name))
     yield from graph.crossings()
+    yield from graph.roundings()
     products = sum(name.endswith(".levels") for name in wanted)
     # Queries, keys and values are written as one; a group of heads reads its own, and writes and reads its shares.
-    groups = graph.groups()
-    expected = {"QuantizeLinear": products + len(packed) + groups, "DequantizeLinear": 2 * products + 4 * groups}
+    groups, casts = graph.groups(), len(list(graph.casts()))
+    expected = {
+        "QuantizeLinear": products + len(packed) + groups - casts,
+        "DequantizeLinear": 2 * products + 4 * groups,
+    }
     for op_type, count in expected.items():
         if (there := sum(node.op_type == op_type for node in graph.nodes)) != count:
             yield f"expected {count} nodes {op_type}, found {there}"
@@ -161,7 +165,7 @@ class _Graph:
         """The steps of attention's levels, by the names that they have; the step of its shares, which stands in the
         graph once for each, and the zero points of all of these."""
         found: Numbers = {}
-        steps, zeros, share_zeros = [], [], []
+        zeros, shares = [], [reader for cast in self.casts() for reader in self._dequantizers(cast)]
         linear = {
             self._laid_out(maker.input[0]) for _, inputs in self._linear() for maker in inputs if maker is not None
         }
@@ -171,11 +175,30 @@ class _Graph:
                 found |= {f"{name}.{one}": array for one, array in self._parts(name, node)}
                 zeros += [self._constant(one.input[2]) for one in (node, *self._readers(node))]
             else:
-                both = [node, *(user for user in self._users.get(node.output[0], []) if user.op_type in _READS)]
-                steps += [self._constant(one.input[1]) for one in both]
-                share_zeros += [self._constant(one.input[2]) for one in both]
+                shares += [node, *self._dequantizers(node)]
+        steps, share_zeros = ([self._constant(node.input[place]) for node in shares] for place in (1, 2))
         kinds = {_SHARE_STEP: steps, _ZERO: zeros, _SHARE_ZERO: share_zeros}
         return found | {k: np.unique(np.concatenate([x.ravel() for x in all_])) for k, all_ in kinds.items() if all_}
+
+    def casts(self) -> list[NodeProto]:
+        """What makes shares levels where that is no QuantizeLinear."""
+        return [node for node in self.nodes if node.op_type == "Cast" and self._dequantizers(node)]
+
+    def roundings(self) -> Iterator[str]:
+        """Where such a cast gets something else than shares in levels and a half."""
+        for cast in self.casts():
+            found: list[float] = []
+            value = cast.input[0]
+            for op_type in ("Add", "Mul"):
+                maker = self._makers.get(value)
+                if maker is not None and maker.op_type == op_type:
+                    found.append(float(self._constant(maker.input[1])))
+                    value = maker.input[0]
+            if found != [0.5, SHARE_LEVELS]:
+                yield f"{cast.name}: expected shares in {SHARE_LEVELS} levels and a half, found {found}"
+
+    def _dequantizers(self, node: NodeProto) -> list[NodeProto]:
+        return [user for user in self._users.get(node.output[0], []) if user.op_type in _READS]
 
     def groups(self) -> int:
         """Groups of heads in all attentions, which read their queries, keys and values apart."""

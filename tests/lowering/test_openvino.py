@@ -17,6 +17,7 @@ from algm_deploy.lowering.portable import load_portable
 
 BF16, FP32 = ir.DataType.BFLOAT16, ir.DataType.FLOAT
 ATTENTIONS, LINEARS = 6, 6 * 4 + 1  # of the tiny network; `proj_dec` is a linear layer of its own
+KNOWN = 1  # attentions whose number of rows is: before the first merge
 
 
 @pytest.fixture
@@ -72,9 +73,10 @@ def test_attention_in_int8(int8_bundle: Bundle) -> None:
     counts = {}
     for steps in ((), found.attention):
         model = load_portable(int8_bundle.file(ONNX))
-        assert rewrite(model, single=True, bf16=False, attention_int8=steps)["int8_attention"] == len(steps)
+        fired = rewrite(model, single=True, bf16=False, attention_int8=steps)
+        assert (fired["int8_attention"], fired["cast_shares"]) == (len(steps), KNOWN if steps else 0)
         counts[len(steps)] = sum(node.op_type == "QuantizeLinear" for node in model.graph)
-    assert counts[ATTENTIONS] == counts[0] + 2 * ATTENTIONS, "rows are written once, and shares"
+    assert counts[ATTENTIONS] == counts[0] + 2 * ATTENTIONS - KNOWN, "rows are written once, and shares"
     assert {f"{one.name}.query" for one in found.attention} <= model.graph.initializers.keys()
     assert not any(node.op_type == "Softmax" for node in model.graph)
 

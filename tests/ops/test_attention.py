@@ -171,14 +171,14 @@ def test_a_row_that_attends_to_all_alike_loses_nothing() -> None:
     np.testing.assert_allclose(in_levels(qkv, None)[0], np.broadcast_to(mean, (1000, 16)), rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("together", [{}, {"together": 1}], ids=["all", "apart"])
+@pytest.mark.parametrize("how", [{}, {"together": 1}, {"cast": 1}], ids=["all", "apart", "cast"])
 @pytest.mark.parametrize("lengths", [None, (9, 5)])
-def test_products_in_int8_in_standard_operators(lengths: tuple[int, int] | None, together: dict[str, int]) -> None:
+def test_products_in_int8_in_standard_operators(lengths: tuple[int, int] | None, how: dict[str, int]) -> None:
     inputs = [ir.val("qkv", ir.DataType.INT8, ["B", "S", 48])]
     inputs += [] if lengths is None else [ir.val("length", ir.DataType.INT64, ["B"])]
     steps = [ir.val(name, ir.DataType.FLOAT, []) for name in Steps._fields]
     padding = [None] if lengths is None else []
-    node = ir.node("attention", [*inputs, *padding, *steps], PLAIN | together, domain=DOMAIN)
+    node = ir.node("attention", [*inputs, *padding, *steps], PLAIN | how, domain=DOMAIN)
     node.outputs[0].name, node.outputs[0].dtype = "values", ir.DataType.FLOAT
     graph = ir.Graph([*inputs, *steps], node.outputs, nodes=[node], opset_imports={"": 18, DOMAIN: 1}, name="one")
     model = ir.Model(graph, ir_version=10)

@@ -295,6 +295,22 @@ def test_wrong_levels_of_shares(
     assert any(message in problem for problem in link.facts["problems"]), link.facts["problems"]
 
 
+@pytest.mark.parametrize("number", [0.5, 255.0])
+def test_shares_that_are_cast(inside: Bundle, copied: Callable[..., Bundle], number: float) -> None:
+    """Where rows are known, to levels: by their number and a half."""
+    bundle = copied(inside)
+    model = onnx.load(bundle.path / OPENVINO, load_external_data=False)
+    made = {node.output[0]: node for node in model.graph.node}
+    read = [made.get(node.input[0]) for node in model.graph.node if node.op_type == "DequantizeLinear"]
+    (cast,) = (node for node in read if node is not None and node.op_type == "Cast")
+    half = made[cast.input[0]]
+    node = half if number == 0.5 else made[half.input[0]]
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.float32(number + 1), "another"))
+    node.input[1] = "another"
+    problems = problems_of(bundle, model)
+    assert any("expected shares in 255 levels and a half" in problem for problem in problems), problems
+
+
 @pytest.mark.parametrize("op_type", ["Add", "MultiHeadAttention", "BiasGelu"])
 def test_the_bias_of_a_product(built: Bundle, copied: Callable[..., Bundle], op_type: str) -> None:
     bundle = copied(built)
