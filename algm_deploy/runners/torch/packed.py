@@ -366,7 +366,10 @@ class _Cut(_Outcome):
 
     def layout(self, longest: int) -> Layout:
         """Of the merged rows, packed."""
-        torch.cumsum(self.length, 0, dtype=torch.int32, out=self._starts[1:])
+        if len(self.length) == 1:
+            self._starts[1:].copy_(self.length)
+        else:
+            torch.cumsum(self.length, 0, dtype=torch.int32, out=self._starts[1:])
         return Layout(len(self.length), longest, self._starts)
 
     def merge(self, before: Tokens | _Cut, tokens: Tensor, thresholds: Tensor) -> None:
