@@ -10,7 +10,7 @@ from kernel_arrays import INVALID_ARGUMENT, KernelError, Kernels
 from kernel_memory import DTYPES
 from operator_inputs import CLAP, GBM, exact_tokens, ones
 
-from algm_deploy.ops.kernel_library import RAGGED_IN, RAGGED_OUT
+from algm_deploy.ops.kernel_library import RAGGED_IN, RAGGED_OUT, apart_params, reframe_params
 
 GRID = (5, 7)
 WINDOWS: dict[str, Any] = CLAP | {"grid": GRID, "window": (2, 2)}
@@ -141,6 +141,16 @@ def test_images_are_taken_apart(kernels: Kernels, images: int, width: int, dtype
             taken = image[first : min(rows, first + count)]
             one[: len(taken)] = taken
         np.testing.assert_array_equal(kernels.apart(ragged, length, first=first, count=count), expected)
+
+
+def test_images_without_rows(kernels: Kernels) -> None:
+    """An array without elements may have no address."""
+    nothing, length = np.zeros((2, 0, 8), np.float16), np.zeros(2, np.int64)
+    params = apart_params(nothing.shape, "float16", 0, 3)
+    out = kernels.memory.empty((2, 3, 8), np.float16)
+    kernels.call("apart", params, None, kernels.put(length), out)
+    assert not kernels.memory.fetch(out, (2, 3, 8), np.float16).any()
+    kernels.call("reframe", reframe_params(nothing.shape, "float16", 0, 0), None, kernels.put(length), None, None)
 
 
 def test_lengths_that_the_rows_cannot_hold_are_refused(cpu_library: Any) -> None:

@@ -43,27 +43,31 @@ int algm_cpu_reframe(const algm_reframe_params *params, const void *values, cons
                      void *out, void *) {
     if (const int status = check(params)) return status;
     const algm_reframe_params &p = *params;
-    if (any_null(values, length, out) || is_missing(front, p.put) || !are_ragged(length, p.images, p.rows))
+    const int64_t rows = p.rows - p.skip + p.put;
+    if (is_missing(values, p.rows) || length == nullptr || is_missing(front, p.put) || is_missing(out, rows) ||
+        !are_ragged(length, p.images, p.rows))
         return ALGM_INVALID_ARGUMENT;
     if (*std::min_element(length, length + p.images) < p.skip) return ALGM_INVALID_ARGUMENT;
-    const std::vector<char> rows = converted(front, p.put * p.width, p.dtype);
+    const std::vector<char> put = converted(front, p.put * p.width, p.dtype);
     const Mover mover(out, p.width, p.dtype);
     int64_t to = 0, from = 0;
     for (int64_t image = 0; image < p.images; ++image) {
         const int64_t kept = length[image] - p.skip;
-        mover.copy(rows.data(), 0, to, p.put);
+        mover.copy(put.data(), 0, to, p.put);
         mover.copy(values, from + p.skip, to + p.put, kept);
         to += p.put + kept;
         from += length[image];
     }
-    mover.clear(to, p.images * (p.rows - p.skip + p.put) - to);
+    mover.clear(to, p.images * rows - to);
     return ALGM_OK;
 }
 
 int algm_cpu_apart(const algm_apart_params *params, const void *values, const int64_t *length, void *out, void *) {
     if (const int status = check(params)) return status;
     const algm_apart_params &p = *params;
-    if (any_null(values, length, out) || !are_ragged(length, p.images, p.rows)) return ALGM_INVALID_ARGUMENT;
+    if (is_missing(values, p.rows) || length == nullptr || is_missing(out, p.count) ||
+        !are_ragged(length, p.images, p.rows))
+        return ALGM_INVALID_ARGUMENT;
     const Mover mover(out, p.width, p.dtype);
     int64_t from = 0;
     for (int64_t image = 0; image < p.images; ++image) {

@@ -80,8 +80,9 @@ int algm_cuda_reframe(const algm_reframe_params *params, const void *values, con
                       void *out, void *stream) {
     if (const int status = check(params)) return status;
     const algm_reframe_params &p = *params;
-    if (any_null(values, length, out) || is_missing(front, p.put)) return ALGM_INVALID_ARGUMENT;
     const int64_t rows = p.rows - p.skip + p.put;
+    if (is_missing(values, p.rows) || length == nullptr || is_missing(front, p.put) || is_missing(out, rows))
+        return ALGM_INVALID_ARGUMENT;
     if (rows == 0) return ALGM_OK;
     const Frame frame = {static_cast<int>(p.images), static_cast<int>(rows),  static_cast<int>(p.width),
                          static_cast<int>(p.skip),   static_cast<int>(p.put), length,
@@ -101,7 +102,7 @@ int algm_cuda_apart(const algm_apart_params *params, const void *values, const i
                     void *stream) {
     if (const int status = check(params)) return status;
     const algm_apart_params &p = *params;
-    if (any_null(values, length, out)) return ALGM_INVALID_ARGUMENT;
+    if (is_missing(values, p.rows) || length == nullptr || is_missing(out, p.count)) return ALGM_INVALID_ARGUMENT;
     if (p.images > kMaxBlocksBeside) return ALGM_UNSUPPORTED;
     if (p.count == 0) return ALGM_OK;
     const dim3 grid(static_cast<unsigned>(ceil_div(p.count, kMoveWarps * kMoveRows)), static_cast<unsigned>(p.images));
