@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -143,7 +143,7 @@ def benchmark(
         }
         _check_truncated(runners.get("truncated"), windows, mean)
         contestants = {name: Contestant(one, request.thresholds) for name, one in runners.items()}
-        _warm_up(contestants, request)
+        _warm_up(contestants.values(), request)
         times, stages = times_of(contestants, [windows[list(batch)] for batch in batches], request, progress)
         common = _conditions(contestants["merged" if "merged" in runners else "dense"]) | {
             "runtime": runtime,
@@ -155,10 +155,10 @@ def benchmark(
     return {name: Speed(**found, **executed[name], **common) for name, found in figures.items()}
 
 
-def _warm_up(contestants: Mapping[str, Contestant], request: Request) -> None:
+def _warm_up(contestants: Iterable[Contestant], request: Request) -> None:
     """Single pictures have all their CUDA graphs, as those of a server have."""
     if request.batch == 1:
-        for one in contestants.values():
+        for one in contestants:
             one.run.warm_up(1, _WARM_UP_S)
 
 
@@ -196,7 +196,7 @@ def paces(
             str(index): Contestant(stack.enter_context(runner(planned(bundle, plan), "torch")))
             for index, plan in enumerate((DENSE, *plans))
         }
-        _warm_up(contestants, request)
+        _warm_up(contestants.values(), request)
         times, _ = times_of(contestants, batches, request, progress)
     stable = all(map(steady, times.values()))
     dense, *others = map(typical_ms, times.values())
