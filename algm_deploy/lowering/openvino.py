@@ -7,8 +7,8 @@
 | images that decide alone | one image at a time, whose rows are all valid: attention without lengths and masks |
 | precision bf16: linear layers with a bias, and with AMX attention | bf16, by explicit casts; everything else is fp32 |
 | precision int8, with VNNI: attention | its products in int8 by the manifest's steps (`ops/attention.py`) |
-| such attention, where scores are many and heads a multiple of the cores | a head for each core at a time |
-| such attention, where the number of rows is known | shares become levels by a cast, which clips nothing |
+| attention in int8, where scores are many and heads a multiple of the cores | a head for each core at a time |
+| attention in int8, where the number of rows is known | shares become levels by a cast, which clips nothing |
 | what attention mixed, laid out in rows and then rounded to levels | rounded first: a quarter of the bytes to move |
 
 OpenVINO can be told to compute in bf16, and then does so everywhere, similarities and statistics included. So the graph

@@ -112,7 +112,8 @@ TOGETHER = "together"
 
 CAST = "cast"
 """An attribute that a runtime may give attention in levels, 1: shares become levels by a cast. That cuts off, so a half
-is added first, and the half of a level becomes a whole one. No share is above 1, so there is nothing to clip."""
+is added first, and the half of a level becomes a whole one. No share is above 1, so there is nothing to clip; what is
+no number becomes any level."""
 
 PACKED = "packed"
 """What a graph calls the steps of packed queries, keys and values."""

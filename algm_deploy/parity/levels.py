@@ -34,7 +34,7 @@ _ZERO = "attention.zero points"
 # Where nodes that take a product's bias take it; an Add has it on either side.
 _BIAS = {"BiasGelu": 1, "MultiHeadAttention": 3, "SkipLayerNormalization": 4}
 _NORM = {"LayerNormalization": 1, "SkipLayerNormalization": 2}  # where they take their weight
-_MOVES, _READS = ("Reshape", "Transpose"), ("DequantizeLinear",)
+_MOVES, _READS = ("Reshape", "Transpose"), ("DequantizeLinear",)  # known here once more, as this checks the lowering
 # In attention, the input from which a node's output comes: a score from the query, a sum of values from the shares.
 _FROM = {"Where": 1} | dict.fromkeys(
     ("Add", "Cast", "DequantizeLinear", "Div", "Exp", "MatMul", "Mul", "QuantizeLinear", "Sub", "Transpose"), 0
@@ -125,7 +125,7 @@ def _problems(path: Path, wanted: Numbers) -> Iterator[str]:
     }
     for op_type, count in expected.items():
         if (there := sum(node.op_type == op_type for node in graph.nodes)) != count:
-            yield f"expected {count} nodes {op_type}, found {there}"
+            yield f"expected {count} nodes {op_type}, found {there}: if an earlier version built it, build again"
 
 
 class _Graph:

@@ -156,7 +156,7 @@ def benchmark(
 
 
 def _warm_up(contestants: Iterable[Contestant], request: Request) -> None:
-    """Single pictures have all their CUDA graphs, as those of a server have."""
+    """Single pictures get their CUDA graphs, as those of a server do, as far as the time allows; `execution` tells."""
     if request.batch == 1:
         for one in contestants:
             one.run.warm_up(1, _WARM_UP_S)

@@ -9,9 +9,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from kernel_arrays import INVALID_ARGUMENT, UNSUPPORTED
 
 from algm_deploy.native_libraries import find_nvcc
-from algm_deploy.ops.kernel_library import KernelLibrary
+from algm_deploy.ops.kernel_library import KernelLibrary, Switch
 
 
 def configure(root_dir: Path, build: Path, *options: str, compiler: str = "/nowhere/nvcc") -> tuple[int, str]:
@@ -66,6 +67,26 @@ def test_hopper_gets_code_for_sm_90a_and_later_gpus_plain_ptx(
 
 
 @pytest.mark.slow
+def test_what_cannot_be_joined_is_refused(cuda_library: Path) -> None:
+    """Before any call of CUDA: nothing first, nothing behind it, no choice, and more choices than there is room for."""
+    library, some = KernelLibrary(cuda_library, "cuda"), {32 * i: i for i in range(1, 258)}
+
+    def status(first: int, *switches: Switch) -> int:
+        return library.join(first, switches)[0]
+
+    assert status(0, Switch.of(1, {32: 1})) == INVALID_ARGUMENT
+    assert status(1) == INVALID_ARGUMENT
+    assert status(1, Switch.of(0, {32: 1})) == INVALID_ARGUMENT
+    assert status(1, Switch.of(1, {})) == INVALID_ARGUMENT
+    assert status(1, Switch.of(1, some)) == UNSUPPORTED
+    assert library.launch_joined(0, 0) == INVALID_ARGUMENT
+
+
+def test_choices_come_by_their_rows() -> None:
+    switch = Switch.of(1, {64: 7, 32: 5, 65: 6})
+    assert (switch.rows[:3], switch.graphs[:3]) == ([32, 64, 65], [5, 7, 6])
+
+
 def test_cuda_kernels_compile_without_a_gpu(declared: list[str], cuda_library: Path) -> None:
     loaded = ctypes.CDLL(str(cuda_library))
     assert not [name for name in declared if not hasattr(loaded, f"algm_cuda_{name}")]

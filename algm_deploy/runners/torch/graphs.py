@@ -37,6 +37,8 @@ class Graphs:
     the work, and what is new after a warm-up seldom comes back. Under load, captures at first sight let a queue grow,
     whose longer batches need graphs in turn.
 
+    Graphs that became part of a `Joined` are kept by it, whatever is dropped here.
+
     Args:
         device: a CUDA device.
         limit: graphs kept; beyond it the one that was not needed for longest is dropped.
@@ -157,8 +159,11 @@ class Joined:
         ]
         status, self._joined = library.join(first.raw_cuda_graph(), chosen)
         if status:
-            raise ExecutionError(f"expected CUDA 12.8 or newer to join graphs, got: {library.status_text(status)}")
-        weakref.finalize(self, _free, library, self._joined).atexit = False
+            raise ExecutionError(
+                "expected graphs that can be joined (by CUDA 12.8 and a driver to match, at most 256 sizes), got: "
+                f"{library.status_text(status)}"
+            )
+        weakref.finalize(self, _free, library, self._joined, switches[0][0].device).atexit = False
 
     def replay(self) -> None:
         """Launches them all on the current stream."""
@@ -166,8 +171,8 @@ class Joined:
             raise ExecutionError(f"expected joined graphs to start, got: {self._library.status_text(status)}")
 
 
-def _free(library: KernelLibrary, joined: int) -> None:
-    torch.cuda.synchronize()  # it may still run
+def _free(library: KernelLibrary, joined: int, device: torch.device) -> None:
+    torch.cuda.synchronize(device)  # it may still run
     library.free_joined(joined)
 
 

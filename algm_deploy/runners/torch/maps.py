@@ -27,19 +27,18 @@ _NUMBERS = 2048  # of a program: 16 of each thread
 
 def rectified(convs: Iterable[nn.Module], maps: Iterable[Tensor], factor: int, align_corners: bool) -> list[Tensor]:
     """As `readout.Steps` has it."""
-    pairs = zip(convs, maps, strict=True)
-    return [part for conv, x in pairs for part in _rectified(conv, x, factor, align_corners)]
+    return [_rectified(conv, x, factor, align_corners) for conv, x in zip(convs, maps, strict=True)]
 
 
-def _rectified(conv: nn.Module, maps: Tensor, factor: int, align_corners: bool) -> list[Tensor]:
-    if type(conv) is not nn.Conv2d or conv.bias is None or not fits_fused(maps):
-        return PLAIN.rectified([conv], [maps], factor, align_corners)
+def _rectified(conv: nn.Module, maps: Tensor, factor: int, align_corners: bool) -> Tensor:
+    if type(conv) is not nn.Conv2d or conv.padding_mode != "zeros" or conv.bias is None or not fits_fused(maps):
+        return PLAIN.rectified([conv], [maps], factor, align_corners)[0]
     sums = F.conv2d(maps, conv.weight, None, conv.stride, conv.padding, conv.dilation, conv.groups)
-    return [_launch(sums.contiguous(memory_format=torch.channels_last), conv.bias, factor, align_corners)]
+    return _launch(sums.contiguous(memory_format=torch.channels_last), conv.bias, factor, align_corners)
 
 
 def _launch(sums: Tensor, bias: Tensor, factor: int, align_corners: bool) -> Tensor:
-    """In place where nothing is enlarged."""
+    """sums (B, C, h, w), the channels of a cell side by side, to (B, C, factor h, factor w); in place for factor 1."""
     images, channels, *cells = sums.shape
     size = [factor * side for side in cells]
     out = sums

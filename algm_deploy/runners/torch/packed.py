@@ -510,6 +510,12 @@ class PackedNetwork:
         self._done = torch.cuda.Event() if on_cuda else None  # type: ignore[no-untyped-call]
         self._stream: torch.cuda.Stream | None = None  # of the last run
 
+    @property
+    def joined(self) -> bool:
+        """Whether a single picture is one graph, however many segments it has."""
+        memory = self._memories.get(1)
+        return memory is not None and memory.joined is not None
+
     @contextmanager
     def run(self, image: Tensor, clap: float, gbm: float) -> Iterator[Merged]:
         """One batch (B, 3, H, W) of any device's memory, behind the past work of the current stream.
@@ -531,7 +537,8 @@ class PackedNetwork:
         Of a single picture these are all, from what is left of a blank one on, of which all merges; of several up to
         `WARM_GRAPHS` (`likely_buckets`). A batch that needs another, as its pictures keep far more or far fewer tokens
         than photos mostly do or differ far more, is launched kernel by kernel, and captured when the same comes again
-        (`Graphs.patient`). Nothing is done without graphs, and nothing more once there is no room.
+        (`Graphs.patient`). Nothing is done without graphs, and nothing more once there is no room. Graphs of a single
+        picture are joined once all of them are there at the end.
 
         Args:
             deadline: by `time.monotonic()`; no capture begins after it.
@@ -641,19 +648,21 @@ class PackedNetwork:
                 fewest = left
                 pairs = likely_buckets(images, usual, fewest, most, (WARM_GRAPHS - 1) // last)
                 buckets.append(pairs)
-        if images == 1 and last > 0 and not any(memory.cut(number).waits for number in range(last)):
-            self._join(memory, graphs, buckets)
+        if images == 1 and last > 0 and memory.joined is None:
+            self._join_graphs(memory, graphs, buckets)
         return True
 
-    def _join(self, memory: _Memory, graphs: Graphs, buckets: Sequence[Sequence[tuple[int, int]]]) -> None:
+    def _join_graphs(self, memory: _Memory, graphs: Graphs, buckets: Sequence[Sequence[tuple[int, int]]]) -> None:
         """Joins the graphs of a single picture, of a segment those of all its buckets, where that can be done."""
         found = [
             {rows: graphs.found((1, number, rows, longest)) for rows, longest in pairs}
             for number, pairs in enumerate(buckets)
         ]
         captured = [{rows: graph for rows, (graph, _) in one.items() if graph is not None} for one in found]
-        if self.kernels is None or any(len(some) < len(all) for some, all in zip(captured, found, strict=True)):
+        waits = self.kernels is None or any(memory.cut(number).waits for number in range(len(found) - 1))
+        if waits or any(len(some) < len(wanted) for some, wanted in zip(captured, found, strict=True)):
             return
+        assert self.kernels is not None
         ((_, first),) = captured[0].items()
         switches = [(memory.cut(number).length, some) for number, some in enumerate(captured[1:])]
         _, scores = found[-1][max(found[-1])]  # where there is room for all, in memory that all share
@@ -667,7 +676,8 @@ class PackedNetwork:
         if self.graphs is None:
             return work()
         images = len(memory.image)
-        return self.graphs.run((images, number, rows, longest), work, joins=images == 1)
+        joins = images == 1 and len(self._segments) > 1
+        return self.graphs.run((images, number, rows, longest), work, joins=joins)
 
     def _lengths(self, memory: _Memory, number: int, longest: int) -> list[int]:
         """Valid rows of each image behind a segment; waits for the device."""

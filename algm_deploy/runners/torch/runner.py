@@ -76,6 +76,8 @@ class TorchRunner(Runner):
         told = {"rows": "packed" if self._packed else "plain modules"} | self._fp8_execution
         if self._packed is not None and self._packed.graphs is not None:
             told["cuda_graphs"] = str(len(self._packed.graphs))
+            if self._packed.joined:
+                told["a single picture"] = "one graph, no wait for a count"
         if self._whole is not None:
             told["cuda_graphs"] = str(len(self._whole.graphs))
         kernels = "the kernel library" if use_kernels() else f"PyTorch's operators (faster: {REBUILD} {LIBRARY})"

@@ -102,6 +102,16 @@ def test_on_a_cpu_nothing_changes(channels: int, grid: tuple[int, int], factor: 
     assert torch.equal(found, expected)
 
 
+def test_other_convolutions_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Edges that are not zeros, no bias, and what is more than a convolution."""
+    monkeypatch.setattr(torch_maps, "fits_fused", lambda _: True)
+    conv, maps = case(8, (4, 5), torch.float32, "cpu")
+    mirrored = nn.Conv2d(12, 8, 3, padding=1, padding_mode="reflect")
+    for other in (mirrored, nn.Conv2d(12, 8, 3, bias=False), nn.Sequential(conv)):
+        (found,) = torch_maps.rectified([other], [maps], 2, False)
+        assert torch.equal(found, PLAIN.rectified([other], [maps], 2, False)[0])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("channels", "grid", "factor", "aligned"), CASES)
