@@ -28,38 +28,47 @@ from algm_deploy.bundle.graphs import DOMAIN
 from algm_deploy.lowering.patterns import Chain, is_constant, pair, stand_in
 
 # What computes every row from the same row of its inputs and from constants.
-_BY_ROW = {
-    *("Add", "Sub", "Mul", "Div", "Cast", "Erf", "Tanh", "Sigmoid", "Relu", "Gelu"),
-    *("MatMul", "LayerNormalization", "SimplifiedLayerNormalization", "SkipLayerNormalization", "BiasGelu", "gelu"),
-}
 _NORMS = {"LayerNormalization", "SimplifiedLayerNormalization"}
+_BY_ROW = _NORMS | {"SkipLayerNormalization", "BiasGelu", "gelu"}
+_BY_ROW |= {"Add", "Sub", "Mul", "Div", "Cast", "Erf", "Tanh", "Sigmoid", "Relu", "Gelu"}
 _TAILS = {"MatMul", "unmerge", "label_map"}  # what takes images apart: behind it there is little left to compute
 _END = 2**31 - 1  # an axis ends before it
 
 
 class _Rows(NamedTuple):
-    """How many rows an image has: `more` than the merge left it, the first `dropped` of which the graph has dropped."""
+    """How many rows an image has: `more` than the merge left it, the first `dropped` of which the graph has dropped.
+
+    `sure`: of those that are not dropped, leading ones that every image has, however many merge.
+    """
 
     more: int
     dropped: int
+    sure: int
 
 
 @dataclass
 class _Region:
-    """What lies behind one merge, up to where images are taken apart, and what has to change for it to be ragged."""
+    """What lies behind one merge, up to where images are taken apart, and what has to change for it to be ragged.
+
+    `ragged`: later merges that leave ragged rows.
+    """
 
     merge: ir.Node
+    ragged: frozenset[ir.Node]
     rows: dict[ir.Value, _Rows] = field(default_factory=dict)
-    lengths: dict[int, ir.Value] = field(default_factory=dict)  # by `more`
     changes: list[Callable[[], None]] = field(default_factory=list)
+    apart: dict[tuple[ir.Value, int, int], ir.Value] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        tokens, size, _, length = self.merge.outputs[:4]
-        self.rows = {tokens: _Rows(0, 0), size: _Rows(0, 0)}
-        self.lengths = {0: length}
+        tokens, self.size, self.map, self.length = self.merge.outputs[:4]
+        self.rows = {tokens: _Rows(0, 0, self.merge.attributes["prefix"].as_int())}
 
     def takes(self, node: ir.Node) -> bool:
         """Whether a node can do with ragged rows, if it has any of this region."""
+        if node.op_type == "bucketed_gbm" and node.inputs[0] in self.rows:
+            return self._merges(node)
+        if self.size in node.inputs:
+            return False
         own = [value for value in node.inputs if value is not None and value in self.rows]
         if not own:
             return True
@@ -72,8 +81,6 @@ class _Region:
         special = {"packed_attention": self._attends, "Slice": self._slices, "Concat": self._puts_in_front}
         if node.op_type in special:
             return special[node.op_type](node, rows)
-        if node.op_type.startswith("bucketed_"):
-            return self._merges(node, rows)
         return node.op_type in _TAILS and self._is_told_apart(node, own, rows)
 
     def _is_by_row(self, node: ir.Node) -> bool:
@@ -88,9 +95,8 @@ class _Region:
 
     def _attends(self, node: ir.Node, rows: _Rows) -> bool:
         length = node.inputs[2] if len(node.inputs) > 2 else None
-        if length is None or rows.dropped or _added(length, self.lengths[0]) != rows.more:
+        if length is None or rows.dropped or _added(length, self.length) != rows.more:
             return False
-        self.lengths.setdefault(rows.more, length)
         self.rows[node.outputs[0]] = rows
         self.changes.append(lambda: setattr(node, "op_type", "ragged_attention"))
         return True
@@ -100,10 +106,10 @@ class _Region:
         if first is None or end is None or first < 0:
             return False
         if end >= _END:
-            self.rows[node.outputs[0]] = _Rows(rows.more, rows.dropped + first)
+            self.rows[node.outputs[0]] = _Rows(rows.more, rows.dropped + first, max(rows.sure - first, 0))
             self.changes.append(lambda: _remove(node))
             return True
-        if end <= first:
+        if not first < end <= rows.sure:
             return False
         self.changes.append(lambda: self._put_apart(node, rows, first, end - first, node.outputs[0]))
         return True
@@ -115,13 +121,16 @@ class _Region:
         if front is None:
             return False
         count = _sides(front)[-2]
-        self.rows[node.outputs[0]] = _Rows(rows.more - rows.dropped + count, 0)
+        self.rows[node.outputs[0]] = _Rows(rows.more - rows.dropped + count, 0, rows.sure + count)
         self.changes.append(lambda: self._reframe(node, front, rows))
         return True
 
-    def _merges(self, node: ir.Node, rows: _Rows) -> bool:
-        takes_all = all(value in self.rows for value in node.inputs[:2])
-        if rows != (0, 0) or not takes_all or node.inputs[3] is not self.lengths[0]:
+    def _merges(self, node: ir.Node) -> bool:
+        """One that leaves images apart would not know how many rows the longest has."""
+        tokens, size, _, length = node.inputs[:4]
+        assert tokens is not None
+        its_own = size is self.size and length is self.length and not self.rows[tokens].more + self.rows[tokens].dropped
+        if not its_own or node not in self.ragged:
             return False
         self.changes.append(lambda: _set_ragged(node, "in"))
         return True
@@ -129,8 +138,7 @@ class _Region:
     def _is_told_apart(self, node: ir.Node, own: list[ir.Value], rows: _Rows) -> bool:
         if own != [node.inputs[0]]:
             return False
-        map = self.merge.outputs[2]
-        patches = map.shape[1] if map.shape is not None else None
+        patches = self.map.shape[1] if self.map.shape is not None else None
         if not isinstance(patches, int):
             return False
         most = patches + self.merge.attributes["prefix"].as_int() + rows.more - rows.dropped
@@ -143,29 +151,30 @@ class _Region:
         """Makes the region ragged."""
         _set_ragged(self.merge, "out")
         for value, rows in self.rows.items():
-            if rows != (0, 0) and value.shape is not None:
+            if (rows.more or rows.dropped) and value.shape is not None:
                 value.shape = ir.Shape([value.shape[0], None, *list(value.shape)[2:]])
         for change in self.changes:
             change()
 
     def _length(self, chain: Chain, more: int) -> ir.Value:
-        if more not in self.lengths:
-            return chain("Add", self.lengths[0], chain.constant(np.array(more, np.int64)))
-        return self.lengths[more]
+        return chain("Add", self.length, chain.constant(np.array(more, np.int64))) if more else self.length
 
     def _put_apart(self, node: ir.Node, rows: _Rows, first: int, count: int, old: ir.Value | None = None) -> None:
         """Takes rows `first`, `first` + 1, ... of those that are not dropped; for `old`, or for what `node` takes."""
         value = node.inputs[0]
-        assert value is not None and node.graph is not None
-        chain = Chain(node.graph, node, f"{node.name}/apart")
-        numbers = {"first": rows.dropped + first, "count": count}
-        apart = chain("apart", value, self._length(chain, rows.more), domain=DOMAIN, **numbers)
+        assert value is not None and value.shape is not None and node.graph is not None
+        first += rows.dropped
+        if (value, first, count) not in self.apart:
+            chain = Chain(node.graph, node, f"{node.name}/apart")
+            length = self._length(chain, rows.more)
+            apart = chain("apart", value, length, domain=DOMAIN, first=first, count=count)
+            apart.shape, apart.type = ir.Shape([value.shape[0], count, value.shape[2]]), value.type
+            self.apart[value, first, count] = apart
+        apart = self.apart[value, first, count]
         if old is not None:
             stand_in(old, apart)
             node.graph.remove(node, safe=True)
             return
-        assert value.shape is not None
-        apart.shape, apart.type = ir.Shape([value.shape[0], count, value.shape[2]]), value.type
         node.replace_input_with(0, apart)
         _forget_rows(node)
 
@@ -181,14 +190,16 @@ class _Region:
         node.graph.remove(node, safe=True)
 
 
-def make_ragged(graph: ir.Graph) -> set[ir.Node]:
+def make_ragged(graph: ir.Graph) -> frozenset[ir.Node]:
     """Lets merges of a graph in their bucketed form lay images out one behind the other; returns those that do so."""
-    found = set()
-    for merge in [node for node in graph if node.op_type.startswith("bucketed_")]:
-        region = _Region(merge)
+    found: frozenset[ir.Node] = frozenset()
+    if any(a.type == ir.AttributeType.GRAPH for node in graph for a in node.attributes.values()):
+        return found  # what stands in there may read anything
+    for merge in reversed([node for node in graph if node.op_type.startswith("bucketed_")]):
+        region = _Region(merge, found)
         if all(region.takes(node) for node in graph) and not region.rows.keys() & set(graph.outputs):
             region.apply()
-            found.add(merge)
+            found |= {merge}
     return found
 
 
@@ -212,17 +223,19 @@ def _sides(value: ir.Value) -> list[int]:
 
 def _is_same_for_all_rows(value: ir.Value) -> bool:
     """Whether a value is a constant that broadcasts along the rows."""
-    return _constant(value) is not None and all(side == 1 for side in _sides(value)[:-1])
+    sides = _sides(value)
+    return _constant(value) is not None and len(sides) <= 3 and all(side == 1 for side in sides[:-1])
 
 
 def _same_for_all_images(value: ir.Value | None) -> ir.Value | None:
     """The constant of which every image gets a copy, if a value is such copies."""
     expand = value.producer() if value is not None else None
     front = expand.inputs[0] if expand is not None and expand.op_type == "Expand" else None
-    if front is None or not is_constant(front) or front.shape is None:
+    if value is None or value.shape is None or front is None or not is_constant(front):
         return None
-    sides = list(front.shape)
-    return front if len(sides) >= 2 and all(side == 1 for side in sides[:-2]) else None
+    sides = _sides(front)
+    copies = len(sides) >= 2 and all(side == 1 for side in sides[:-2]) and list(value.shape)[-2:] == sides[-2:]
+    return front if copies else None
 
 
 def _cut(node: ir.Node) -> tuple[int | None, int | None]:

@@ -11,7 +11,8 @@
  * any number: below 0 it counts as 0, above S as S. Prefix rows exist whatever the length.
  *
  * Ragged rows: the B * S rows of an array are the images one behind the other, each in as many rows as its length, and
- * what is left behind the last. S then bounds no image; the lengths must be those that the images were laid out by.
+ * what is left behind the last. S then bounds no image. Lengths must be those that the images were laid out by; of a merge
+ * they hold the prefix rows, and no more than P + N. The host refuses others; a device does not look.
  *
  * A merge is two calls, because one caller (ONNX Runtime) must know the new row count on the host before it allocates
  * the output, and another (TensorRT) learns it on the device:
@@ -166,7 +167,7 @@ ALGM_BOTH(int, clap_similarity,
 
 /* tokens (B,S,D), threshold () -> map (B,N), length (B), rows () = S' = the longest length, and the plan.
  * rows_int32 (), if not null, receives S' once more as int32. For ragged results the rows of all images together are
- * counted instead. */
+ * counted instead, and every image of the output needs room for a B-th of them, rounded up. */
 ALGM_BOTH(int, clap_decide,
           (const algm_clap_params *params, const void *tokens, const float *threshold, int64_t *map, int64_t *length,
            int64_t *rows, int32_t *rows_int32, void *workspace, void *stream))
@@ -212,7 +213,8 @@ ALGM_BOTH(int, gbm_decide_given,
            const int64_t *length, const float *threshold, int64_t *out_map, int64_t *out_length, int64_t *rows,
            int32_t *rows_int32, void *workspace, void *stream))
 
-/* As clap_apply; length (B) as given to the decision, which only ragged tokens need. */
+/* As clap_apply; length (B) as given to the decision, which only ragged tokens need. From ragged tokens to images that lie
+ * apart, out_rows is not below zero: S does not say how many rows the longest image has. */
 ALGM_BOTH(int, gbm_apply,
           (const algm_gbm_params *params, const void *tokens, const float *size, const int64_t *length,
            const void *workspace, int64_t out_rows, void *out_tokens, float *out_size, void *stream))

@@ -27,7 +27,7 @@ ALGM_EVERYWHERE inline int64_t existing_rows(int64_t length, int64_t rows) {
 
 // Rows that each of `images` must have room for, if one behind the other they have `counted`.
 ALGM_EVERYWHERE inline int64_t mean_rows(int64_t counted, int64_t images) {
-    const int32_t each = static_cast<int32_t>(images);  // 64 bits would be slow to divide by
+    const int32_t each = static_cast<int32_t>(images);  // as below
     return (static_cast<int32_t>(counted) + each - 1) / each;
 }
 
@@ -193,6 +193,11 @@ int check_apply(const Params &p, const void *tokens, const float *size, const vo
     if (any_null(tokens, size, workspace) || (out_rows != 0 && any_null(out_tokens, out_size)))
         return ALGM_INVALID_ARGUMENT;
     return out_rows >= -kMaxRows && fits(p.batch, out_rows) ? ALGM_OK : ALGM_UNSUPPORTED;
+}
+
+// Whether `apply` is asked to round up rows of which it does not know how many an image can have.
+inline bool lacks_rows(const algm_gbm_params &p, int64_t out_rows) {
+    return reads_ragged(p.ragged) && !writes_ragged(p.ragged) && out_rows < 0;
 }
 
 // Whether a caller that gives matches gives none of one kind.

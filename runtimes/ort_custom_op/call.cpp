@@ -50,6 +50,15 @@ void ReadAttribute::operator()(char const* name, int32_t& value, Words const& wo
     fail("attribute ", name, " has the unknown value ", text.c_str());
 }
 
+bool ReadAttribute::has(char const* name) const {
+    size_t size = 0;
+    OrtStatus* const status = api_.KernelInfoGetAttribute_string(info_, name, nullptr, &size);
+    if (status != nullptr) {
+        api_.ReleaseStatus(status);
+    }
+    return status == nullptr;
+}
+
 void ReadAttribute::operator()(char const* name, float& value) const {
     check(api_, api_.KernelInfoGetAttribute_float(info_, name, &value));
 }

@@ -65,6 +65,8 @@ public:
     void operator()(char const* name, Numbers& values, int32_t low) const;
     void operator()(char const* name, int32_t& value, Words const& words) const;
     void operator()(char const* name, float& value) const;
+    // Whether the node has an attribute, a word.
+    bool has(char const* name) const;
 
 private:
     std::vector<int64_t> numbers(char const* name) const;

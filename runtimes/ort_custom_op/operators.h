@@ -167,7 +167,9 @@ struct BucketedMerge : PaddedMerge<Operator> {
 
     explicit BucketedMerge(ReadAttribute const& read) : PaddedMerge<Operator>(read) {
         read("step", step_, 1);
-        read("ragged", this->operator_.ragged, kRagged);
+        if (read.has("ragged")) {  // graphs of earlier versions have no ragged rows
+            read("ragged", this->operator_.ragged, kRagged);
+        }
     }
 
     void run(Call const& call) const { this->padded(call, step_); }

@@ -153,6 +153,31 @@ def test_images_without_rows(kernels: Kernels) -> None:
     kernels.call("reframe", reframe_params(nothing.shape, "float16", 0, 0), None, kernels.put(length), None, None)
 
 
+@pytest.mark.parametrize("plan", [{"rule": "fixed"}, {"semantics": "paper"}, {"rule": "budget", "budget": 4}])
+@pytest.mark.parametrize("prefix", [0, 2, 5])
+def test_gbm_by_other_plans(kernels: Kernels, prefix: int, plan: dict[str, Any]) -> None:
+    """And of an array with more rows than an image can have."""
+    rng = np.random.default_rng(prefix)
+    length, plan = np.array([prefix + 9, prefix + 20, prefix + 1]), GBM | plan | {"prefix": prefix}
+    tokens = np.concatenate([exact_tokens(rng, "few", (1, prefix + 20, 16), np.float16) for _ in length])
+    map = np.stack([np.minimum(np.arange(20) + prefix, count - 1) for count in length])
+    expected = kernels.gbm(tokens, ones(tokens), map, length, 0.6, **plan)
+    rows = prefix + 50
+    ragged = [joined(x, length, rows) for x in (tokens, ones(tokens))]
+    found = kernels.gbm(*ragged, map, length, 0.6, ragged=RAGGED_IN, **plan)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+    found = kernels.gbm(*ragged, map, length, 0.6, out_rows=-rows, ragged=RAGGED_IN | RAGGED_OUT, **plan)
+    assert_joined(found, expected, rows)
+
+
+def test_rows_apart_cannot_be_rounded_up_where_nobody_knows_their_limit(kernels: Kernels) -> None:
+    values, patch_map, length = np.zeros((2, 4, 8), np.float32), np.ones((2, 6), np.int64), np.array([4, 4])
+    for out_rows in (-1, -32):
+        with pytest.raises(KernelError, match=f"status {INVALID_ARGUMENT}"):
+            kernels.gbm(values, ones(values), patch_map, length, 1.0, ragged=RAGGED_IN, out_rows=out_rows, **GBM)
+
+
 def test_lengths_that_the_rows_cannot_hold_are_refused(cpu_library: Any) -> None:
     """On the host, which can read them."""
     from kernel_memory import HostMemory
@@ -171,3 +196,6 @@ def test_lengths_that_the_rows_cannot_hold_are_refused(cpu_library: Any) -> None
                 call()
     with pytest.raises(KernelError, match=f"status {INVALID_ARGUMENT}"):  # an image without the rows that go
         kernels.reframe(values, np.array([1, 4]), front, skip=2)
+    for length in (np.array([0, 4]), np.array([8, 0])):  # without its prefix, and more than a map can tell apart
+        with pytest.raises(KernelError, match=f"status {INVALID_ARGUMENT}"):
+            kernels.gbm(values, ones(values), patch_map, length, 1.0, ragged=RAGGED_IN, **GBM)

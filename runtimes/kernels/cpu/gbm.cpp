@@ -60,6 +60,11 @@ ALGM_VECTOR_CLONES void matches_of(const Split &split, int64_t width, const Bflo
     best_matches(split, width, tokens, best, row);
 }
 
+// Whether lengths are those of ragged tokens.
+bool holds_images(const algm_gbm_params &p, const int64_t *length) {
+    return are_ragged(length, p.batch, p.rows, p.prefix, most_rows(p));
+}
+
 struct Statistics {
     double mean, deviation;
 };
@@ -151,7 +156,7 @@ int algm_cpu_gbm_similarity(const algm_gbm_params *params, const void *tokens, c
     if (const int status = check(params)) return status;
     if (any_null(tokens, length, workspace) || lacks_matches(*params, best, best_row)) return ALGM_INVALID_ARGUMENT;
     const bool ragged = reads_ragged(params->ragged);
-    if (ragged && !are_ragged(length, params->batch, params->rows)) return ALGM_INVALID_ARGUMENT;
+    if (ragged && !holds_images(*params, length)) return ALGM_INVALID_ARGUMENT;
     const std::vector<int64_t> starts = starts_of(ragged ? length : nullptr, params->batch, params->rows);
     const int64_t candidates = max_a(*params);
     std::fill_n(best, params->batch * candidates, kNothing);
@@ -230,9 +235,11 @@ int algm_cpu_gbm_apply(const algm_gbm_params *params, const void *tokens, const 
                 if (target[i] == row) add(a0 + 2 * i);
         };
     };
-    const bool weighted = params != nullptr && params->semantics == ALGM_SEMANTICS_CODE;
-    const bool ragged = params != nullptr && reads_ragged(params->ragged);
-    if (ragged && length == nullptr) return ALGM_INVALID_ARGUMENT;
+    if (const int status = check(params)) return status;
+    const bool ragged = reads_ragged(params->ragged);
+    if (lacks_rows(*params, out_rows) || (ragged && (length == nullptr || !holds_images(*params, length))))
+        return ALGM_INVALID_ARGUMENT;
+    const bool weighted = params->semantics == ALGM_SEMANTICS_CODE;
     return apply_plan<GbmPlan>(params, tokens, size, ragged ? length : nullptr, workspace, out_rows, out_tokens, out_size,
                                weighted, members_of);
 }

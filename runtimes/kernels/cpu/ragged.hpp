@@ -17,10 +17,11 @@ inline std::vector<int64_t> starts_of(const int64_t *length, int64_t batch, int6
     return starts;
 }
 
-// Whether ragged images fit into their array.
-inline bool are_ragged(const int64_t *length, int64_t batch, int64_t rows) {
-    const bool positive = std::all_of(length, length + batch, [](int64_t one) { return one >= 0 && one <= kMaxRows; });
-    return positive && std::accumulate(length, length + batch, int64_t{0}) <= batch * rows;
+// Whether ragged images have `fewest` to `most` rows and fit into their array.
+inline bool are_ragged(const int64_t *length, int64_t batch, int64_t rows, int64_t fewest = 0,
+                       int64_t most = kMaxRows) {
+    const bool bounded = std::all_of(length, length + batch, [=](int64_t one) { return one >= fewest && one <= most; });
+    return bounded && std::accumulate(length, length + batch, int64_t{0}) <= batch * rows;
 }
 
 }  // namespace algm::cpu

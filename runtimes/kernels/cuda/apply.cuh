@@ -84,7 +84,9 @@ struct Rows {
     // Called by all lanes, as is find_output.
     __device__ Rows(const ApplyShape &shape, int image, int span, const T *tokens, const float *size)
         : start(shape.ragged_in == nullptr ? image * shape.rows_in : rows_before(shape.ragged_in, image)),
-          rows_in(shape.ragged_in == nullptr ? shape.rows_in : static_cast<int>(shape.ragged_in[image])),
+          rows_in(shape.ragged_in == nullptr
+                      ? shape.rows_in
+                      : static_cast<int>(existing_rows(shape.ragged_in[image], shape.most))),
           packs(shape.width / V),
           first(span * kSpan + lane_index()) {
         this->tokens = reinterpret_cast<const Bits<T, V> *>(tokens + int64_t{start} * shape.width);

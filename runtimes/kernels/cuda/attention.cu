@@ -30,8 +30,8 @@ __device__ inline Image image_of(const Images &all, int tile, int queries, int &
     if (all.ragged) {
         const RaggedTile one = ragged_tile(all.length, all.images, 0, tile, queries);
         first = one.first;
-        const bool exists = one.image < all.images;
-        return {one.start, exists ? one.count : 0, exists ? one.count : all.images * all.rows - one.start};
+        const int left = max(all.images * all.rows - one.start, 0), count = min(one.count, left);
+        return {one.start, count, one.image < all.images ? count : left};
     }
     const int each = (all.rows + queries - 1) / queries, image = tile / each;
     first = tile % each * queries;

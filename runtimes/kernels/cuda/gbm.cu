@@ -571,7 +571,7 @@ int algm_cuda_gbm_apply(const algm_gbm_params *params, const void *tokens, const
     if (const int status = check_batch(params)) return status;
     if (const int status = check_apply(*params, tokens, size, workspace, out_rows, out_tokens, out_size)) return status;
     const bool ragged = reads_ragged(params->ragged);
-    if (ragged && length == nullptr) return ALGM_INVALID_ARGUMENT;
+    if (lacks_rows(*params, out_rows) || (ragged && length == nullptr)) return ALGM_INVALID_ARGUMENT;
     const auto plan = plan_in<Plan>(workspace, *params);
     const Sets sets = sets_of(*params, length);
     const ApplyShape shape = {sets.rows,
@@ -583,14 +583,16 @@ int algm_cuda_gbm_apply(const algm_gbm_params *params, const void *tokens, const
                               ragged ? length : nullptr,
                               plan.ragged};
     // An output never has more rows than the input, unless the caller asked for more padding.
-    const int64_t items = ceil_div(out_rows > sets.rows ? out_rows : sets.rows, kGroup);
+    const int64_t most = params->rows > sets.rows ? params->rows : sets.rows;
+    const int64_t items = ceil_div(out_rows > most ? out_rows : most, kGroup);
     const bool weighted = params->semantics == ALGM_SEMANTICS_CODE;
     const bool aligned = is_aligned(tokens) && is_aligned(out_tokens);
     return with_apply_grid(
         params->dtype, sets.width, items, aligned, [&](auto type, auto pack, unsigned blocks, int spans) {
             using T = decltype(type);
             const Blocks all = {dim3(blocks, static_cast<unsigned>(params->batch)), kApplyWarps * kWarp};
-            return launch<true>(apply_kernel<T, decltype(pack)::value>, all, stream, shape, sets, weighted, static_cast<int>(items), spans, plan,
-                                static_cast<const T *>(tokens), size, static_cast<T *>(out_tokens), out_size);
+            return launch<true>(apply_kernel<T, decltype(pack)::value>, all, stream, shape, sets, weighted,
+                                static_cast<int>(items), spans, plan, static_cast<const T *>(tokens), size,
+                                static_cast<T *>(out_tokens), out_size);
         });
 }

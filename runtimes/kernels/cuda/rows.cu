@@ -49,7 +49,7 @@ __global__ void reframe_kernel(Frame frame, int words, const Word *values, Word 
     const RaggedTile to = ragged_tile(frame.length, frame.images, more, tile, kMoveRows);
     const bool exists = to.image < frame.images;
     const int first = to.start + to.first;  // row of the output
-    const int count = min((exists ? to.start + to.count : all) - first, kMoveRows);
+    const int count = min(min(exists ? to.start + to.count : all, all) - first, kMoveRows);
     if (count <= 0) return;
     const int before = to.start - to.image * more + frame.skip;  // row of the values behind those that go
     const int put = exists ? min(max(frame.put - to.first, 0), count) : 0;  // of these rows
@@ -63,10 +63,11 @@ __global__ void reframe_kernel(Frame frame, int words, const Word *values, Word 
 
 // Grid: groups of rows of an image, images.
 template <class Word>
-__global__ void apart_kernel(const int64_t *length, int begin, int count, int words, const Word *values, Word *out) {
+__global__ void apart_kernel(const int64_t *length, int all, int begin, int count, int words, const Word *values,
+                             Word *out) {
     const int first = (blockIdx.x * kMoveWarps + warp_index()) * kMoveRows, image = blockIdx.y;
     if (first >= count) return;
-    const int start = rows_before(length, image), end = static_cast<int>(length[image]);
+    const int start = rows_before(length, image), end = min(static_cast<int>(length[image]), all - start);
     move_rows(words, min(count - first, kMoveRows), out + (int64_t{image} * count + first) * words,
               [&](int i) -> const Word * {
                   const int row = begin + first + i;
@@ -108,7 +109,7 @@ int algm_cuda_apart(const algm_apart_params *params, const void *values, const i
     const dim3 grid(static_cast<unsigned>(ceil_div(p.count, kMoveWarps * kMoveRows)), static_cast<unsigned>(p.images));
     return with_word(p.width, p.dtype, values, out, [&](auto word, int words) {
         using Word = decltype(word);
-        return start(apart_kernel<Word>, {grid, kMoveWarps * kWarp}, stream, length, static_cast<int>(p.first),
+        return start(apart_kernel<Word>, {grid, kMoveWarps * kWarp}, stream, length, static_cast<int>(p.images * p.rows), static_cast<int>(p.first),
                      static_cast<int>(p.count), words, static_cast<const Word *>(values), static_cast<Word *>(out));
     });
 }
