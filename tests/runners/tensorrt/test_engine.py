@@ -53,9 +53,12 @@ OTHERS = [
     ("dinov2", "linear"),
     ("deit", "linear"),
     ("eomt", "queries"),
+    ("segmenter", "linear"),
     ("setr", "naive"),
+    ("setr", "naive_mmseg"),
     ("setr", "pup"),
     ("setr", "mla"),
+    ("setr", "mla_mmseg"),
     ("segvit", "atm"),
 ]
 
