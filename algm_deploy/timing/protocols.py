@@ -39,7 +39,7 @@ from algm_deploy.evaluation.flops import multiply_adds
 from algm_deploy.parity.chain import verify
 from algm_deploy.pictures.preprocessing import read_photo
 from algm_deploy.pictures.sliding import best_labels
-from algm_deploy.predictor import network_canvas
+from algm_deploy.predictor import WARM_UP_S, network_canvas
 from algm_deploy.recipe.plan import DENSE, MergePlan
 from algm_deploy.recipe.schema import Recipe
 from algm_deploy.runners.contract import Array, Runner, runner
@@ -62,7 +62,6 @@ from algm_deploy.timing.timers import (
 from algm_deploy.timing.variants import VARIANTS, executables, planned, variant_bundle, variant_runner
 
 _STAGE_EFFORT = Effort(warmup=1, rounds=2, most_rounds=2)
-_WARM_UP_S = 30.0  # of each network
 
 
 @dataclass(frozen=True)
@@ -159,7 +158,7 @@ def _warm_up(contestants: Iterable[Contestant], request: Request) -> None:
     """Single pictures get their CUDA graphs, as those of a server do, as far as the time allows; `execution` tells."""
     if request.batch == 1:
         for one in contestants:
-            one.run.warm_up(1, _WARM_UP_S)
+            one.run.warm_up(1, WARM_UP_S)
 
 
 class Pace(NamedTuple):

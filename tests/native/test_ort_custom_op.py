@@ -127,13 +127,14 @@ def test_padded_merges(run: Any, dtype: Any, batch: str) -> None:
         assert not size[:, int(rows) :].any()
 
 
-@pytest.mark.parametrize("step", [1, 5, 1000])
-def test_bucketed_merges(run: Any, step: int) -> None:
-    """Images lie one behind the other, each in the longest one's rows rounded up to the step, no more than went in."""
+@pytest.mark.parametrize(("step", "ragged"), [(1, {"ragged": "none"}), (5, {"ragged": "none"}), (1000, {})])
+def test_bucketed_merges(run: Any, step: int, ragged: dict[str, str]) -> None:
+    """Each image lies in the longest one's rows rounded up to the step, no more than went in; so it does in graphs of
+    before there were ragged rows."""
     for op, inputs, attributes in merges(np.float16):
         tokens = inputs[0]
         expected = getattr(reference, op)(*inputs, **attributes)
-        values, size, map, length, rows, _ = run(f"bucketed_{op}", inputs, 6, **attributes, step=step, ragged="none")
+        values, size, map, length, rows, _ = run(f"bucketed_{op}", inputs, 6, **attributes, step=step, **ragged)
         assert (values.shape, size.shape) == (tokens.shape, tokens.shape[:2]), "room for all that went in"
         assert int(rows) == expected[0].shape[1] < tokens.shape[1]
         taken = min(-(-int(rows) // step) * step, tokens.shape[1])

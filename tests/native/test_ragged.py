@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from kernel_arrays import INVALID_ARGUMENT, KernelError, Kernels
-from kernel_memory import DTYPES
+from kernel_memory import DTYPES, HostMemory
 from operator_inputs import CLAP, GBM, exact_tokens, ones
 
 from algm_deploy.ops.kernel_library import RAGGED_IN, RAGGED_OUT, apart_params, reframe_params
@@ -180,8 +180,6 @@ def test_rows_apart_cannot_be_rounded_up_where_nobody_knows_their_limit(kernels:
 
 def test_lengths_that_the_rows_cannot_hold_are_refused(cpu_library: Any) -> None:
     """On the host, which can read them."""
-    from kernel_memory import HostMemory
-
     kernels = Kernels(cpu_library, HostMemory())
     values, front = np.zeros((2, 4, 3 * 8), np.float32), np.zeros((1, 3 * 8), np.float32)
     patch_map = np.zeros((2, 6), np.int64)

@@ -53,7 +53,7 @@ from algm_deploy.models.vit import (
     VitNetwork,
 )
 from algm_deploy.ops._rows import wide
-from algm_deploy.ops.native_kernels import Kernels, Merge, clap_merge, gbm_merge, tome_merge, use_kernels
+from algm_deploy.ops.native_kernels import Decision, Kernels, Merge, clap_merge, gbm_merge, tome_merge, use_kernels
 from algm_deploy.recipe.network import patch_margins
 from algm_deploy.runners.torch.evit import cls_attention, evit
 from algm_deploy.runners.torch.fused import (
@@ -306,6 +306,11 @@ class _Outcome:
         self.map, self.length = torch.empty_like(first.map), torch.empty_like(first.length)
         self.told = torch.empty_like(first.map) if isinstance(slot, Evit) else self.map
 
+    def written_by(self, decision: Decision) -> Decision:
+        """Lets the kernels write map and length here, so that nothing is copied."""
+        self.map, self.length, self.told = decision.map, decision.length, decision.map
+        return decision
+
     def through(self, slot: nn.Module, entering: Tokens) -> Tokens:
         """What comes through a slot of images of one length; map and length are here."""
         tokens: Tokens = slot.merged(entering, evit) if isinstance(slot, Evit) else slot(entering, None)
@@ -320,15 +325,13 @@ class _Outcome:
 
 
 class _KernelTome(_Outcome):
-    """The same of ToMe where the kernels merge: they write map and length here, so that nothing is copied."""
+    """The same of ToMe where the kernels merge."""
 
     def __init__(self, slot: Tome, first: Tokens, kernels: Kernels) -> None:
         super().__init__(first, slot)
         self._kernels, patches = kernels, first.map.shape[1]
         merge = tome_merge(first.values, patches, slot.r, slot.prefix)
-        self._decision = kernels.decision(merge, first.values, patches)
-        self.map, self.length = self._decision.map, self._decision.length
-        self.told = self.map
+        self._decision = self.written_by(kernels.decision(merge, first.values, patches))
 
     def through(self, slot: nn.Module, entering: Tokens) -> Tokens:
         assert isinstance(slot, Tome) and entering.keys is not None
@@ -398,9 +401,8 @@ class _KernelCut(_Cut):
         super().__init__(slot, first)
         self.kernels, self.waits = kernels, False
         patches = first.map.shape[1]
-        self.decision = kernels.decision(_merge_of(slot, first.values, patches), first.values, patches)
-        self.map, self.length = self.decision.map, self.decision.length
-        self.told = self.map
+        merge = _merge_of(slot, first.values, patches)
+        self.decision = self.written_by(kernels.decision(merge, first.values, patches))
 
     def merge(self, before: Tokens | _Cut, tokens: Tensor, thresholds: Tensor) -> None:
         merge = _merge_of(self.slot, tokens, self.map.shape[1])

@@ -8,7 +8,7 @@ using namespace algm::cuda;
 
 namespace {
 
-constexpr int kMostChoices = 256;
+constexpr int kMostChoices = 256;  // a kilobyte of the 4 that parameters of a kernel have
 
 struct Choices {
     int count, rows[kMostChoices];

@@ -16,14 +16,12 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 import torch
-from toys import deployed_toy, pictures, toy
 
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.deployment import export
 from algm_deploy.errors import BundleError
 from algm_deploy.lowering.onnxruntime import rewrite
 from algm_deploy.lowering.onnxruntime_segments import segments
-from algm_deploy.lowering.portable import add_function_bodies
 from algm_deploy.native_libraries import find_library
 from algm_deploy.runners.contract import runner, runner_type
 from algm_deploy.runners.onnxruntime import graphs as graphs_module
@@ -97,37 +95,6 @@ def test_equals_the_whole_graph(session: SegmentedSession, whole: Any, blob_imag
     for clap in (2.0, 0.9, -2.0, 0.5):
         image = blob_images(images)
         assert_equal(run(session, image, clap_threshold=clap), whole(image, clap_threshold=clap))
-
-
-@pytest.mark.parametrize("family", [("segvit", "atm"), ("eomt", "queries")])
-def test_other_families_come_in_segments_too(
-    family: tuple[str, str], translated: Callable[..., ir.Model], ort_library: Path, tmp_path: Path
-) -> None:
-    """SegViT's decoder reads tokens of before GBM, so a mask of their rows, boolean, crosses into the last segment."""
-    network, plan = toy(*family)
-    model = translated(deployed_toy(network, plan), plan)
-    add_function_bodies(model)
-    rewrite(model, "cuda", True, False)
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    options.register_custom_ops_library(str(ort_library))
-
-    def opened(part: ir.Model, name: str) -> ort.InferenceSession:
-        ir.save(part, tmp_path / name)
-        return ort.InferenceSession(tmp_path / name, options, providers=["CPUExecutionProvider"])
-
-    whole, parts = opened(model, "whole"), [opened(part, str(i)) for i, part in enumerate(segments(model))]
-    names = [output.name for output in whole.get_outputs()]
-    chained = SegmentedSession(lambda index, _: parts[index], len(parts), torch.device("cpu"), MOST_IMAGES)
-    image, thresholds = pictures(network), {"clap_threshold": 0.8, "gbm_threshold": 0.5}
-    scalars = {name: np.array(value, np.float32) for name, value in thresholds.items()}
-    expected = dict(zip(names, whole.run(names, {"image": image, **scalars}), strict=True))
-    found = chained.run(torch.from_numpy(image), thresholds, names)
-    chained.close()
-    assert len(parts) == 3
-    assert expected["token_counts"][-1, -1] < expected["token_counts"][0, -1], "nothing merged"
-    for name, value in expected.items():
-        np.testing.assert_allclose(found[name].numpy(), value, rtol=0, atol=2e-5, err_msg=name)
 
 
 def test_batches_up_to_a_power_of_two_share_memory(session: SegmentedSession, whole: Any, blob_images: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import pytest
+from operator_inputs import GBM
 
 from algm_deploy.bundle.records import OptimizedGraph
 from algm_deploy.bundle.store import Bundle
@@ -257,14 +258,6 @@ def test_no_number_is_greater_than_none(above: str, expected: Callable[..., np.n
 @pytest.mark.parametrize("rows", [2, 3, 4, 5, 9])
 def test_nothing_merges_by_a_deviation_that_is_undefined(rows: int, threshold: float) -> None:
     """Of fewer than two rows: the class token and up to four patches have one."""
-    attributes = {
-        "prefix": 1,
-        "rule": "adaptive",
-        "divisor": 5.0,
-        "semantics": "code",
-        "batch": "per_image",
-        "budget": 0,
-    }
     tokens = np.random.default_rng(rows).standard_normal((1, rows, 64)).astype(np.float32)
     feeds = {
         "tokens": tokens,
@@ -273,8 +266,8 @@ def test_nothing_merges_by_a_deviation_that_is_undefined(rows: int, threshold: f
         "length": np.array([rows]),
         "threshold": np.array(threshold, np.float32),
     }
-    compiled = compiled_body(lambda body, *values: BODIES["gbm"](body, attributes, *values), feeds)
-    expected = reference.gbm(*feeds.values(), **attributes)
+    compiled = compiled_body(lambda body, *values: BODIES["gbm"](body, GBM, *values), feeds)
+    expected = reference.gbm(*feeds.values(), **GBM)
     assert (expected[3] == rows).all() or (rows > 4 and threshold == 1)
     for value, wanted in zip(compiled(feeds).values(), expected, strict=True):
         np.testing.assert_allclose(value, wanted, rtol=0, atol=1e-5)
