@@ -342,6 +342,7 @@ def build(
     architectures: Sequence[int] | None = None,
     progress: bool = True,
     folder: Path | None = None,
+    ptx_only: bool = False,
 ) -> dict[str, Path]:
     """Compiles the named libraries.
 
@@ -351,6 +352,8 @@ def build(
             is compiled to PTX as well, so that later GPUs can run it. An empty list leaves CUDA out.
         progress: show a progress bar.
         folder: where they go; default the cache, where `find_library` looks.
+        ptx_only: leave out the code for each GPU, so that the driver translates PTX on whichever GPU runs it: the way
+            to run an earlier GPU's code on a later one.
 
     Returns:
         Path of each library.
@@ -361,12 +364,13 @@ def build(
     cuda = architectures is None or len(architectures) > 0
     _check(names, cuda)
     nvcc = find_nvcc() if cuda else None
+    settings = _cuda_settings(nvcc, architectures, ptx_only) if nvcc else ["-DALGM_CUDA=OFF"]
     folder = folder or cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "build.log"
     log.write_text("")
     with tempfile.TemporaryDirectory(prefix="build-", dir=folder) as work:
-        _run(_configure_command(Path(work), names, nvcc, architectures), log, progress=False)
+        _run(_configure_command(Path(work), names, settings), log, progress=False)
         targets = [LIBRARIES[name].target for name in names]
         _run(["cmake", "--build", work, "--target", *targets], log, progress)
         for library in LIBRARIES.values():
@@ -386,24 +390,23 @@ def _check(names: Sequence[str], cuda: bool) -> None:
         raise BuildError(f"building {', '.join(names)} needs {'; and '.join(lacks)}{rest}")
 
 
-def _configure_command(
-    work: Path, names: Sequence[str], nvcc: Path | None, architectures: Sequence[int] | None
-) -> list[str]:
+def _configure_command(work: Path, names: Sequence[str], cuda_settings: Sequence[str]) -> list[str]:
     headers = {header for name in names if (header := LIBRARIES[name].header)}
     return [
         "cmake", "-G", "Ninja", "-S", str(content("runtimes")), "-B", str(work), "-DCMAKE_BUILD_TYPE=Release",
-        *(_cuda_settings(nvcc, architectures) if nvcc else ["-DALGM_CUDA=OFF"]),
+        *cuda_settings,
         *(f"-D{header.variable.replace('ROOT', 'INCLUDE_DIR')}={find_header(header)}" for header in headers),
     ]  # fmt: skip
 
 
-def _cuda_settings(nvcc: Path, architectures: Sequence[int] | None) -> list[str]:
+def _cuda_settings(nvcc: Path, architectures: Sequence[int] | None, ptx_only: bool) -> list[str]:
     chosen = sorted(architectures or supported_architectures(nvcc))
-    real = [f"{arch}-real" for arch in chosen]
+    real = [] if ptx_only else [f"{arch}-real" for arch in chosen]
+    virtual = [f"{arch}-virtual" for arch in (chosen if ptx_only else chosen[-1:])]
     return [
         "-DALGM_CUDA=ON",
         f"-DCMAKE_CUDA_COMPILER={nvcc}",
-        f"-DCMAKE_CUDA_ARCHITECTURES={';'.join([*real, f'{chosen[-1]}-virtual'])}",
+        f"-DCMAKE_CUDA_ARCHITECTURES={';'.join([*real, *virtual])}",
     ]
 
 

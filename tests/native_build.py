@@ -23,10 +23,11 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 @cache
-def built(name: str, *architectures: int, shared_bytes: int | None = None) -> Path:
+def built(name: str, *architectures: int, shared_bytes: int | None = None, ptx_only: bool = False) -> Path:
     """A library for some GPU architectures, or for the CPU: the installed one, else one for the CPU alone.
 
-    With `shared_bytes` its kernels take a multiprocessor to have so much shared memory.
+    With `shared_bytes` its kernels take a multiprocessor to have so much shared memory; with `ptx_only` it holds
+    nothing that a GPU runs untranslated.
 
     The first process that asks for what is absent compiles it, into the cache beside what `find_library` finds, so that
     no test changes what the product runs with. Skips the test where a tool is missing.
@@ -37,7 +38,8 @@ def built(name: str, *architectures: int, shared_bytes: int | None = None) -> Pa
     if lacks := missing_for(name, cuda):
         pytest.skip(f"needs {'; and '.join(lacks)}")
     small = f"_{shared_bytes}" if shared_bytes else ""
-    folder = cache_folder() / ("sm_" + "_".join(map(str, architectures)) + small if cuda else "cpu")
+    code = "ptx_" if ptx_only else "sm_"
+    folder = cache_folder() / (code + "_".join(map(str, architectures)) + small if cuda else "cpu")
     path = folder / LIBRARIES[name].file_name
     with locked(folder):
         if not path.is_file():
@@ -46,5 +48,5 @@ def built(name: str, *architectures: int, shared_bytes: int | None = None) -> Pa
             with pytest.MonkeyPatch.context() as patch:
                 if shared_bytes:
                     patch.setenv("CUDAFLAGS", f"-DALGM_SHARED_BYTES={shared_bytes}")
-                build([name, *others], architectures, progress=False, folder=folder)
+                build([name, *others], architectures, progress=False, folder=folder, ptx_only=ptx_only)
     return path

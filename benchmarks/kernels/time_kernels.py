@@ -2,6 +2,7 @@
 
     algm-deploy build-native kernels
     python benchmarks/kernels/time_kernels.py
+    python benchmarks/kernels/time_kernels.py --ptx 80 75   # and the code of earlier GPUs beside it, on the same inputs
 
 An operator's floor is the larger of two times: every input read once and every output written once at the bandwidth of
 a large copy, and its multiply-adds at the rate of a large matrix product (both measured first, on this device). For
@@ -9,6 +10,9 @@ label_map the arithmetic is one multiply-add and one maximum a pixel and class; 
 multiprocessor. `x` is the time over that floor. Launches are counted apart: `launches_us` is what as many empty kernels
 in a row take as the operator launches, and `x_launched` the time over floor plus launches.
 A time is the median over replays of a CUDA graph that runs the operator on a rotation of inputs larger than the cache.
+
+The code of earlier GPUs comes as PTX alone, which the driver translates for this one: what their instructions and tiles
+cost here, not what an earlier GPU would take. `x_native` is such a time over that of the library itself.
 """
 
 from __future__ import annotations
@@ -18,26 +22,42 @@ import json
 import platform
 import statistics
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from algm_deploy.native_libraries import require_library
+from algm_deploy.native_libraries import LIBRARIES, build, cache_folder, require_library
 from algm_deploy.ops.kernel_library import ROWS_ON_DEVICE, label_map_params, unmerge_params
 from algm_deploy.ops.native_kernels import LIBRARY, Decision, Kernels, Merge, clap_merge, gbm_merge
 
 ROOT = Path(__file__).resolve().parents[2]
 WIDTHS = {"T": 192, "S": 384, "B": 768, "L": 1024}
 GRID, PATCHES, CLASSES, PIXELS = 32, 1024, 150, 512
+BATCHES = (1, 8, 32)
 AFTER_CLAP, AFTER_GBM = 641, 511  # rows that the thresholds below aim at
 LAUNCHES = {"clap": 3, "gbm": 3, "label_map": 1, "unmerge": 1}  # kernels one after another
 ROTATION_BYTES = 200e6
 MAX_LANES = 64  # maxima a clock and multiprocessor
+REPEATS = 15
+NATIVE = "native"
 
 
-def median_us(run: Callable[[], None], repeats: int = 15) -> float:
+class Bench(NamedTuple):
+    """The kernels to time, what this device could do, and how often a graph is replayed for a median."""
+
+    kernels: Kernels
+    limits: dict[str, float]
+    repeats: int
+
+
+Rows = list[dict[str, Any]]
+Case = tuple[Callable[..., Rows], tuple[Any, ...]]
+"""What times it, and what that takes behind the Bench."""
+
+
+def median_us(run: Callable[[], None], repeats: int = REPEATS) -> float:
     """Median time of run() in microseconds, by events, after two warm-ups."""
     times = []
     for _ in range(repeats + 2):
@@ -50,7 +70,7 @@ def median_us(run: Callable[[], None], repeats: int = 15) -> float:
     return statistics.median(times[2:])
 
 
-def graph_us(calls: list[Callable[[], None]]) -> float:
+def graph_us(calls: list[Callable[[], None]], repeats: int = REPEATS) -> float:
     """Median time of one call when all of them run one after another in a graph."""
     rounds = max(1, 32 // len(calls))
     for call in calls:
@@ -61,7 +81,7 @@ def graph_us(calls: list[Callable[[], None]]) -> float:
         for _ in range(rounds):
             for call in calls:
                 call()
-    return median_us(graph.replay) / (rounds * len(calls))
+    return median_us(graph.replay, repeats) / (rounds * len(calls))
 
 
 def launch_us() -> float:
@@ -241,15 +261,13 @@ def row(
     }
 
 
-def merge_rows(
-    kernels: Kernels, limits: dict[str, float], kind: type, model: str, batch: int, dtype: torch.dtype
-) -> dict[str, Any]:
-    width = WIDTHS[model]
+def merge_rows(bench: Bench, kind: type, model: str, batch: int, dtype: torch.dtype) -> Rows:
+    width, limits = WIDTHS[model], bench.limits
     element = torch.empty((), dtype=dtype).element_size()
-    sets = rotation(lambda: kind(kernels, batch, width, dtype), batch * PATCHES * width * element)
-    times = {"total_us": graph_us([s.whole for s in sets])}
+    sets = rotation(lambda: kind(bench.kernels, batch, width, dtype), batch * PATCHES * width * element)
+    times = {"total_us": graph_us([s.whole for s in sets], bench.repeats)}
     for stage in ("similarity", "decide", "apply"):
-        times[f"{stage}_us"] = graph_us([getattr(s, f"{stage}_only") for s in sets])
+        times[f"{stage}_us"] = graph_us([getattr(s, f"{stage}_only") for s in sets], bench.repeats)
     moved, flops = sets[0].bytes_and_flops()
     rate = "float32_flop_per_s" if dtype == torch.float32 else "float16_flop_per_s"
     floor = max(moved / limits["copy_bytes_per_s"], flops / limits[rate]) * 1e6
@@ -258,58 +276,113 @@ def merge_rows(
         "dtype": name_of(dtype),
         "rows_out": float(sets[0].decision.length.double().mean()),
     }
-    return row(limits, kind.__name__.lower(), batch, times, floor, **facts)
+    return [row(limits, kind.__name__.lower(), batch, times, floor, **facts)]
 
 
-def tail_rows(kernels: Kernels, limits: dict[str, float], batch: int, dtype: torch.dtype) -> list[dict[str, Any]]:
-    rows, name = [], name_of(dtype)
+def tail_rows(bench: Bench, batch: int, dtype: torch.dtype) -> Rows:
+    rows, name, limits = [], name_of(dtype), bench.limits
     for photo in (False, True):
-        sets = [Tail(kernels, batch, dtype, photo) for _ in range(4)]
+        sets = [Tail(bench.kernels, batch, dtype, photo) for _ in range(4)]
         moved = sets[0].scores.numel() * sets[0].scores.element_size() + sets[0].labels.numel()
         arithmetic = sets[0].labels.numel() * CLASSES / limits["maxima_per_s"]
         floor = max(moved / limits["copy_bytes_per_s"], arithmetic) * 1e6
-        times = {"total_us": graph_us([s.label_map for s in sets])}
+        times = {"total_us": graph_us([s.label_map for s in sets], bench.repeats)}
         rows.append(row(limits, "label_map", batch, times, floor, scores="photo" if photo else "random", dtype=name))
     moved = (sets[0].scores.numel() + sets[0].values.numel()) * sets[0].scores.element_size()
     floor = moved / limits["copy_bytes_per_s"] * 1e6
-    rows.append(row(limits, "unmerge", batch, {"total_us": graph_us([s.unmerge for s in sets])}, floor, dtype=name))
+    times = {"total_us": graph_us([s.unmerge for s in sets], bench.repeats)}
+    rows.append(row(limits, "unmerge", batch, times, floor, dtype=name))
     return rows
 
 
-def measure(library: Path) -> dict[str, Any]:
-    torch.manual_seed(0)
-    kernels, limits = Kernels(library), ceilings()
-    rows = []
-    for batch in (1, 8, 32):
+def cases(batches: Sequence[int]) -> Iterator[Case]:
+    """In fp32 at the largest batch alone."""
+    for batch in batches:
         for model in WIDTHS:
             for kind in (Clap, Gbm):
-                rows.append(merge_rows(kernels, limits, kind, model, batch, torch.float16))
-        rows += tail_rows(kernels, limits, batch, torch.float16)
+                yield merge_rows, (kind, model, batch, torch.float16)
+        yield tail_rows, (batch, torch.float16)
     for model, kind in (("S", Clap), ("S", Gbm), ("L", Clap), ("L", Gbm)):
-        rows.append(merge_rows(kernels, limits, kind, model, 32, torch.float32))
+        yield merge_rows, (kind, model, max(batches), torch.float32)
+
+
+def measure(libraries: Mapping[str, Path], batches: Sequence[int] = BATCHES, repeats: int = REPEATS) -> dict[str, Any]:
+    """The record of the library NATIVE, with the times of the others in `ptx`. They take turns at every case, so that
+    what changes on the device meanwhile meets all of them."""
+    limits = ceilings()
+    benches = {name: Bench(Kernels(path), limits, repeats) for name, path in libraries.items()}
+    rows: dict[str, Rows] = {name: [] for name in benches}
+    for timed, arguments in cases(batches):
+        for name, bench in benches.items():
+            torch.manual_seed(0)  # the same inputs for each
+            rows[name] += timed(bench, *arguments)
+    native = rows.pop(NATIVE)
+    record = {"schema": 1, "device": device_facts(), "ceilings": limits, "rows": native}
+    ptx = {name: beside(native, others) for name, others in rows.items()}
+    return record | ({"ptx": ptx} if ptx else {})
+
+
+def beside(native: Rows, others: Rows) -> Rows:
+    """Which case, the time, and that over the library's own."""
+    facts = ("kernel", "batch", "model", "scores", "dtype", "total_us")
+    return [
+        {key: other[key] for key in facts if key in other} | {"x_native": round(other["total_us"] / own["total_us"], 2)}
+        for own, other in zip(native, others, strict=True)
+    ]
+
+
+def device_facts() -> dict[str, Any]:
     versions = {"torch": torch.__version__, "cuda": torch.version.cuda, "driver": device_query("driver_version")}
-    device = {"name": torch.cuda.get_device_name(), "python": platform.python_version(), **versions}
-    return {"schema": 1, "device": device, "ceilings": limits, "rows": rows}
+    return {"name": torch.cuda.get_device_name(), "python": platform.python_version(), **versions}
+
+
+def compiled_as_ptx(architecture: int) -> Path:
+    """The kernels as PTX of a compute capability alone; compiled once for these sources."""
+    folder = cache_folder() / f"ptx_{architecture}"
+    path = folder / LIBRARIES[LIBRARY].file_name
+    return path if path.is_file() else build([LIBRARY], [architecture], folder=folder, ptx_only=True)[LIBRARY]
 
 
 def print_table(record: dict[str, Any]) -> None:
     for name, value in record["ceilings"].items():
         print(f"{name}: {value:.3g}")
     for r in record["rows"]:
-        what = f"{r['kernel']} {r.get('model', r.get('scores', ''))} {r['dtype']} x{r['batch']}"
         stages = " ".join(f"{k[:-3]} {r[k]:.1f}" for k in ("similarity_us", "decide_us", "apply_us") if k in r)
         print(
-            f"{what:34} {r['total_us']:8.1f} us  floor {r['floor_us']:7.1f}  x{r['x']:<6} "
+            f"{case_of(r):34} {r['total_us']:8.1f} us  floor {r['floor_us']:7.1f}  x{r['x']:<6} "
             f"with launches x{r['x_launched']:<6} {stages}"
         )
+    for name, rows in record.get("ptx", {}).items():
+        for r in rows:
+            print(f"PTX {name}: {case_of(r):34} {r['total_us']:8.1f} us  x{r['x_native']} of native")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--library", type=Path, help="libalgm_kernels.so with the CUDA kernels; default: the built one")
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "records" / "kernels.json")
-    arguments = parser.parse_args()
-    record = measure(arguments.library or require_library(LIBRARY))
+def case_of(r: dict[str, Any]) -> str:
+    return f"{r['kernel']} {r.get('model', r.get('scores', ''))} {r['dtype']} x{r['batch']}"
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--library", type=Path, help="libalgm_kernels.so with the CUDA kernels; default: the built one")
+    made.add_argument(
+        "--ptx",
+        type=int,
+        nargs="+",
+        default=[],
+        metavar="CAPABILITY",
+        help="also time the code of these earlier compute capabilities, such as 80 75, which nvcc compiles first",
+    )
+    made.add_argument("--batches", type=int, nargs="+", default=BATCHES, help="default: %(default)s")
+    made.add_argument("--repeats", type=int, default=REPEATS, help="replays of a graph; default: %(default)s")
+    made.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "records" / "kernels.json")
+    return made
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    arguments = parser().parse_args(words)
+    libraries = {NATIVE: arguments.library or require_library(LIBRARY)}
+    libraries |= {str(number): compiled_as_ptx(number) for number in arguments.ptx}
+    record = measure(libraries, arguments.batches, arguments.repeats)
     print_table(record)
     arguments.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 

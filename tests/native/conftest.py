@@ -14,7 +14,8 @@ from algm_deploy.native_libraries import find_library
 sys.path.insert(0, str(Path(__file__).parent))
 
 from kernel_arrays import Kernels
-from kernel_memory import MEMORIES
+from kernel_code import EARLIER_CARDS, library_for
+from kernel_memory import MEMORIES, DeviceMemory
 
 
 @pytest.fixture(scope="session")
@@ -46,7 +47,11 @@ def cuda_library() -> Path:
     return built("kernels", 10 * major + minor)
 
 
-@pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(
+    scope="session", params=["cpu", *(pytest.param(name, marks=pytest.mark.gpu) for name in ("cuda", *EARLIER_CARDS))]
+)
 def kernels(request: pytest.FixtureRequest) -> Kernels:
-    """The kernels of a device."""
+    """The kernels of a device, and on a GPU those with the code of earlier cards too."""
+    if request.param in EARLIER_CARDS:
+        return Kernels(library_for(request.param), DeviceMemory())
     return Kernels(request.getfixturevalue(f"{request.param}_library"), MEMORIES[request.param]())

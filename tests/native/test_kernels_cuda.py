@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import re
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +17,8 @@ import numpy as np
 import pytest
 import torch
 from kernel_arrays import UNSUPPORTED, KernelError, Kernels
+from kernel_code import EARLIER_CARDS, code_in, library_for
 from kernel_memory import DTYPES, DeviceMemory, HostMemory
-from native_build import built
 from operator_inputs import CLAP, GBM, exact_tokens, ones
 
 from algm_deploy.ops.clap import window_members
@@ -24,25 +28,44 @@ from algm_deploy.ops.schema import WORDS
 pytestmark = pytest.mark.gpu
 
 
-# What a card of compute capability 8.6, 8.9 or 12.0, and one of 7.5, have for the blocks of a multiprocessor.
-OTHER_CARDS = {"code of 8.0": (80, None), "as on 8.9": (80, 100 << 10), "as on 7.5": (75, 64 << 10)}
-
-
-@pytest.fixture(scope="module", params=["this card", *OTHER_CARDS])
+@pytest.fixture(scope="module", params=["this card", *EARLIER_CARDS])
 def library(request: pytest.FixtureRequest) -> Path:
     """The kernels for this card, and the code of earlier ones, which the driver translates for this one."""
     if request.param == "this card":
         return cast(Path, request.getfixturevalue("cuda_library"))
-    architecture, shared_bytes = OTHER_CARDS[request.param]
-    major, minor = torch.cuda.get_device_capability()
-    if architecture > 10 * major + minor:
-        pytest.skip(f"a card of compute capability {major}.{minor} runs no code for {architecture / 10}")
-    return built("kernels", architecture, shared_bytes=shared_bytes)
+    return library_for(request.param)
 
 
 @pytest.fixture(scope="module")
 def kernels(library: Path) -> Kernels:
     return Kernels(library, DeviceMemory())
+
+
+@pytest.mark.parametrize("card", EARLIER_CARDS)
+def test_a_library_for_an_earlier_card_holds_its_ptx_alone(card: str) -> None:
+    assert code_in(library_for(card)) == {f"sm_{EARLIER_CARDS[card].architecture}.ptx"}
+
+
+def call_apart(library: Path, translating: bool) -> subprocess.CompletedProcess[str]:
+    """A process that calls a kernel, where the driver may translate PTX or must not."""
+    # Without the cache, from which a translation of earlier would come.
+    environment = os.environ | {"CUDA_DISABLE_PTX_JIT": str(int(not translating)), "CUDA_CACHE_DISABLE": "1"}
+    command = [sys.executable, Path(__file__).with_name("gelu_call.py"), library]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("card", EARLIER_CARDS)
+def test_code_of_earlier_cards_runs_only_where_the_driver_translates_it(card: str) -> None:
+    library = library_for(card)
+    translated, refused = (call_apart(library, translating) for translating in (True, False))
+    assert translated.returncode == 0, translated.stderr
+    assert refused.returncode == 1
+    assert re.search(r"^status 1\d{3}: ", refused.stderr, re.MULTILINE), refused.stderr  # an error of CUDA's
+
+
+def test_code_for_this_card_runs_where_nothing_is_translated(cuda_library: Path) -> None:
+    done = call_apart(cuda_library, translating=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

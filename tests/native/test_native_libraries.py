@@ -292,6 +292,15 @@ def test_architectures_are_those_that_nvcc_knows(tools: Callable[[str, str], Non
         native.supported_architectures(nvcc)
 
 
+def test_ptx_alone_is_compiled_for_every_architecture_asked(
+    sources: Path, tools: Callable[[str, str], None], tmp_path: Path
+) -> None:
+    tools("nvcc", NVCC)
+    working_cmake(tools, tmp_path, "kernels")
+    native.build(["kernels"], [80, 75], progress=False, ptx_only=True)
+    assert "-DCMAKE_CUDA_ARCHITECTURES=75-virtual;80-virtual" in (tmp_path / "calls").read_text().split()
+
+
 def test_a_build_keeps_the_library_and_compiles_what_was_asked(
     sources: Path, tools: Callable[[str, str], None], tmp_path: Path
 ) -> None:
