@@ -98,7 +98,11 @@ def test_verify(run: Run, bundle: Path) -> None:
     for name in ("network", "operators", "graph", "numbers", "decisions", "labels"):
         assert name in out
     assert "(give --images for your own); batches of 1, 2, 3, 8; passed" in out
-    assert Bundle.open(bundle).found(Parity, "onnxruntime-cpu").passed
+    record = Bundle.open(bundle).found(Parity, "onnxruntime-cpu")
+    assert record.passed
+    assert set(record.seconds) == {"opening", "runtime", "fp64", *(link.name for link in record.links)}
+    longest = max(record.seconds, key=lambda part: record.seconds[part])
+    assert out.splitlines()[-1].startswith(f"seconds: {longest} {record.seconds[longest]:.1f}")
 
 
 def test_verify_fails_with_the_reason(run: Run, bundle: Path, photo: Path) -> None:

@@ -146,7 +146,8 @@ class Link(Record, frozen=True, kw_only=True):
 
 class Parity(Measurement, Record, frozen=True, kw_only=True):
     """The parity chain on one runtime. `files`: those that were executed, by SHA-256; `pictures`: of what kind;
-    `reference`: what PyTorch computed on."""
+    `reference`: what PyTorch computed on; `seconds`: by link, and by what links share (`parity/chain.py`); they add up
+    to the chain, and are empty in older records."""
 
     section: ClassVar[str] = "parity"
     step: ClassVar[Step] = "parity"
@@ -159,6 +160,7 @@ class Parity(Measurement, Record, frozen=True, kw_only=True):
     device: str = "not recorded"
     files: dict[str, str] | None = None
     reference: Reference = "cpu"
+    seconds: dict[str, float] = {}
 
     @property
     def passed(self) -> bool:

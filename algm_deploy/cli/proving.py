@@ -76,7 +76,15 @@ def verified(bundle: Bundle, runtime: str, options: argparse.Namespace) -> Parit
     verdict = "passed" if record.passed else "FAILED"
     gpu = "; PyTorch on a GPU" if record.reference == "cuda" else ""
     say(f"{counted(record.images, record.pictures)}{hint}; batches of {batches}{gpu}; {verdict}")
+    say(f"seconds: {_longest_first(record.seconds)}")
     return record
+
+
+def _longest_first(seconds: Mapping[str, float]) -> str:
+    """Where the time went, without parts that took less than a hundredth of it."""
+    least = sum(seconds.values()) / 100
+    parts = sorted(seconds.items(), key=lambda part: -part[1])
+    return ", ".join(f"{name} {took:.1f}" for name, took in parts if took >= least)
 
 
 # ------------------------------------------------------------------------------------------------------------- evaluate

@@ -10,6 +10,9 @@
 
 A runtime is run on every image alone, on batches of different images, and on one image with thresholds at which nothing
 and everything merges, so one that ignores its threshold inputs, or has built them in, breaks links 4 and 5.
+
+The record has the seconds of each link by its name. What links share has names of its own: `opening` of the runtime and
+of PyTorch's networks, runs of the `runtime`, and PyTorch's in `fp64` with the runtime's decisions.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from algm_deploy.parity.comparison import Decided, Decisions, Labels, Numbers, o
 from algm_deploy.parity.jitter import jittered_network
 from algm_deploy.parity.links import graph_link, network_link, operators_link
 from algm_deploy.parity.replay import Replayed, Replays
+from algm_deploy.parity.stopwatch import Stopwatch
 from algm_deploy.recipe.plan import MergePlan
 from algm_deploy.recipe.schema import Precision
 from algm_deploy.runners.contract import Array, Runner, runner
@@ -91,12 +95,16 @@ def verify(bundle: Bundle, runtime: str, images: Array, progress: bool = True, r
         raise BundleError("parity needs different images to tell them apart, got two equal ones: leave one out")
     _check_reference(reference, runtime)
     trials = trials_of(len(images), bundle.recipe.max_batch, bundle.recipe.merging)
+    watch = Stopwatch()
     with ExitStack() as stack:
-        run = stack.enter_context(runner(bundle, runtime))
-        run.check_image(images[:1])
-        stack.enter_context(_without_tf32(reference))
-        network = network_link(bundle, images[:1], reference)  # before other copies of the weights are held
-        chain = _Chain(bundle, run, _pytorch(bundle, run, reference, stack), images, reference)
+        with watch.part("opening"):
+            run = stack.enter_context(runner(bundle, runtime))
+            run.check_image(images[:1])
+            stack.enter_context(_without_tf32(reference))
+        with watch.part("network"):
+            network = network_link(bundle, images[:1], reference)  # before other copies of the weights are held
+        with watch.part("opening"):
+            chain = _Chain(bundle, run, _pytorch(bundle, run, reference, stack), images, reference, watch)
         work = sum(len(trial.images) for trial in trials)
         with tqdm(total=work, desc=f"verify {runtime}", unit="image", disable=None if progress else True) as bar:
             for trial in trials:
@@ -104,7 +112,14 @@ def verify(bundle: Bundle, runtime: str, images: Array, progress: bool = True, r
                     bar.update()
         links = [network, *chain.links(trials)]
     batches = sorted({len(trial.images) for trial in trials})
-    return Parity(runtime=runtime, images=len(images), batches=tuple(batches), links=tuple(links), reference=reference)
+    return Parity(
+        runtime=runtime,
+        images=len(images),
+        batches=tuple(batches),
+        links=tuple(links),
+        reference=reference,
+        seconds=watch.seconds,
+    )
 
 
 class _PyTorch(NamedTuple):
@@ -167,11 +182,13 @@ def _pytorch(bundle: Bundle, run: Runner, device: Reference, stack: ExitStack) -
 class _Chain:
     """One verification."""
 
-    def __init__(self, bundle: Bundle, run: Runner, pytorch: _PyTorch, images: Array, reference: Reference) -> None:
+    def __init__(
+        self, bundle: Bundle, run: Runner, pytorch: _PyTorch, images: Array, reference: Reference, watch: Stopwatch
+    ) -> None:
         self._bundle, self._recipe = bundle, replace(bundle.recipe, precision=run.precision)
-        self._run, self._images, self._pytorch = run, images, pytorch
+        self._run, self._images, self._pytorch, self._watch = run, images, pytorch, watch
         self._signature = signature_of(self._recipe)
-        self._replays = Replays(bundle, images, run.precision, reference, run.attention_in_levels)
+        self._replays = Replays(bundle, images, run.precision, reference, run.attention_in_levels, watch)
         self._first: list[Replayed] = []
         self._numbers, self._decisions = Numbers(self._recipe), Decisions(self._recipe)
         self._labels = Labels(self._recipe)
@@ -190,41 +207,49 @@ class _Chain:
         for position, index in enumerate(trial.images):
             maps = [outputs[f"token_map_{name}"][position] for name in signature.merges]
             masks = [outputs[name][position] for name in mask_names(network)]
-            batch.append(Decided(names[position], maps, self._replays(index, maps, masks), masks))
-            self._numbers.compare(names[position], outputs[self._recipe.output][position], batch[-1].replayed)
+            with self._watch.part("numbers"):
+                batch.append(Decided(names[position], maps, self._replays(index, maps, masks), masks))
+                self._numbers.compare(names[position], outputs[self._recipe.output][position], batch[-1].replayed)
             yield index
-        self._decisions.compare(batch, trial.plan(self._recipe.merging), counted=not trial.thresholds)
+        with self._watch.part("decisions"):
+            self._decisions.compare(batch, trial.plan(self._recipe.merging), counted=not trial.thresholds)
         if len(batch) == 1 and not trial.thresholds:
             self._first += [batch[0].replayed] if len(self._first) < OPERATOR_IMAGES else []
-            every = [tensor.name for tensor in signature.outputs]
-            free = self._pytorch.own.infer(feeds, every)
-            exact = free if self._pytorch.exact is self._pytorch.own else self._pytorch.exact.infer(feeds, every)
-            right = exact if self._pytorch.unquantized is not None else free
-            decisions = [*(f"token_map_{name}" for name in signature.merges), *mask_names(network)]
-            alike = all(np.array_equal(right[name][0], outputs[name][0]) for name in decisions)
+            with self._watch.part("labels"):
+                self._compare_labels(feeds, outputs, batch[0].replayed)
+
+    def _compare_labels(self, feeds: dict[str, Array], outputs: dict[str, Array], replayed: Replayed) -> None:
+        """Compares the label map of one image with those of PyTorch deciding freely; `outputs` are the runtime's."""
+        every = [tensor.name for tensor in self._signature.outputs]
+        free = self._pytorch.own.infer(feeds, every)
+        exact = free if self._pytorch.exact is self._pytorch.own else self._pytorch.exact.infer(feeds, every)
+        right = exact if self._pytorch.unquantized is not None else free
+        maps = (f"token_map_{name}" for name in self._signature.merges)
+        decisions = [*maps, *mask_names(self._recipe.network)]
+        alike = all(np.array_equal(right[name][0], outputs[name][0]) for name in decisions)
+        with self._watch.part("runtime"):
             ours = self._run.infer(feeds)
-            self._labels.compare(ours, free, exact, None if alike else batch[0].replayed)
-            if self._pytorch.unquantized is not None:
-                self._labels.note_distance(ours, self._pytorch.unquantized.infer(feeds))
+        self._labels.compare(ours, free, exact, None if alike else replayed)
+        if self._pytorch.unquantized is not None:
+            self._labels.note_distance(ours, self._pytorch.unquantized.infer(feeds))
 
     def _outputs(self, feeds: dict[str, Array]) -> tuple[dict[str, Array], str | None]:
         """All outputs of the runtime, or why there are none."""
         try:
-            return self._run.infer(feeds, [tensor.name for tensor in self._signature.outputs]), None
+            with self._watch.part("runtime"):
+                return self._run.infer(feeds, [tensor.name for tensor in self._signature.outputs]), None
         except ExecutionError as error:  # a runtime that fails is not verified
             return {}, f"the runtime failed: {error}"
 
     def links(self, trials: list[Trial]) -> list[Link]:
         """Links 2 to 6, when the trials have run."""
-        plan, network = self._recipe.merging, self._recipe.network
+        plan, network, run = self._recipe.merging, self._recipe.network, self._run
         runs = sum(len(trial.images) for trial in trials)
+        with self._watch.part("operators"):
+            operators = operators_link(plan, network, self._first)
+        with self._watch.part("graph"):
+            graph = graph_link(self._bundle, run.executable, run.precision, run.attention_in_levels)
         decisions = (
             [self._decisions.link(runs, self._labels.count_difference)] if plan.layers or network.mask_grids else []
         )
-        return [
-            operators_link(plan, network, self._first),
-            graph_link(self._bundle, self._run.executable, self._run.precision, self._run.attention_in_levels),
-            self._numbers.link(runs),
-            *decisions,
-            self._labels.link(len(self._images)),
-        ]
+        return [operators, graph, self._numbers.link(runs), *decisions, self._labels.link(len(self._images))]

@@ -30,6 +30,7 @@ from algm_deploy.models.vit import Tokens, VitNetwork
 from algm_deploy.ops._rows import wide
 from algm_deploy.parity.decisions import Cells, Ints, MaskFacts
 from algm_deploy.parity.jitter import jittered
+from algm_deploy.parity.stopwatch import Stopwatch
 from algm_deploy.recipe.network import Network
 from algm_deploy.recipe.schema import Precision
 
@@ -74,13 +75,19 @@ class Replays:
     """Replays of the images of one verification; the same image with the same decisions is run once.
 
     `precision`: of the baseline. `attention`: its products are in int8 where those of the bundle may be. Truth and
-    baseline are computed on `device`, and are handed on in the host's memory.
+    baseline are computed on `device`, and are handed on in the host's memory. `watch` is told the time of the truth.
     """
 
     def __init__(
-        self, bundle: Bundle, images: NDArray[Any], precision: Precision, device: str = "cpu", attention: bool = False
+        self,
+        bundle: Bundle,
+        images: NDArray[Any],
+        precision: Precision,
+        device: str = "cpu",
+        attention: bool = False,
+        watch: Stopwatch | None = None,
     ) -> None:
-        self._images = images
+        self._images, self._watch = images, watch or Stopwatch()
         levels = computes_levels(bundle, precision)
         change = use_fp8 if precision == "fp8" and not levels else jittered
         load = partial(load_network, bundle, quantize=levels, attention=attention)
@@ -100,7 +107,8 @@ class Replays:
         return self._known[key]
 
     def _run(self, image: NDArray[Any], maps: Sequence[Ints], masks: Sequence[Cells]) -> Replayed:
-        truth, tokens, deciding = self._truth(image, maps, masks)
+        with self._watch.part("fp64"):
+            truth, tokens, deciding = self._truth(image, maps, masks)
         baseline, tokens_baseline, deciding_baseline = self._baseline(image, maps, masks)
         network = self._truth.network
         scores = full_size(truth, network)
