@@ -164,7 +164,7 @@ def _cells(method: str, facts: Recipe, claims: Claims) -> list[str]:
 def _cell(method: str, network: str, runtime: str, claims: Claims) -> str:
     states = ("verified", "equals", "builds")
     found = [state for state in states if f"{method} {network} {runtime} {state}" in claims]
-    if method == "algm" and network in _passed_at_full_size(runtime):
+    if (method, network) in _passed_at_full_size(runtime):
         found = ["verified"]
     if not found and runtime == "onnxruntime-cuda" and (method, network) == ("algm", "segmenter/mask_transformer"):
         found = ["compared"] * _compared_on_a_gpu()
@@ -178,16 +178,17 @@ def _verified_on_a_gpu(facts: Recipe) -> bool:
     return record["checkpoint"].startswith(facts.name) and bool(chains) and all(chains)
 
 
-def _passed_at_full_size(runtime: str) -> set[str]:
-    """Families whose networks of full size all passed the parity chain in a runtime on a GPU, merging."""
-    passed: dict[str, bool] = {}
+def _passed_at_full_size(runtime: str) -> set[tuple[str, str]]:
+    """Methods and families whose networks of full size all passed the parity chain in a runtime on a GPU, merging."""
+    passed: dict[tuple[str, str], bool] = {}
     for name, row in _record(FULL_SIZE)["rows"].items():
         of, _, where, *dense = name.split()
         if where == runtime and not dense:
-            network = recipe(of).network.architecture.name
-            links = [link["passed"] for link in row["links"].values()]
-            passed[network] = passed.get(network, True) and bool(links) and all(links)
-    return {network for network, all_passed in passed.items() if all_passed}
+            facts = recipe(of)
+            case = facts.merging.method, facts.network.architecture.name
+            links = [link["passed"] for link in row.get("links", {}).values()]
+            passed[case] = passed.get(case, True) and bool(links) and all(links)
+    return {case for case, all_passed in passed.items() if all_passed}
 
 
 def _compared_on_a_gpu() -> bool:
