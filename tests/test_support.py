@@ -79,3 +79,21 @@ def test_a_failed_link_on_a_gpu_takes_the_family_back(
     place = 3 + list(support.RUNTIMES).index("onnxruntime-cuda")
     assert [row.strip("| ").split(" | ")[place] for row in new] == ["none"]
     assert "eva_vit_g16_ade20k" in new.pop()
+
+
+def test_a_network_of_full_size_counts_for_the_method_it_merged_by(
+    support: ModuleType, claims: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = support._record
+
+    def with_dtop(name: str) -> Any:
+        record = read(name)
+        if name == support.FULL_SIZE:
+            links = {"numbers": {"passed": True}}
+            record["rows"]["segvit_prune_vit_b16_ade20k bf16 onnxruntime-cuda"] = {"links": links}
+        return record
+
+    monkeypatch.setattr(support, "_record", with_dtop)
+    place = 1 + list(support.RUNTIMES).index("onnxruntime-cuda")
+    (row,) = (row for row in support.page(claims).splitlines() if row.startswith("| segvit/prune |"))
+    assert row.strip("| ").split(" | ")[place] == "verified"
