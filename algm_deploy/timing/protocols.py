@@ -142,8 +142,9 @@ def benchmark(
         }
         _check_truncated(runners.get("truncated"), windows, mean)
         contestants = {name: Contestant(one, request.thresholds) for name, one in runners.items()}
-        _warm_up(contestants.values(), request)
-        times, stages = times_of(contestants, [windows[list(batch)] for batch in batches], request, progress)
+        pieces = [windows[list(batch)] for batch in batches]
+        _warm_up(contestants.values(), pieces)
+        times, stages = times_of(contestants, pieces, request, progress)
         common = _conditions(contestants["merged" if "merged" in runners else "dense"]) | {
             "runtime": runtime,
             "pictures_timed": len(windows),
@@ -154,11 +155,16 @@ def benchmark(
     return {name: Speed(**found, **executed[name], **common) for name, found in figures.items()}
 
 
-def _warm_up(contestants: Iterable[Contestant], request: Request) -> None:
-    """Single pictures get their CUDA graphs, as those of a server do, as far as the time allows; `execution` tells."""
-    if request.batch == 1:
-        for one in contestants:
-            one.run.warm_up(1, WARM_UP_S)
+def _warm_up(contestants: Iterable[Contestant], batches: Sequence[Array]) -> None:
+    """Networks get their CUDA graphs before the clock counts, as far as the time allows; `execution` tells.
+
+    Those that a server captures, and those of these batches that nobody could foresee, which are captured when they
+    come for the second time.
+    """
+    for one in contestants:
+        one.run.warm_up(len(batches[0]), WARM_UP_S)
+        for batch in (*batches, *batches) if one.run.captures else ():
+            one.network(batch)()
 
 
 class Pace(NamedTuple):
@@ -195,7 +201,7 @@ def paces(
             str(index): Contestant(stack.enter_context(runner(planned(bundle, plan), "torch")))
             for index, plan in enumerate((DENSE, *plans))
         }
-        _warm_up(contestants.values(), request)
+        _warm_up(contestants.values(), batches)
         times, _ = times_of(contestants, batches, request, progress)
     stable = all(map(steady, times.values()))
     dense, *others = map(typical_ms, times.values())

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -323,6 +324,22 @@ def test_stages_are_told_where_times_are(verified: Bundle, monkeypatch: pytest.M
     assert "before that, in no time above, for a photo: decode 12.0 ms" in told
     (ran,) = [note for note in notes if note.startswith("merged ran ")]
     assert re.fullmatch(r"merged ran \d+ nodes on CPUExecutionProvider", ran)
+
+
+def test_networks_with_cuda_graphs_get_them_before_the_clock_counts() -> None:
+    """Batches that a warm-up does not foresee come twice: the first time such a graph is not captured."""
+    done: list[tuple[str, Any]] = []
+
+    def contestant(name: str, captures: int) -> Any:
+        def warm_up(images: int, seconds: float) -> None:
+            done.append((name, images))
+
+        run = SimpleNamespace(warm_up=warm_up, captures=captures)
+        return SimpleNamespace(run=run, network=lambda batch: lambda: done.append((name, batch.tolist())))
+
+    batches = [np.array([0, 0]), np.array([1, 1])]
+    protocols._warm_up([contestant("with", 3), contestant("without", 0)], batches)
+    assert done == [("with", 2), *[("with", batch) for batch in ([0, 0], [1, 1], [0, 0], [1, 1])], ("without", 2)]
 
 
 def test_a_network_that_ends_in_labels_has_no_label_map_of_its_own(labels_bundle: Bundle, windows: np.ndarray) -> None:
