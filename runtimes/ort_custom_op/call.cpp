@@ -76,6 +76,7 @@ Call::Call(OrtApi const& api, OrtKernelContext* context, Backend const& backend)
     : backend(backend), api_(api), context_(context) {
     if (backend.wait != nullptr) {
         check(api_, api_.KernelContext_GetGPUComputeStream(context_, &stream));
+        backend.begin(api_, context_, stream);
     }
 }
 

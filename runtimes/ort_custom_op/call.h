@@ -38,6 +38,8 @@ struct Backend {
     // Where `decide` writes the row count, readable on the host after `wait`.
     int64_t* (*hostCount)();
     void (*wait)(void* stream);
+    // Called before an operator's work, for what shall be done beforehand on the stream.
+    void (*begin)(OrtApi const& api, OrtKernelContext* context, void* stream);
     Kernels kernels;
 };
 

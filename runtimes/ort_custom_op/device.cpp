@@ -1,7 +1,8 @@
-// Device memory and waiting for the CUDA provider.
+// Device memory and waiting for the CUDA provider, and where cuBLAS works in captured runs.
 #include <cuda_runtime_api.h>
 
 #include <mutex>
+#include <unordered_map>
 #include <vector>
 
 #include "call.h"
@@ -18,8 +19,8 @@ void checkCuda(cudaError_t error, char const* what) {
     }
 }
 
-// While ONNX Runtime captures a CUDA graph, taking memory fails in every thread and breaks the graph, except in threads
-// that say that what they take has nothing to do with it.
+// Where somebody captures a CUDA graph in the strictest mode, as ONNX Runtime itself does, taking memory fails in every
+// thread and breaks the graph, except in threads that say that what they take has nothing to do with it.
 class BesideCaptures {
 public:
     BesideCaptures() { exchange(); }
@@ -115,10 +116,67 @@ int64_t* pinnedCount() {
     return count.value;
 }
 
+using SetWorkspace = int (*)(void* handle, void* memory, size_t bytes);
+
+// Where cuBLAS works on a stream that is captured: by stream what `algm_lend_workspace` was told.
+class Workspaces {
+public:
+    void lend(void* stream, void* memory, size_t bytes, SetWorkspace set) {
+        std::lock_guard<std::mutex> const lock(mutex_);
+        if (memory == nullptr) {
+            lent_.erase(stream);
+        } else {
+            lent_[stream] = {memory, bytes, set};
+        }
+    }
+
+    // Hands what was lent for the stream to the cuBLAS of this run. Not in captured runs alone: what a session keeps from
+    // the run before serves the products that come before the first of these operators.
+    void use(OrtApi const& api, OrtKernelContext* context, void* stream) {
+        std::lock_guard<std::mutex> const lock(mutex_);
+        auto const found = lent_.find(stream);
+        if (found == lent_.end()) {
+            return;
+        }
+        // As ONNX Runtime numbers its resources: `cublas_handle_t` of version 3.
+        constexpr int kVersion = 3, kCublasHandle = 10002;
+        void* handle{};
+        check(api, api.KernelContext_GetResource(context, kVersion, kCublasHandle, &handle));
+        Lent const& lent = found->second;
+        if (int const failed = lent.set(handle, lent.memory, lent.bytes)) {
+            fail("lending memory to cuBLAS failed with status ", failed);
+        }
+    }
+
+private:
+    struct Lent {
+        void* memory;
+        size_t bytes;
+        SetWorkspace set;
+    };
+
+    std::mutex mutex_;
+    std::unordered_map<void*, Lent> lent_;
+};
+
+Workspaces& workspaces() {
+    static Workspaces* const all = new Workspaces;
+    return *all;
+}
+
+void begin(OrtApi const& api, OrtKernelContext* context, void* stream) { workspaces().use(api, context, stream); }
+
 void waitFor(void* stream) { checkCuda(cudaStreamSynchronize(static_cast<cudaStream_t>(stream)), "merging"); }
 
 }  // namespace
 
-Backend const kCuda{"CUDAExecutionProvider", deviceScratch, pinnedCount, waitFor, ALGM_KERNELS_OF(cuda)};
+Backend const kCuda{"CUDAExecutionProvider", deviceScratch, pinnedCount, waitFor, begin, ALGM_KERNELS_OF(cuda)};
 
 }  // namespace algm
+
+// Lends memory of the device to the products on a stream that is captured, for as long as its graphs are used; no memory
+// takes it back. `set` is the cublasSetWorkspace of the cuBLAS that ONNX Runtime calls. cuBLAS would else take
+// memory within the graph, by nodes that keep it from becoming part of another graph.
+extern "C" ALGM_API void algm_lend_workspace(void* stream, void* memory, size_t bytes, int (*set)(void*, void*, size_t)) {
+    algm::workspaces().lend(stream, memory, bytes, set);
+}

@@ -94,7 +94,7 @@ OrtCustomOpDomain* makeDomain() {
 
 }  // namespace
 
-Backend const kCpu{"CPUExecutionProvider", hostScratch, threadCount, nullptr, ALGM_KERNELS_OF(cpu)};
+Backend const kCpu{"CPUExecutionProvider", hostScratch, threadCount, nullptr, nullptr, ALGM_KERNELS_OF(cpu)};
 
 }  // namespace algm
 

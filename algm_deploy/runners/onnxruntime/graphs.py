@@ -1,38 +1,47 @@
-"""Batches without their launches: a network in segments, each a CUDA graph of ONNX Runtime.
+"""Batches without their launches: a network in segments, each a CUDA graph, and all of them joined into one.
 
 In a small batch a processor takes longer to start the kernels than the device takes to run them, and in a larger one
 the device waits for the first kernels of each segment. A CUDA graph starts them at once, but has fixed sizes, so the
-network comes in segments (`lowering.onnxruntime_segments`): a segment ends with a merge and the row count, which the
-host reads; the next one is replayed for the next multiple of `STEP` rows an image, as the merge has laid them out.
+network comes in segments (`lowering.onnxruntime_segments`): a segment ends with a merge and the row count; the next one
+runs on the next multiple of `STEP` rows an image, as the merge has laid them out. The host reads the count and replays
+the graph of that size; once there are graphs of all sizes (`warm_up`), they are joined into one, in which the device
+picks the next segment, and the host waits for nothing.
 
-What ONNX Runtime asks for: fixed addresses, all nodes on the CUDA provider, no copies to or from the host. A graph
-belongs to the thread that captured it: the thread that opened the session has its own, all others share those of one
-more thread, which costs them the way there and back. A single graph cannot be dropped, so a segment captures
-`MOST_GRAPHS` and launches other sizes kernel by kernel. And while one is captured, which is at the first run of a size,
-no other thread of the process may allocate device memory: `warm_up` before serving from several.
+The graphs are this project's own, captured around a run of each session: those of ONNX Runtime belong to the thread
+that captured them, cannot be dropped, and cannot be joined. What a run must be so that it can be captured: fixed
+addresses, all nodes on the CUDA provider, no copies to or from the host.
 """
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import math
-import threading
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeVar
+from pathlib import Path
 
 import onnxruntime as ort
 import torch
 
 from algm_deploy.bundle.signature import CLAP_THRESHOLD, GBM_THRESHOLD
-from algm_deploy.errors import BundleError
+from algm_deploy.errors import BundleError, ExecutionError
 from algm_deploy.lowering.onnxruntime_segments import LONGEST, STEP, TOGETHER
-from algm_deploy.runners.onnxruntime.sessions import in_turn, numpy_dtype
-from algm_deploy.runners.turns import DEVICES
+from algm_deploy.native_libraries import require_library, usable_library
+from algm_deploy.ops import native_kernels
+from algm_deploy.ops.kernel_library import KernelLibrary
+from algm_deploy.runners.graphs import Graphs, Joined, Key
+from algm_deploy.runners.onnxruntime.sessions import LIBRARY, in_turn, numpy_dtype
+from algm_deploy.runners.turns import alone, between_captures
 
-MOST_GRAPHS = 200  # of one segment: six sizes of batch at 1025 rows, 33 each
+_LOG = logging.getLogger("algm_deploy")
+
+MOST_GRAPHS = 512  # nine sizes of batch at 1025 rows, each segment in 27 sizes
+WORKSPACE_BYTES = 32 << 20  # what NVIDIA advises for Hopper; others need less
 # Every window and every row merges.
 _MERGE_ALL = {CLAP_THRESHOLD: -2.0, GBM_THRESHOLD: -1e6}
 _DTYPES = {
@@ -45,37 +54,26 @@ _DTYPES = {
 }
 
 Shape = Sequence[int | str]
-Result = TypeVar("Result")
-
-
-class GraphUse(NamedTuple):
-    """Runs of segments since the session was made: sizes captured, runs replayed, runs launched kernel by kernel."""
-
-    captured: int
-    replayed: int
-    launched: int
-
-
-class _Step(NamedTuple):
-    """A segment for one size: where its tensors are, and the graph it is kept in."""
-
-    binding: ort.IOBinding
-    options: ort.RunOptions
-    captured: bool
 
 
 class _Segment:
-    def __init__(self, session: ort.InferenceSession) -> None:
-        self.session = session
+    def __init__(self, number: int, session: ort.InferenceSession) -> None:
+        self.number, self.session = number, session
         self.inputs: dict[str, Shape] = {i.name: i.shape for i in session.get_inputs()}
         self.outputs: dict[str, Shape] = {o.name: o.shape for o in session.get_outputs()}
         self.dtypes = {v.name: _DTYPES[v.type] for v in (*session.get_inputs(), *session.get_outputs())}
         # The output that counts rows, and the token axis it is named for; the last segment has none.
         self.rows = next((name for name in self.outputs if name.startswith((LONGEST, TOGETHER))), "")
         self.axis = self.rows.removeprefix(LONGEST).removeprefix(TOGETHER)
-        # The axes that decide its size.
-        self.axes = sorted({d for shape in self.inputs.values() for d in shape if isinstance(d, str)})
-        self.steps: dict[tuple[int, ...], _Step] = {}
+        self._token_axes = sorted({d for s in self.inputs.values() for d in s if isinstance(d, str)} - {"batch"})
+
+    def key(self, axes: Mapping[str, int]) -> Key:
+        """Of its work in one size: images first."""
+        return (axes["batch"], self.number, *(axes[axis] for axis in self._token_axes))
+
+    def room(self, axes: Mapping[str, int]) -> int:
+        """What its count may be for the segment behind it, of this size, to have room."""
+        return axes[self.axis] * (axes["batch"] if self.rows.startswith(TOGETHER) else 1)
 
 
 class SegmentedSession:
@@ -98,39 +96,35 @@ class SegmentedSession:
         device: torch.device,
         images: int,
     ) -> None:
-        self.device = device
-        self._images = images
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        chosen = {}
-        if self._stream is not None:
-            chosen = {"user_compute_stream": str(self._stream.cuda_stream), "enable_cuda_graph": "1"}
-        self._segments = [_Segment(open_session(index, chosen)) for index in range(count)]
+        self.device, self._images = device, images
+        self.graphs = Graphs(device, MOST_GRAPHS, allocates=True) if device.type == "cuda" else None
+        self._stream = None if self.graphs is None else self.graphs.stream
+        chosen = {} if self._stream is None else {"user_compute_stream": str(self._stream.cuda_stream)}
+        self._segments = [_Segment(index, open_session(index, chosen)) for index in range(count)]
         if not all(segment.rows for segment in self._segments[:-1]):
             raise BundleError("expected segments of this version of algm-deploy: build the bundle again")
         self._shapes = {name: shape for s in self._segments for name, shape in (s.inputs | s.outputs).items()}
         self._dtypes = {name: dtype for s in self._segments for name, dtype in s.dtypes.items()}
         self._most = _largest_axes(self._segments)
-        self._claimed: set[tuple[bool, int]] = set()
-        sizes = max((-(-rows // STEP) for rows in self._most.values()), default=1)
-        self._most_claims = max(1, MOST_GRAPHS // sizes)
         # By images that fit: batches up to a power of two share them, or all sizes would add up.
         self._buffers: dict[int, dict[str, torch.Tensor]] = {}
         self._thresholds: dict[str, float] = {}
         self._scalars = {
             name: torch.zeros((), device=device) for name in (CLAP_THRESHOLD, GBM_THRESHOLD) if name in self._shapes
         }
-        self._use = GraphUse(0, 0, 0)
-        self._owner = threading.get_ident()
-        self._worker = ThreadPoolExecutor(1, "onnxruntime-graphs")
+        self._workspace = None if self._stream is None else _Workspace(self._stream)
+        self._joined: dict[int, Joined] = {}  # by images
 
     def close(self) -> None:
-        """Ends the sessions, after their work (see `CudaSession.close`), and the thread of the others."""
-        self._worker.shutdown()
+        """Ends the sessions, after their work (see `CudaSession.close`)."""
         try:
             if self._stream is not None:
                 self._stream.synchronize()
         finally:
-            self._segments = []
+            self._joined, self.graphs = {}, None
+            with between_captures():
+                self._segments = []
+            self._workspace = None
 
     @property
     def outputs(self) -> list[str]:
@@ -138,16 +132,9 @@ class SegmentedSession:
         return [name for segment in self._segments for name in segment.outputs]
 
     @property
-    def use(self) -> GraphUse:
-        """What was captured and replayed so far."""
-        return self._use
-
-    def claim(self, images: int) -> bool:
-        """Whether batches of this many images have graphs in the calling thread; they get them while there is room."""
-        key = (threading.get_ident() == self._owner, images)
-        if len(self._claimed) < self._most_claims:
-            self._claimed.add(key)
-        return key in self._claimed
+    def joined(self) -> list[int]:
+        """How many images the batches have that are one graph, however many segments there are."""
+        return sorted(self._joined)
 
     def run(
         self,
@@ -157,18 +144,20 @@ class SegmentedSession:
         to: torch.device | None = None,
     ) -> dict[str, torch.Tensor]:
         """As `CudaSession.run`."""
-        with DEVICES.alone(self.device):
+        with alone(self.device):
             axes, where = {"batch": len(image)}, to or self.device
             results = {
                 name: torch.empty(self._resolved(name, axes), dtype=self._dtypes[name], device=where)
                 for name in outputs
             }
-            with in_turn(self._stream):
-                self._in_thread(self._run, image, thresholds, results)
+            with in_turn(self._stream), self._on_stream(), torch.inference_mode():
+                self._run(image, thresholds, results)
         return results
 
     def warm_up(self, images: int = 1, deadline: float = math.inf) -> bool:
-        """Captures every size that photos can lead to, for the calling thread, so that its later runs are all alike.
+        """Captures every size that photos can lead to, and joins them.
+
+        Nothing more is captured once there is no room.
 
         Args:
             images: of the batches that will come.
@@ -177,48 +166,74 @@ class SegmentedSession:
         Returns:
             Whether all was done before the deadline.
         """
-        with DEVICES.alone(self.device):
-            return self._in_thread(self._capture_all, images, deadline)
+        warming = nullcontext() if self.graphs is None else self.graphs.warming()
+        with alone(self.device), self._on_stream(), torch.inference_mode(), warming:
+            return images in self._joined or self._capture_all(images, deadline)
 
-    def _in_thread(self, work: Callable[..., Result], *arguments: Any) -> Result:
-        """Runs `work` where the graphs of the calling thread are, on the session's stream."""
-        if threading.get_ident() == self._owner:
-            return self._on_stream(work, *arguments)
-        return self._worker.submit(self._on_stream, work, *arguments).result()
+    def _on_stream(self) -> torch.cuda.StreamContext | nullcontext[None]:
+        return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
 
-    def _on_stream(self, work: Callable[..., Result], *arguments: Any) -> Result:
-        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
-            return work(*arguments)
+    # --- in a turn, on the session's stream ---------------------------------------------------------------------------
 
-    # --- in one of the two threads -----------------------------------------------------------------------------------
-
-    @torch.inference_mode()  # or it may not write results that the caller made in this mode
     def _run(self, image: torch.Tensor, thresholds: Mapping[str, float], results: dict[str, torch.Tensor]) -> None:
         axes = self._enter(image, thresholds)
-        for segment in self._segments:
-            self._step(segment, axes)
-            if segment.rows:
-                axes[segment.axis] = self._rows_for(segment, axes)
+        joined = self._joined.get(len(image))
+        if joined is not None:
+            joined.replay()
+        else:
+            for segment in self._segments:
+                self._step(segment, axes)
+                if segment.rows:
+                    axes[segment.axis] = self._rows_for(segment, axes)
         for name, result in results.items():
             result.copy_(self._view(name, axes))
 
-    @torch.inference_mode()
     def _capture_all(self, images: int, deadline: float) -> bool:
-        if time.monotonic() >= deadline:
-            return False
         shape = self._resolved("image", {"batch": images})
         axes = self._enter(torch.zeros(shape, dtype=self._dtypes["image"]), _MERGE_ALL)
+        choices: list[list[dict[str, int]]] = []
         for segment, following in pairwise(self._segments):
+            if self._ends(deadline):
+                return self._is_full()
             self._step(segment, axes)
             fewest, most = self._rows_for(segment, axes), self._most[segment.axis]
-            for rows in [*range(fewest, most, STEP), most]:
-                if time.monotonic() >= deadline:
-                    return False
-                axes[segment.axis] = rows
-                self._step(following, axes)
-            axes[segment.axis] = fewest
-        self._step(self._segments[-1], axes)
+            sizes = [axes | {segment.axis: rows} for rows in (*range(fewest, most, STEP), most)]
+            for size in sizes:
+                if self._ends(deadline):
+                    return self._is_full()
+                self._step(following, size)
+            axes, choices = sizes[0], [*choices, sizes]
+        if not choices:
+            if self._ends(deadline):
+                return self._is_full()
+            self._step(self._segments[0], axes)
+        self._join(images, choices)
         return True
+
+    def _is_full(self) -> bool:
+        return self.graphs is not None and self.graphs.full
+
+    def _ends(self, deadline: float) -> bool:
+        return self._is_full() or time.monotonic() >= deadline
+
+    def _join(self, images: int, choices: Sequence[Sequence[Mapping[str, int]]]) -> None:
+        """Joins the graphs of batches of so many images; `choices`: sizes of every segment but the first."""
+        path = usable_library(native_kernels.LIBRARY)
+        if self.graphs is None or not choices or path is None:
+            return
+        first, _ = self.graphs.found(self._segments[0].key({"batch": images}))
+        switches = []
+        for (before, segment), sizes in zip(pairwise(self._segments), choices, strict=True):
+            found = {before.room(size): self.graphs.found(segment.key(size))[0] for size in sizes}
+            graphs = {room: graph for room, graph in found.items() if graph is not None}
+            if first is None or len(graphs) < len(sizes):
+                return  # one could not be captured, as was said then
+            switches.append((self._buffers[self._fitting({"batch": images})][before.rows], graphs))
+        assert first is not None
+        try:
+            self._joined[images] = Joined(KernelLibrary(path, "cuda"), self.device, first, switches)
+        except ExecutionError as error:
+            _LOG.warning("batches of %d wait for the host behind every merge: %s", images, error)
 
     def _enter(self, image: torch.Tensor, thresholds: Mapping[str, float]) -> dict[str, int]:
         """Puts the inputs where the segments read them; returns the axes known so far."""
@@ -252,19 +267,14 @@ class SegmentedSession:
         return min(-(-counted // STEP) * STEP, self._most[segment.axis])
 
     def _step(self, segment: _Segment, axes: Mapping[str, int]) -> None:
-        key = (threading.get_ident() == self._owner, *(axes[axis] for axis in segment.axes))
-        step = segment.steps.get(key)
-        if step is None:
-            step = segment.steps[key] = self._bound(segment, axes)
-            self._use = self._use._replace(captured=self._use.captured + step.captured)
-            with DEVICES.capture():
-                segment.session.run_with_iobinding(step.binding, step.options)
+        work = partial(self._launch, segment, axes)
+        if self.graphs is None:
+            work()
         else:
-            segment.session.run_with_iobinding(step.binding, step.options)
-        kind = "replayed" if step.captured else "launched"
-        self._use = self._use._replace(**{kind: getattr(self._use, kind) + 1})
+            self.graphs.run(segment.key(axes), work, joins=len(self._segments) > 1)
 
-    def _bound(self, segment: _Segment, axes: Mapping[str, int]) -> _Step:
+    def _launch(self, segment: _Segment, axes: Mapping[str, int]) -> None:
+        """Runs a segment from and to where its tensors are, kernel by kernel."""
         binding = segment.session.io_binding()
         device = (self.device.type, self.device.index or 0)
         tensors = self._buffers[self._fitting(axes)]
@@ -272,11 +282,9 @@ class SegmentedSession:
             for name, shape in shapes.items():
                 dtype = numpy_dtype(tensors[name]).type
                 bind(name, *device, dtype, _sizes(shape, axes), tensors[name].data_ptr())
-        captured = self._stream is not None and sum(step.captured for step in segment.steps.values()) < MOST_GRAPHS
         options = ort.RunOptions()
-        options.add_run_config_entry("gpu_graph_id", str(len(segment.steps) + 1) if captured else "-1")
         options.add_run_config_entry("disable_synchronize_execution_providers", "1")
-        return _Step(binding, options, captured)
+        segment.session.run_with_iobinding(binding, options)
 
     def _resolved(self, name: str, axes: Mapping[str, int]) -> list[int]:
         return _sizes(self._shapes[name], axes)
@@ -289,6 +297,30 @@ class SegmentedSession:
         """Images that the buffers of a batch are made for: the next power of two, or the most there are."""
         images = axes["batch"]
         return max(images, min(1 << (images - 1).bit_length(), self._images))
+
+
+class _Workspace:
+    """Memory in which cuBLAS works on a stream where ONNX Runtime's products are captured.
+
+    Without it cuBLAS takes some of its own in each graph, and such a graph cannot become part of another. Nothing is
+    lent where ONNX Runtime's cuBLAS is not found.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._lend = ctypes.CDLL(str(require_library(LIBRARY))).algm_lend_workspace
+        self._stream = ctypes.c_void_p(stream.cuda_stream)
+        provider = Path(ort.__file__).parent / "capi" / "libonnxruntime_providers_cuda.so"
+        try:  # the provider is loaded; what it is linked with is found through it
+            loaded = ctypes.CDLL(str(provider), mode=os.RTLD_LAZY | os.RTLD_NOLOAD)
+            set_workspace = ctypes.cast(loaded.cublasSetWorkspace_v2, ctypes.c_void_p)
+        except (OSError, AttributeError):
+            return
+        self._memory = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=stream.device)
+        lent = ctypes.c_void_p(self._memory.data_ptr()), ctypes.c_size_t(WORKSPACE_BYTES)
+        self._lend(self._stream, *lent, set_workspace)
+
+    def __del__(self) -> None:
+        self._lend(self._stream, None, ctypes.c_size_t(0), None)
 
 
 def _sizes(shape: Shape, axes: Mapping[str, int]) -> list[int]:

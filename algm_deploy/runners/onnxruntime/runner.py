@@ -33,10 +33,11 @@ from algm_deploy.native_libraries import (
     usable_library,
 )
 from algm_deploy.runners.contract import Array, Placement, Runner
-from algm_deploy.runners.onnxruntime.graphs import GraphUse, SegmentedSession
+from algm_deploy.runners.onnxruntime.graphs import SegmentedSession
 from algm_deploy.runners.onnxruntime.sessions import (
     CUDA_OPTIONS,
     CUDA_PROVIDER,
+    LIBRARY,
     ORT_ERRORS,
     CudaSession,
     check_cuda,
@@ -44,9 +45,8 @@ from algm_deploy.runners.onnxruntime.sessions import (
     device_options,
     placement,
 )
-from algm_deploy.runners.turns import DEVICES
+from algm_deploy.runners.turns import alone
 
-LIBRARY = "ort_custom_op"
 GRAPH_CHANNELS = 12288  # images times channels up to which graphs are used in 16 bits; tried up to 32 of S and 8 of L
 GRAPH_CHANNELS_FP32 = 2048  # whose products keep the device busy for longer
 
@@ -173,9 +173,8 @@ class OnnxRuntimeCpuRunner(OnnxRuntimeRunner):
 class OnnxRuntimeCudaRunner(OnnxRuntimeRunner):
     """ONNX Runtime on a CUDA device, or an error: never on the CPU instead.
 
-    Batches up to `graph_images` are replayed from CUDA graphs, as far as there is room: at 512 x 512 for the first
-    six sizes of batch, of the thread that opened the runner and the others together. `cuda_graphs` tells. Other
-    batches are launched kernel by kernel, from weights of their own that are loaded when the first of them comes.
+    Batches up to `graph_images` are replayed from CUDA graphs. Others are launched kernel by kernel, from weights of
+    their own that are loaded when the first of them comes.
     """
 
     runtime = "onnxruntime-cuda"
@@ -217,58 +216,56 @@ class OnnxRuntimeCudaRunner(OnnxRuntimeRunner):
         return min(most // recipe.network.embed_dim, recipe.max_batch) if self.segments else 0
 
     @property
-    def cuda_graphs(self) -> GraphUse | None:
-        """What CUDA graphs have done since the runner was opened; None while they have done nothing."""
-        return self._segmented.use if self._segmented is not None else None
-
-    @property
     def execution(self) -> dict[str, str]:
-        """How many CUDA graphs were captured, where batches were small enough for them."""
-        use = self.cuda_graphs
-        return super().execution | ({} if use is None else {"cuda_graphs": str(use.captured)})
+        """How many CUDA graphs there are, where batches are small enough for them, and which batches are one graph."""
+        told = super().execution
+        if self._segmented is not None and self._segmented.graphs is not None:
+            told["cuda_graphs"] = str(len(self._segmented.graphs))
+            if joined := self._segmented.joined:
+                told[f"batches of {', '.join(map(str, joined))}"] = "one graph, no wait for a count"
+        return told
 
     @property
     def captures(self) -> int:
         """As for every runner."""
-        use = self.cuda_graphs
-        return 0 if use is None else use.captured
+        graphs = None if self._segmented is None else self._segmented.graphs
+        return 0 if graphs is None else graphs.captures
 
     def _warm_up(self, images: int, deadline: float) -> bool:
-        """Captures the CUDA graphs of every token count.
+        """Captures the CUDA graphs of every token count, and joins them into one.
 
-        Without it each is captured when first needed, which costs that photo 5 to 10 ms, and no other thread of the
-        process may allocate device memory meanwhile. Graphs are those of the calling thread, if it opened the runner,
-        else those of all other threads. Nothing is done where graphs are not used, or no room is left for them: begin
-        with the batch that matters most.
+        Without it each is captured when first needed, which costs that photo 5 to 10 ms, and the host waits behind
+        every merge. Nothing is done where graphs are not used, or no room is left for them: begin with the batch that
+        matters most.
         """
         session = self._session_for(images)
         return not isinstance(session, SegmentedSession) or session.warm_up(images, deadline)
 
     def placement(self, feeds: Mapping[str, Array]) -> Placement:
         """As on a CPU, on the runner's device."""
-        with DEVICES.alone(self.device):
+        with alone(self.device):
             return super().placement(feeds)
 
     def _provider_options(self) -> dict[str, str]:
         return CUDA_OPTIONS | device_options(self.device.index)
 
     def _open(self) -> None:
-        with DEVICES.alone(self.device):
+        with alone(self.device):
             if self.graph_images:
                 self._segmented = self._open_segments()
             else:
                 self._whole = self._open_whole()
 
     def _close(self) -> None:
-        with DEVICES.alone(self.device):
+        with alone(self.device):
             for session in (self._whole, self._segmented):
                 if session is not None:
                     session.close()
             self._whole = self._segmented = None
 
     def _session_for(self, images: int) -> CudaSession | SegmentedSession:
-        with DEVICES.alone(self.device):
-            if self._segmented is not None and images <= self.graph_images and self._segmented.claim(images):
+        with alone(self.device):
+            if self._segmented is not None and images <= self.graph_images:
                 return self._segmented
             if self._whole is None:
                 self._whole = self._open_whole()

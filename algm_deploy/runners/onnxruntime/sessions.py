@@ -18,7 +18,9 @@ from onnxruntime.capi import onnxruntime_pybind11_state
 from algm_deploy.bundle.signature import Signature
 from algm_deploy.errors import BundleError, RuntimeUnavailableError
 from algm_deploy.runners.contract import Array, Placement
-from algm_deploy.runners.turns import DEVICES
+from algm_deploy.runners.turns import alone, between_captures, wait_for
+
+LIBRARY = "ort_custom_op"
 
 # Its errors share no base class.
 ORT_ERRORS: tuple[type[Exception], ...] = tuple(
@@ -39,7 +41,8 @@ def checked_session(
         # Finds the CUDA libraries that came with PyTorch.
         ort.preload_dlls()
     try:
-        session = ort.InferenceSession(path, options, providers=[(provider, provider_options)])
+        with between_captures():  # it waits for the whole device
+            session = ort.InferenceSession(path, options, providers=[(provider, provider_options)])
     except ORT_ERRORS as error:
         said = next(iter(str(error).splitlines()), "nothing")[:300]
         raise BundleError(
@@ -67,7 +70,7 @@ def placement(
         session.run(None, feeds | ({"image": feeds["image"][:1]} if single else {}))
         events = json.loads(Path(session.end_profiling()).read_text())
         if provider == CUDA_PROVIDER:
-            torch.cuda.synchronize()  # see `CudaSession.close`
+            wait_for()  # see `CudaSession.close`
     ran = [e["args"] for e in events if e.get("cat") == "Node" and "provider" in e.get("args", {})]
     nodes = Counter(args["provider"] for args in ran)
     return Placement(dict(nodes), sum(args["op_name"].startswith("Memcpy") for args in ran))
@@ -171,7 +174,8 @@ class CudaSession:
         try:
             self._stream.synchronize()
         finally:
-            self._session = None
+            with between_captures():
+                self._session = None
 
     def run(
         self,
@@ -188,7 +192,7 @@ class CudaSession:
             outputs: names.
             to: device of the results, if not this one.
         """
-        with DEVICES.alone(self.device):
+        with alone(self.device):
             results = self._run(image, thresholds, outputs)
             return {name: tensor.to(to or self.device) for name, tensor in results.items()}
 

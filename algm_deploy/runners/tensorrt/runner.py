@@ -27,7 +27,6 @@ from algm_deploy.runners.tensorrt.build import build_engine, build_with_stretche
 from algm_deploy.runners.tensorrt.digest import first_difference, kept_digest, marker, output_names
 from algm_deploy.runners.tensorrt.engine import LEVELS, EngineOptions
 from algm_deploy.runners.tensorrt.library import Log, listening, load_bindings, load_plugins, plugin_sources
-from algm_deploy.runners.turns import DEVICES
 
 _DTYPES = {
     "FLOAT": torch.float32,
@@ -239,7 +238,7 @@ class TensorRTRunner(Runner):
         capability = self._cuda.open(self.device)
         self.device = self._cuda.device
         _check_device(self.runtime, f"{capability[0]}.{capability[1]}")
-        with DEVICES.shared(), self._cuda.current(), ExitStack() as stack:
+        with self._cuda.current(), ExitStack() as stack:
             self.refused = None
             logger, log = stack.enter_context(listening(trt))
             stack.callback(setattr, self, "_session", None)
@@ -316,7 +315,7 @@ class TensorRTRunner(Runner):
         return _Part(engine, *_tensors(trt, engine))
 
     def _close(self) -> None:
-        with DEVICES.shared(), self._cuda.current():
+        with self._cuda.current():
             self._stack.close()
 
     def _infer(
@@ -330,7 +329,7 @@ class TensorRTRunner(Runner):
                 f"expected image of shape {low} to {high}, got {tuple(image.shape)}: send another batch or rebuild the "
                 "engine with a wider profile"
             )
-        with DEVICES.shared(), self._cuda.current():
+        with self._cuda.current():
             image = image if image.device == self.device else self._cuda.upload(image)
             inputs = {"image": image, **{name: self._scalar(session, v) for name, v in thresholds.items()}}
             with _lane(session) as lane:

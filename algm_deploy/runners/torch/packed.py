@@ -55,6 +55,7 @@ from algm_deploy.models.vit import (
 from algm_deploy.ops._rows import wide
 from algm_deploy.ops.native_kernels import Decision, Kernels, Merge, clap_merge, gbm_merge, tome_merge, use_kernels
 from algm_deploy.recipe.network import patch_margins
+from algm_deploy.runners.graphs import Graphs, Joined
 from algm_deploy.runners.torch.evit import cls_attention, evit
 from algm_deploy.runners.torch.fused import (
     attention,
@@ -71,7 +72,6 @@ from algm_deploy.runners.torch.fused import (
     residual_norm_fp8,
     unit,
 )
-from algm_deploy.runners.torch.graphs import Graphs, Joined
 from algm_deploy.runners.torch.layout import Layout, apart, bucket, every_patch, likely_buckets, packed, with_front
 from algm_deploy.runners.torch.maps import rectified
 
@@ -539,7 +539,7 @@ class PackedNetwork:
         Of a single picture these are all, from what is left of a blank one on, of which all merges; of several up to
         `WARM_GRAPHS` (`likely_buckets`). A batch that needs another, as its pictures keep far more or far fewer tokens
         than photos mostly do or differ far more, is launched kernel by kernel, and captured when the same comes again
-        (`Graphs.patient`). Nothing is done without graphs, and nothing more once there is no room. Graphs of a single
+        (`Graphs`). Nothing is done without graphs, and nothing more once there is no room. Graphs of a single
         picture are joined once all of them are there at the end.
 
         Args:
@@ -554,11 +554,8 @@ class PackedNetwork:
             memory = self._memory(images)
             self._picture(memory).zero_()
             self._merge_by(*_MERGE_ALL)
-            self.graphs.patient = False
-            try:
+            with self.graphs.warming():
                 return self._capture_all(memory, self.graphs, deadline)
-            finally:
-                self.graphs.patient = True
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
@@ -669,7 +666,7 @@ class PackedNetwork:
         switches = [(memory.cut(number).length, some) for number, some in enumerate(captured[1:])]
         _, scores = found[-1][max(found[-1])]  # where there is room for all, in memory that all share
         try:
-            memory.joined = Joined(self.kernels.library, first, switches), scores
+            memory.joined = Joined(self.kernels.library, self._device, first, switches), scores
         except ExecutionError as error:
             _LOG.warning("single pictures wait for the host behind every merge: %s", error)
 

@@ -11,7 +11,6 @@ import ctypes
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -32,7 +31,6 @@ from algm_deploy.runners.registry import FP8_SINCE
 from algm_deploy.runners.torch.packed import Merged, PackedNetwork, why_not
 from algm_deploy.runners.torch.tail import labels
 from algm_deploy.runners.torch.whole import WholeNetwork
-from algm_deploy.runners.turns import DEVICES
 
 Made = Callable[[Bundle, torch.dtype], Deployed]
 
@@ -96,25 +94,24 @@ class TorchRunner(Runner):
         return {"fp8": "on fp8 units" if self._packed else "computed in fp32"}
 
     def _open(self) -> None:
-        with self._turn():
-            measured = self.bundle.calibrated
-            if self.precision == "fp8" and not measured and self.device.type == "cuda":
-                self._require_fp8_units()
-            self._model = self._network(self.bundle, DTYPES[self.precision]).to(self.device)
-            if self.precision == "fp8" and not measured:
-                use_fp8(self._model)
-            if self.device.type == "cuda" and not self._is_reference:
-                use_kernels()
-                reason = why_not(self._model)
-                if reason is not None:  # with the channels of a cell side by side maps become rows without a copy
-                    self._model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-                if reason is None:
-                    self._packed = PackedNetwork(self._model, getattr(torch, self.signature.image.dtype))
-                elif self.bundle.recipe.merging.static and self.precision != "fp8":
-                    self._whole = WholeNetwork(self._model, merge_inputs(0.0, 0.0, device=self.device), self.device)
-                else:
-                    slowly = ", its fp8 computed in fp32" if self.precision == "fp8" else ""
-                    say_once(f"torch: the network runs layer by layer{slowly}, slower than others, as {reason}")
+        measured = self.bundle.calibrated
+        if self.precision == "fp8" and not measured and self.device.type == "cuda":
+            self._require_fp8_units()
+        self._model = self._network(self.bundle, DTYPES[self.precision]).to(self.device)
+        if self.precision == "fp8" and not measured:
+            use_fp8(self._model)
+        if self.device.type == "cuda" and not self._is_reference:
+            use_kernels()
+            reason = why_not(self._model)
+            if reason is not None:  # with the channels of a cell side by side maps become rows without a copy
+                self._model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            if reason is None:
+                self._packed = PackedNetwork(self._model, getattr(torch, self.signature.image.dtype))
+            elif self.bundle.recipe.merging.static and self.precision != "fp8":
+                self._whole = WholeNetwork(self._model, merge_inputs(0.0, 0.0, device=self.device), self.device)
+            else:
+                slowly = ", its fp8 computed in fp32" if self.precision == "fp8" else ""
+                say_once(f"torch: the network runs layer by layer{slowly}, slower than others, as {reason}")
 
     def _require_fp8_units(self) -> None:
         found = torch.cuda.get_device_capability(self.device)
@@ -125,12 +122,8 @@ class TorchRunner(Runner):
                 "weights in fp16, or export with --precision fp16"
             )
 
-    def _turn(self) -> AbstractContextManager[None]:
-        """Around whatever may take memory of a device."""
-        return DEVICES.shared() if self.device.type == "cuda" else nullcontext()
-
     def _warm_up(self, images: int, deadline: float) -> bool:
-        with self._turn(), torch.inference_mode():
+        with torch.inference_mode():
             if self._packed is not None:
                 return self._packed.warm_up(images, deadline)
             if self._whole is None:
@@ -144,7 +137,7 @@ class TorchRunner(Runner):
     def _infer(
         self, image: Tensor, thresholds: dict[str, float], outputs: Sequence[str], to: torch.device
     ) -> dict[str, Tensor]:
-        with self._turn(), torch.inference_mode():
+        with torch.inference_mode():
             return self._run(image, thresholds, outputs, to)
 
     def _run(
@@ -182,8 +175,7 @@ class TorchRunner(Runner):
         return [lambda: tail(scores, network.grid, network.image_size), counts, *(m.clone for m in merged.maps)]
 
     def _close(self) -> None:
-        with self._turn():
-            self._model = self._packed = self._whole = None
+        self._model = self._packed = self._whole = None
 
 
 def _return_memory() -> None:

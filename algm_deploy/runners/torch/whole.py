@@ -12,7 +12,7 @@ from torch import Tensor
 
 from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.vit import MergeInputs
-from algm_deploy.runners.torch.graphs import Graphs
+from algm_deploy.runners.graphs import Graphs
 
 LIMIT = 16  # batch sizes
 

@@ -16,17 +16,20 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 import torch
+from graph_stand_ins import JoinedOnTheHost, NoGraphs
+from toys import segmenter_checkpoint, toy
 
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.deployment import export
-from algm_deploy.errors import BundleError
+from algm_deploy.errors import BundleError, ExecutionError
 from algm_deploy.lowering.onnxruntime import rewrite
 from algm_deploy.lowering.onnxruntime_segments import segments
 from algm_deploy.native_libraries import find_library
 from algm_deploy.runners.contract import runner, runner_type
+from algm_deploy.runners.graphs import Graphs
 from algm_deploy.runners.onnxruntime import graphs as graphs_module
 from algm_deploy.runners.onnxruntime import runner as runner_module
-from algm_deploy.runners.onnxruntime.graphs import GraphUse, SegmentedSession
+from algm_deploy.runners.onnxruntime.graphs import SegmentedSession
 from algm_deploy.runners.onnxruntime.runner import LIBRARY, OnnxRuntimeCudaRunner
 from algm_deploy.runners.onnxruntime.sessions import CudaSession
 
@@ -68,6 +71,20 @@ def session(folder: tuple[Path, int], open_file: Any) -> Iterator[SegmentedSessi
 
 
 @pytest.fixture
+def met(session: SegmentedSession, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Images, segment and rows of all that was run."""
+    keys: list[tuple[int, ...]] = []
+    launch = session._launch
+
+    def noted(segment: Any, axes: Any) -> None:
+        keys.append(segment.key(axes))
+        launch(segment, axes)
+
+    monkeypatch.setattr(session, "_launch", noted)
+    return keys
+
+
+@pytest.fixture
 def whole(open_file: Any) -> Callable[..., dict[str, np.ndarray]]:
     session = open_file("whole")
 
@@ -105,65 +122,49 @@ def test_batches_up_to_a_power_of_two_share_memory(session: SegmentedSession, wh
     assert sorted(session._buffers) == [1, 2, 4, 6], "6 is the largest batch"
 
 
-def test_the_first_batch_sizes_have_graphs_in_either_thread(session: SegmentedSession) -> None:
-    session._most_claims = 3
-    with ThreadPoolExecutor(1) as other:
-        assert session.claim(2)
-        assert other.submit(session.claim, 2).result(), "graphs of its own"
-        assert session.claim(1)
-        assert not session.claim(3)
-        assert session.claim(1), "it has them already"
-        assert not other.submit(session.claim, 1).result()
-
-
-def test_room_for_graphs_is_counted_in_sizes_of_a_segment(session: SegmentedSession) -> None:
-    """65 rows are three sizes: 32, 64 and 65."""
-    session.warm_up()
-    assert max(len(segment.steps) for segment in session._segments) == 3
-    assert session._most_claims == graphs_module.MOST_GRAPHS // 3
-
-
-def test_batches_without_room_for_graphs_run_whole(
+def test_batches_beyond_the_limit_run_whole(
     labels_bundle: Bundle, session: SegmentedSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner_module, "check_cuda", lambda: None)
-    monkeypatch.setattr(runner_module.torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(OnnxRuntimeCudaRunner, "graph_images", MOST_IMAGES)
     cuda = OnnxRuntimeCudaRunner(labels_bundle)
     cuda._segmented, cuda._whole = session, cast("CudaSession", "the whole graph")
-    session._most_claims = 2
-    chosen = [cuda._session_for(images) for images in (7, 4, 1, 2, 4, 7)]
-    assert [one is session for one in chosen] == [False, True, True, False, True, False]
+    chosen = [cuda._session_for(images) for images in (7, 6, 1, 7)]
+    assert [one is session for one in chosen] == [False, True, True, False]
 
 
-def test_sizes_are_the_next_multiple_of_a_step(session: SegmentedSession, blob_images: Any) -> None:
-    def sizes() -> list[list[int]]:
-        return [sorted(key[2] for key in segment.steps) for segment in session._segments[1:]]
-
+def test_sizes_are_the_next_multiple_of_a_step(
+    session: SegmentedSession, met: list[tuple[int, ...]], blob_images: Any
+) -> None:
     image = blob_images(1)
     found = run(session, image, clap_threshold=-2.0, gbm_threshold=1e6)  # 16 tokens and cls
-    assert (found["token_counts"].tolist(), sizes()) == ([[16, 16]], [[32], [32]])
+    assert found["token_counts"].tolist() == [[16, 16]]
+    assert met == [(1, 0), (1, 1, 32), (1, 2, 32)]
+    met.clear()
     run(session, image, clap_threshold=2.0, gbm_threshold=1e6)  # all 64 and cls: two steps and one row
-    assert sizes() == [[32, 65], [32, 65]]
+    assert met == [(1, 0), (1, 1, 65), (1, 2, 65)]
+    met.clear()
     between = run(session, image, clap_threshold=2.0, gbm_threshold=-1e6)
     assert between["token_counts"].tolist() == [[64, 32]]
-    assert sizes() == [[32, 65], [32, 64, 65]]
-    assert session.use == GraphUse(0, 0, 9)
+    assert met == [(1, 0), (1, 1, 65), (1, 2, 64)]
 
 
-def test_warming_up_meets_every_size(session: SegmentedSession, blob_images: Any) -> None:
+def test_warming_up_meets_every_size(session: SegmentedSession, met: list[tuple[int, ...]], blob_images: Any) -> None:
     session.warm_up()
-    known = [set(segment.steps) for segment in session._segments]
-    assert [sorted(key[2:] for key in keys) for keys in known] == [[()], [(32,), (64,), (65,)], [(32,), (64,), (65,)]]
+    warmed = set(met)
+    assert sorted(warmed) == [(1, 0), *((1, segment, rows) for segment in (1, 2) for rows in (32, 64, 65))]
     for clap in (2.0, 0.9, 0.5, -2.0):
         for gbm in (1e6, 1.0, -1e6):
             run(session, blob_images(1), clap_threshold=clap, gbm_threshold=gbm)
-    assert [set(segment.steps) for segment in session._segments] == known
+    assert set(met) == warmed
 
 
-def test_warming_up_ends_in_time(session: SegmentedSession, whole: Any, blob_images: Any) -> None:
+def test_warming_up_ends_in_time(
+    session: SegmentedSession, met: list[tuple[int, ...]], whole: Any, blob_images: Any
+) -> None:
     assert not session.warm_up(1, deadline=0.0)
-    assert [len(segment.steps) for segment in session._segments] == [0, 0, 0]
+    assert met == []
     assert_equal(run(session, blob_images(1)), whole(blob_images(1)))
     assert session.warm_up(1)
 
@@ -177,6 +178,65 @@ def test_results_stay_what_they_are_after_a_warm_up(
         assert_equal(
             run(session, blob_images(images), clap_threshold=clap), whole(blob_images(images), clap_threshold=clap)
         )
+
+
+@pytest.fixture
+def graphs(session: SegmentedSession, monkeypatch: pytest.MonkeyPatch) -> NoGraphs:
+    """The session's, as on a CUDA device."""
+    monkeypatch.setattr(graphs_module, "usable_library", lambda _: Path("kernels"))
+    monkeypatch.setattr(graphs_module, "KernelLibrary", lambda path, device: (path, device))
+    monkeypatch.setattr(graphs_module, "Joined", JoinedOnTheHost)
+    monkeypatch.setattr(session, "graphs", NoGraphs())
+    return cast("NoGraphs", session.graphs)
+
+
+@pytest.mark.parametrize("images", [1, 3])
+def test_segments_are_joined(
+    session: SegmentedSession, graphs: NoGraphs, whole: Any, blob_images: Any, images: int
+) -> None:
+    """Batches of several too: one axis tells the size of a segment, that of the mean or of the longest image."""
+    assert session.warm_up(images)
+    assert session.joined == [images]
+    met = len(graphs.keys)
+    for clap in (2.0, 0.9, 0.5, -2.0):
+        for gbm in (1e6, 1.0, -1e6):
+            image, thresholds = blob_images(images), {"clap_threshold": clap, "gbm_threshold": gbm}
+            assert_equal(run(session, image, **thresholds), whole(image, **thresholds))
+    assert len(graphs.keys) == met, "a segment was run by itself"
+    assert cast("JoinedOnTheHost", session._joined[images]).replays == 12
+    assert session.warm_up(images)
+    assert len(graphs.keys) == met, "once is enough"
+    assert_equal(run(session, blob_images(2)), whole(blob_images(2)))
+    assert graphs.patient, "what is new after a warm-up is not captured at once"
+
+
+def test_what_is_not_all_captured_is_not_joined(
+    session: SegmentedSession,
+    graphs: NoGraphs,
+    whole: Any,
+    blob_images: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """No graph of one size, no room for all, no library, or a driver that joins nothing."""
+
+    def refuse(*_: Any) -> None:
+        raise ExecutionError("expected CUDA 12.8")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(graphs, "found", lambda key: (None, None))
+        assert session.warm_up(1)
+        patch.setattr(session, "graphs", NoGraphs(limit=2))
+        assert session.warm_up(1)
+        patch.setattr(session, "graphs", graphs)
+        patch.setattr(graphs_module, "usable_library", lambda _: None)
+        assert session.warm_up(1)
+    assert (session.joined, caplog.records) == ([], [])
+    monkeypatch.setattr(graphs_module, "Joined", refuse)
+    assert session.warm_up(1)
+    assert session.joined == []
+    assert "batches of 1 wait for the host behind every merge: expected CUDA 12.8" in caplog.text
+    assert_equal(run(session, blob_images(1)), whole(blob_images(1)))
 
 
 @pytest.mark.parametrize("images", [1, 3])
@@ -311,10 +371,18 @@ def test_a_runner_tells_of_its_graphs(
     """Records of speed hold it: the nodes they count beside it are those of the whole graph."""
     monkeypatch.setattr(runner_module, "check_cuda", lambda: None)
     cuda = OnnxRuntimeCudaRunner(labels_bundle)
-    assert cuda.execution == {}
-    session._use = GraphUse(7, 30, 0)
+    assert (cuda.execution, cuda.captures) == ({}, 0)
     cuda._segmented = session
-    assert cuda.execution == {"cuda_graphs": "7"}
+    monkeypatch.setattr(session, "graphs", cast("Graphs", Kept(range(7))))
+    assert (cuda.execution, cuda.captures) == ({"cuda_graphs": "7"}, 9)
+    monkeypatch.setattr(session, "_joined", {8: None, 1: None})
+    assert cuda.execution == {"cuda_graphs": "7", "batches of 1, 8": "one graph, no wait for a count"}
+
+
+class Kept(list[int]):
+    """Graphs, of which some were dropped again."""
+
+    captures = 9
 
 
 # --- CUDA ------------------------------------------------------------------------------------------------------------
@@ -341,32 +409,43 @@ def test_graphs_equal_launches(built: Bundle, blob_images: Any, monkeypatch: pyt
         patch.setattr(runner_module, "GRAPH_CHANNELS_FP32", 0)
         with runner(built, CUDA) as plain:
             expected = [plain.infer(feed, NAMES) for feed in feeds]
-            assert plain.cuda_graphs is None
+            assert plain.captures == 0
     with runner(built, CUDA) as graphs:
+        captures = []
         for _ in range(2):
             for feed, value in zip(feeds, expected, strict=True):
                 found = graphs.infer(feed, NAMES)
                 assert (found.pop("labels") != value["labels"]).mean() <= 1e-3, "rounding of other matrix shapes"
                 assert_equal(found, {name: value[name] for name in NAMES[1:]})
-        use = graphs.cuda_graphs
-    assert 6 < use.captured <= 14
-    assert (use.replayed, use.launched) == (3 * 2 * len(feeds), 0)
+            captures.append(graphs.captures)
+    assert 6 < captures[0] == captures[1] <= 14
 
 
 @pytest.mark.gpu
-def test_a_run_is_three_launches(built: Bundle, blob_images: Any) -> None:
-    image = torch.from_numpy(blob_images(1)).cuda()
-    with runner(built, CUDA) as graphs:
-        graphs.warm_up()
-        captured = graphs.cuda_graphs.captured
-        graphs.infer_device({"image": image})
+@pytest.mark.parametrize("images", [1, 3])
+def test_after_a_warm_up_a_batch_is_one_launch(built: Bundle, blob_images: Any, images: int) -> None:
+    """Equal bit for bit to the segments one by one, in any thread."""
+    batches = [blob_images(4)[i : i + images] for i in (0, 1)]
+    feeds = [{"image": batch, "clap_threshold": np.float32(c)} for batch in batches for c in (2, 0.9, 0.5, -2)]
+    with runner(built, CUDA) as one_by_one:
+        expected = [one_by_one.infer(feed, NAMES) for feed in feeds]
+        assert len(one_by_one.execution) == 1, "nothing is joined"
+    with runner(built, CUDA) as graphs, ThreadPoolExecutor(1) as other:
+        graphs.infer(feeds[0])
+        assert other.submit(graphs.warm_up, images).result()
+        captured = graphs.captures
+        assert graphs.execution[f"batches of {images}"] == "one graph, no wait for a count"
+        for feed, value in zip(feeds, expected, strict=True):
+            assert_equal(graphs.infer(feed, NAMES), value)
+            assert_equal(other.submit(graphs.infer, feed, NAMES).result(), value)
+        assert graphs.captures == captured == 7
+        image = torch.from_numpy(batches[0]).cuda()
         kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=kinds) as profile:
             graphs.infer_device({"image": image})
             torch.cuda.synchronize()
-        assert graphs.cuda_graphs.captured == captured == 7
     calls = {event.key: event.count for event in profile.key_averages()}
-    assert calls.get("cudaGraphLaunch") == 3
+    assert calls.get("cudaGraphLaunch") == 1
     assert calls.get("cudaLaunchKernel", 0) + calls.get("cudaMemcpyAsync", 0) < 8
 
 
@@ -411,4 +490,25 @@ def test_16_bits(
             np.testing.assert_allclose(alone.pop("scores")[0], together["scores"][index], rtol=0, atol=2e-2)
             for name, value in alone.items():
                 np.testing.assert_array_equal(value[0], together[name][index], err_msg=name)
-        assert run.cuda_graphs.replayed == 9
+        assert 3 <= run.captures <= 9
+
+
+@pytest.mark.gpu
+def test_graphs_of_large_products_can_be_joined(tmp_path: Path, built: Bundle) -> None:
+    """cuBLAS splits those of a Segmenter-S at eight pictures, for which it needs memory."""
+    network = toy("segmenter", "mask_transformer")[0]
+    network = replace(network, embed_dim=384, heads=6, image_size=(512, 512), mlp_dim=0)
+    merges = {"merging.clap_layers": [1], "merging.gbm_layers": [2]}
+    settings = merges | {"precision": "fp16", "output": "labels", "max_batch": 8}
+    bundle = export(segmenter_checkpoint(tmp_path, network), tmp_path / "bundle", None, settings).bundle
+    runner_type(CUDA).build(bundle)
+    generator = np.random.default_rng(0)
+    image = generator.integers(0, 256, (8, 3, 512, 512), dtype=np.uint8)
+    image[:, :, :, 256:] = 128
+    feeds = [{"image": image, "clap_threshold": np.float32(c)} for c in (2, 0.9, -2)]
+    with runner(Bundle.open(bundle.path), CUDA) as run:
+        expected = [run.infer(feed) for feed in feeds]
+        assert run.warm_up(8)
+        assert "batches of 8" in run.execution
+        for feed, value in zip(feeds, expected, strict=True):
+            assert_equal(run.infer(feed), value)

@@ -122,8 +122,8 @@ def test_copies_between_host_and_device_are_counted(
         end_profiling=lambda: tmp_path / "profile.json",
     )
     monkeypatch.setattr(sessions, "checked_session", lambda *_: session)
-    waited: list[None] = []
-    monkeypatch.setattr(sessions.torch.cuda, "synchronize", lambda: waited.append(None))
+    waited: list[object] = []
+    monkeypatch.setattr(sessions.torch.cuda, "synchronize", waited.append)
     found = sessions.placement(tmp_path, ort.SessionOptions(), cuda, {}, {"image": images})
     assert found == ({cuda: 4, "CPUExecutionProvider": 1}, 2)
     assert waited, "the session ended before its work"

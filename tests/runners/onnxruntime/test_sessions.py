@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import onnxruntime as ort
@@ -33,12 +32,14 @@ class Stream:
         self.said.append(f"{self.name} is done")
 
 
-class Session:
-    def __init__(self, said: list[str]) -> None:
-        self.said = said
+class Ends:
+    """Something whose end is written down."""
+
+    def __init__(self, name: str, said: list[str]) -> None:
+        self.name, self.said = name, said
 
     def __del__(self) -> None:
-        self.said.append("session ends")
+        self.said.append(f"{self.name} ends")
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def said() -> list[str]:
 
 def session_on(stream: Stream) -> CudaSession:
     session = object.__new__(CudaSession)
-    session._stream, session._session = stream, Session(stream.said)  # type: ignore[assignment]
+    session._stream, session._session = stream, Ends("session", stream.said)  # type: ignore[assignment]
     session._thresholds, session.device = {}, torch.device("cpu")
     return session
 
@@ -58,13 +59,14 @@ def test_a_session_ends_after_its_work(said: list[str]) -> None:
     assert said == ["work is done", "session ends"]
 
 
-def test_segments_end_after_their_work(said: list[str]) -> None:
+def test_segments_end_after_their_work_and_before_the_memory_they_work_in(said: list[str]) -> None:
     segmented = object.__new__(SegmentedSession)
-    segmented._worker = SimpleNamespace(shutdown=lambda: said.append("thread ends"))  # type: ignore[assignment]
     segmented._stream = Stream("work", said)  # type: ignore[assignment]
-    segmented._segments = [Session(said)]  # type: ignore[list-item]
+    segmented._joined, segmented.graphs = {1: Ends("joined", said)}, Ends("graphs", said)  # type: ignore[dict-item, assignment]
+    segmented._segments = [Ends("session", said)]  # type: ignore[list-item]
+    segmented._workspace = Ends("workspace", said)  # type: ignore[assignment]
     segmented.close()
-    assert said == ["thread ends", "work is done", "session ends"]
+    assert said == ["work is done", "joined ends", "graphs ends", "session ends", "workspace ends"]
 
 
 def test_memory_of_a_run_that_failed_is_not_given_away(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from graph_stand_ins import JoinedOnTheHost, NoGraphs
 from native_build import built
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
@@ -114,34 +115,6 @@ def deployed(
 ) -> Deployed:
     shape = with_heads(shape or network(), plan)
     return Deployed(insert_merging(model_of(shape, dtype), plan), shape, "scores").eval().to(device)
-
-
-class Rounded:
-    """Stands where graphs are on a CUDA device: rows are rounded up, work is done at once."""
-
-    def __init__(self, work_first: Callable[[], None] = lambda: None, limit: int = MOST_GRAPHS) -> None:
-        self.keys: list[tuple[int, ...]] = []
-        self.patient, self.waited = False, False
-        self._work_first, self._limit = work_first, limit
-        self._works: dict[tuple[int, ...], tuple[Any, Any]] = {}
-
-    @property
-    def full(self) -> bool:
-        return len(set(self.keys)) >= self._limit
-
-    def run(self, key: tuple[int, ...], work: Callable[[], Any], *, joins: bool) -> Any:
-        assert not joins or key[0] == 1, "only single pictures' graphs are kept in a form that can be joined"
-        self.keys.append(key)
-        self.waited |= self.patient
-        self._work_first()
-        self._works[key] = work, work()
-        return self._works[key][1]
-
-    def found(self, key: tuple[int, ...]) -> tuple[Any, Any]:
-        return self._works.get(key, (None, None))
-
-    def drop(self, belongs: Callable[[tuple[int, ...]], bool]) -> None:
-        self.keys = [key for key in self.keys if not belongs(key)]
 
 
 def busy_before_flat(blob_images: Images) -> list[Tensor]:
@@ -277,7 +250,7 @@ def test_same_results_as_the_modules(plan: str, decoder: str, rounded: bool, blo
     plain = deployed(PLANS[plan], network(decoder))
     packed = PackedNetwork(plain, torch.uint8)
     if rounded:
-        packed.graphs = Rounded()  # type: ignore[assignment]
+        packed.graphs = NoGraphs()  # type: ignore[assignment]
     for count in (3, 1, 2):
         image = torch.from_numpy(blob_images(count))
         for clap, gbm in (*thresholds_of(plan), (NEVER, NEVER)):
@@ -291,7 +264,7 @@ def test_same_results_as_the_modules_of_every_family(family: str, blob_images: I
     for plan in plans_of(FAMILIES[family]):
         plain = deployed(PLANS[plan], FAMILIES[family])
         packed = PackedNetwork(plain, torch.uint8)
-        for graphs in (None, Rounded()):
+        for graphs in (None, NoGraphs()):
             packed.graphs = graphs  # type: ignore[assignment]
             for images in busy_before_flat(blob_images):
                 assert_like_modules(packed, plain, images, *thresholds_of(plan)[0])
@@ -321,7 +294,7 @@ def test_rows_of_padding_reach_nothing(plan: str, blob_images: Images) -> None:
         for room in memory.rooms.values():
             room.fill_(torch.nan)
 
-    packed.graphs = Rounded(poison)  # type: ignore[assignment]
+    packed.graphs = NoGraphs(poison)  # type: ignore[assignment]
     scores, lengths, maps = run(packed, image, *thresholds)
     torch.testing.assert_close(scores, expected[0], rtol=0, atol=1e-5)
     assert all(torch.equal(a, b) for a, b in zip(maps, expected[2], strict=True))
@@ -336,7 +309,7 @@ def test_tokens_that_are_shared_before_the_first_block(plan: str, blob_images: I
     filled = insert_merging(model, CTS) if plan == "cts" else truncate(model, {1: 50}, CTS)
     plain = Deployed(filled, shape, "scores").eval()
     packed = PackedNetwork(plain, torch.uint8)
-    packed.graphs = graphs = Rounded()  # type: ignore[assignment]
+    packed.graphs = graphs = NoGraphs()  # type: ignore[assignment]
     for count in (3, 1):
         assert_like_modules(packed, plain, torch.from_numpy(blob_images(count)), 0.0, 0.0)
     assert len(graphs.keys) == 2
@@ -348,7 +321,7 @@ def test_a_network_that_drops_tokens_keeps_one_segment(plan: str, blob_images: I
     shape = network()
     plain = Deployed(truncate(model_of(shape), {1: 40, 3: 25}, PLANS[plan]), shape, "scores").eval()
     packed = PackedNetwork(plain, torch.uint8)
-    packed.graphs = Rounded()  # type: ignore[assignment]
+    packed.graphs = NoGraphs()  # type: ignore[assignment]
     assert_like_modules(packed, plain, torch.from_numpy(blob_images(2)), 0.0, 0.0)
     assert len(packed.graphs.keys) == 1
 
@@ -357,7 +330,7 @@ def test_a_network_that_drops_tokens_keeps_one_segment(plan: str, blob_images: I
 def test_known_counts_keep_one_segment_a_batch_size(plan: str, blob_images: Images) -> None:
     """Whatever the pictures; by threshold there are three, for other rows at each other picture."""
     packed = PackedNetwork(deployed(PLANS[plan]), torch.uint8)
-    packed.graphs = graphs = Rounded()  # type: ignore[assignment]
+    packed.graphs = graphs = NoGraphs()  # type: ignore[assignment]
     images = torch.from_numpy(blob_images(4))
     for batch in (images[:1], images[1:2], images[2:], images[:2], torch.full_like(images[:1], 90)):
         run(packed, batch, 0.0, 0.0)
@@ -419,7 +392,7 @@ def test_tokens_that_leave(shape: Network, rounded: bool, blob_images: Images) -
     """None, some, and all but one of each class; then heads are sure of one class alone, and one token is left."""
     plain = deployed(PLANS["dtop"], shape)
     packed = PackedNetwork(plain, torch.uint8)
-    packed.graphs = Rounded() if rounded else None  # type: ignore[assignment]
+    packed.graphs = NoGraphs() if rounded else None  # type: ignore[assignment]
     images = [torch.from_numpy(blob_images(count)) for count in (3, 1)]
     some = 0.332 if shape is PRUNED else SURE[0][0]
     for tau in (NEVER, some, -1.0, some):
@@ -475,7 +448,7 @@ def test_a_merge_by_budget_reads_nothing_back(budget: bool) -> None:
 
 def test_memory_of_few_batch_sizes_is_kept(blob_images: Images) -> None:
     packed = PackedNetwork(deployed(PLANS[USUAL]), torch.uint8)
-    packed.graphs = graphs = Rounded()  # type: ignore[assignment]
+    packed.graphs = graphs = NoGraphs()  # type: ignore[assignment]
     for count in (1, 2, 3, 4, 5, 6, 7, 8, 1, 9):
         run(packed, torch.from_numpy(blob_images(count)), 0.9, 0.0)
     assert list(packed._memories) == [3, 4, 5, 6, 7, 8, 1, 9]
@@ -496,7 +469,7 @@ def test_thresholds_are_those_of_the_call(blob_images: Images) -> None:
 DECIDING = (USUAL, "two gbm", "gbm alone, paper", "shared counts", "g2tm", "dtop")
 
 
-def warmed(plan: str, images: int, graphs: Rounded, shape: Network | None = None) -> PackedNetwork:
+def warmed(plan: str, images: int, graphs: NoGraphs, shape: Network | None = None) -> PackedNetwork:
     packed = PackedNetwork(deployed(PLANS[plan], shape), torch.uint8)
     packed.graphs = graphs  # type: ignore[assignment]
     for _ in range(2):
@@ -509,7 +482,7 @@ def warmed(plan: str, images: int, graphs: Rounded, shape: Network | None = None
 @pytest.mark.usefixtures("unwritten_memory_is_nan")
 @pytest.mark.parametrize("plan", DECIDING)
 def test_a_single_picture_finds_all_its_graphs(plan: str, blob_images: Images) -> None:
-    packed = warmed(plan, 1, graphs := Rounded())
+    packed = warmed(plan, 1, graphs := NoGraphs())
     known = set(graphs.keys)
     assert len(graphs.keys) == len(known), "nothing is run twice"
     draw, images = np.random.default_rng(0), torch.from_numpy(blob_images(6))
@@ -521,20 +494,6 @@ def test_a_single_picture_finds_all_its_graphs(plan: str, blob_images: Images) -
         assert {rows for _, segment, rows, _ in known if segment == number} >= {64, 65}
 
 
-class OnTheHost:
-    """Stands where joined graphs are on a CUDA device: lengths are read as the device does it."""
-
-    def __init__(self, library: Any, first: Callable[[], Any], switches: Any) -> None:
-        self.library, self.first, self.switches, self.replays = library, first, switches, 0
-
-    def replay(self) -> None:
-        self.replays += 1
-        self.first()
-        for length, works in self.switches:
-            (count,) = length.tolist()
-            works[min((rows for rows in works if rows >= count), default=max(works))]()
-
-
 @pytest.mark.usefixtures("unwritten_memory_is_nan")
 @pytest.mark.parametrize("family", [None, "segvit", "dinov2, levels", "eomt"])
 @pytest.mark.parametrize("plan", ["two gbm", USUAL, "gbm alone, paper"])
@@ -542,11 +501,11 @@ def test_a_single_pictures_segments_are_joined(
     plan: str, family: str | None, host_kernels: Kernels, blob_images: Images, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit for bit what they give one after the other, whatever the picture and the thresholds."""
-    monkeypatch.setattr(torch_packed, "Joined", OnTheHost)
+    monkeypatch.setattr(torch_packed, "Joined", JoinedOnTheHost)
     shape = FAMILIES[family] if family else None
     cold, warm = (PackedNetwork(deployed(PLANS[plan], shape), torch.uint8) for _ in range(2))
     for one in (cold, warm):
-        one.kernels, one.graphs = host_kernels, Rounded()  # type: ignore[assignment]
+        one.kernels, one.graphs = host_kernels, NoGraphs()  # type: ignore[assignment]
     assert warm.warm_up(1, NEVER)
     joined, _ = warm._memories[1].joined or pytest.fail("the graphs were not joined")
     images = [*torch.from_numpy(blob_images(3)).split(1), torch.from_numpy(blob_images(2))]
@@ -556,6 +515,7 @@ def test_a_single_pictures_segments_are_joined(
             assert torch.equal(found, expected)
             assert all(torch.equal(a, b) for x, y in zip(others, same, strict=True) for a, b in zip(x, y, strict=True))
     assert joined.replays == 3 * (len(thresholds_of(plan)) + 2), "single pictures alone"
+    assert {key[0] for key in warm.graphs.joining} == {1}, "only their graphs are kept in a form that can be joined"
     assert warm.warm_up(1, NEVER)
     assert warm._memories[1].joined == (joined, warm._memories[1].joined[1]), "once is enough"
     for batch in range(2, MOST_BATCH_SIZES + 2):
@@ -571,18 +531,18 @@ def test_what_is_not_all_captured_is_not_joined(
     def refuse(*_: Any) -> None:
         raise ExecutionError("expected CUDA 12.8 or newer to join graphs, got: no such thing")
 
-    class Failed(Rounded):
+    class Failed(NoGraphs):
         def found(self, key: tuple[int, ...]) -> tuple[Any, Any]:
             return (None, None) if key[1:3] == (1, 64) else super().found(key)
 
     monkeypatch.setattr(torch_packed, "Joined", refuse)
-    for graphs, kernels in ((Failed(), host_kernels), (Rounded(limit=2), host_kernels), (Rounded(), None)):
+    for graphs, kernels in ((Failed(), host_kernels), (NoGraphs(limit=2), host_kernels), (NoGraphs(), None)):
         packed = PackedNetwork(deployed(PLANS[USUAL]), torch.uint8)
         packed.kernels, packed.graphs = kernels, graphs  # type: ignore[assignment]
         assert packed.warm_up(1, NEVER)
         assert packed._memories[1].joined is None
         assert not caplog.records
-    packed.kernels, packed.graphs = host_kernels, Rounded()  # type: ignore[assignment]
+    packed.kernels, packed.graphs = host_kernels, NoGraphs()  # type: ignore[assignment]
     packed._memories.clear()
     assert packed.warm_up(1, NEVER)
     assert "single pictures wait for the host behind every merge: expected CUDA 12.8" in caplog.text
@@ -595,9 +555,9 @@ def test_what_is_not_all_captured_is_not_joined(
 def test_results_stay_what_they_are_after_a_warm_up(plan: str, family: str, blob_images: Images) -> None:
     """Bit for bit, thresholds included: those of the warm-up end with it."""
     cold = PackedNetwork(deployed(PLANS[plan], FAMILIES[family]), torch.uint8)
-    cold.graphs = Rounded()  # type: ignore[assignment]
+    cold.graphs = NoGraphs()  # type: ignore[assignment]
     for images in busy_before_flat(blob_images):
-        warm = warmed(plan, len(images), Rounded(), FAMILIES[family])
+        warm = warmed(plan, len(images), NoGraphs(), FAMILIES[family])
         for thresholds in (*thresholds_of(plan), (-2.0, -1e6), (NEVER, NEVER)):
             (found, *others), (expected, *same) = run(warm, images, *thresholds), run(cold, images, *thresholds)
             assert torch.equal(found, expected)
@@ -605,7 +565,7 @@ def test_results_stay_what_they_are_after_a_warm_up(plan: str, family: str, blob
 
 
 def test_batches_of_several_get_some_graphs_and_find_the_others_later(blob_images: Images) -> None:
-    packed = warmed(USUAL, 4, graphs := Rounded())
+    packed = warmed(USUAL, 4, graphs := NoGraphs())
     assert {key[:2] for key in graphs.keys} == {(4, 0), (4, 1), (4, 2)}
     assert len(set(graphs.keys)) <= WARM_GRAPHS
     plain = deployed(PLANS[USUAL])
@@ -615,7 +575,7 @@ def test_batches_of_several_get_some_graphs_and_find_the_others_later(blob_image
 
 @pytest.mark.parametrize("plan", ["dense", "budgets", "tome", "evit"])
 def test_known_counts_are_one_graph_beforehand(plan: str, blob_images: Images) -> None:
-    packed = warmed(plan, 2, graphs := Rounded())
+    packed = warmed(plan, 2, graphs := NoGraphs())
     assert graphs.keys == [(2, 0, 130, 65)]
     assert_like_modules(packed, deployed(PLANS[plan]), torch.from_numpy(blob_images(2)), 0.0, 0.0)
 
@@ -628,7 +588,7 @@ def test_a_warm_up_ends_in_time(monkeypatch: pytest.MonkeyPatch, blob_images: Im
         clock[0] += 1
 
     packed = PackedNetwork(deployed(PLANS[USUAL]), torch.uint8)
-    packed.graphs = graphs = Rounded(second)  # type: ignore[assignment]
+    packed.graphs = graphs = NoGraphs(second)  # type: ignore[assignment]
     assert not packed.warm_up(1, 3.0)
     assert len(graphs.keys) == 3
     assert not packed.warm_up(1, 3.0)
@@ -640,7 +600,7 @@ def test_a_warm_up_ends_in_time(monkeypatch: pytest.MonkeyPatch, blob_images: Im
 
 def test_a_warm_up_drops_no_graph() -> None:
     packed = PackedNetwork(deployed(PLANS[USUAL]), torch.uint8)
-    packed.graphs = graphs = Rounded(limit=4)  # type: ignore[assignment]
+    packed.graphs = graphs = NoGraphs(limit=4)  # type: ignore[assignment]
     assert packed.warm_up(1, NEVER), "there is no room, but there was time"
     assert len(graphs.keys) == 4
 
@@ -937,11 +897,11 @@ def test_after_a_warm_up_single_pictures_capture_nothing(plan: str, merging: str
     cold, warm = (PackedNetwork(deployed(PLANS[plan], device="cuda"), torch.uint8) for _ in range(2))
     assert cold.graphs is not None and warm.graphs is not None
     assert warm.warm_up(1, NEVER)
-    captures, warm.graphs.patient = warm.graphs.captures, False
+    captures = warm.graphs.captures
     assert captures == len(warm.graphs) > len(warm._segments), "several buckets of a segment"
     images = torch.from_numpy(blob_images(6)).cuda()
-    for image in images.split(1):
-        for thresholds in (*thresholds_of(plan), (-2.0, -1e6), (NEVER, NEVER)):
+    with warm.graphs.warming():  # what is new would be captured at once
+        for image, thresholds in product(images.split(1), (*thresholds_of(plan), (-2.0, -1e6), (NEVER, NEVER))):
             (found, *others), (expected, *same) = run(warm, image, *thresholds), run(cold, image, *thresholds)
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)  # captured and as it comes
             assert all(torch.equal(a, b) for x, y in zip(others, same, strict=True) for a, b in zip(x, y, strict=True))

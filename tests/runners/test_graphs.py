@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from algm_deploy.runners.torch.graphs import Graphs
+from algm_deploy.runners.graphs import Graphs
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
     monkeypatch.setattr(Graphs, "_captured", captured)
     made = object.__new__(Graphs)
     made._graphs, made._limit, made.captures = OrderedDict(), 2, 0
-    made.patient, made._met = False, set()
+    made._patient, made._met = False, set()
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
     made._device, made._pool = torch.device("cpu"), (0, 0)
     return made
@@ -50,22 +50,24 @@ def test_patience_waits_for_the_second_time(graphs: Graphs, monkeypatch: pytest.
     replayed: list[str] = []
     graph = SimpleNamespace(replay=lambda: replayed.append("again"))
     monkeypatch.setattr(Graphs, "_captured", lambda self, work, pool, joins: graph)
-    graphs.patient = True
+    with graphs.warming():
+        pass
     assert graphs.run((1,), lambda: "new") == "new"
     assert (len(graphs), graphs.captures) == (0, 0)
     assert graphs.run((1,), lambda: "twice") == "twice"
     assert (len(graphs), graphs.captures) == (1, 1)
     assert graphs.run((1,), lambda: "no more") == "twice"
     assert replayed == ["again"]
-    graphs.patient = False
-    graphs.run((2,), lambda: "at once")
+    with graphs.warming():
+        graphs.run((2,), lambda: "at once")
     assert graphs.captures == 2
 
 
 def test_what_was_dropped_comes_for_the_first_time_again(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Graphs, "_captured", lambda self, work, pool, joins=False: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    graphs.patient = True
+    with graphs.warming():
+        pass
     for _ in range(2):
         graphs.run((1,), lambda: None)
         graphs.drop(lambda key: key == (1,))

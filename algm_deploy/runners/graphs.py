@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from algm_deploy.errors import ExecutionError
 from algm_deploy.ops.kernel_library import KernelLibrary, Switch
-from algm_deploy.runners.turns import capturing
+from algm_deploy.runners.turns import capturing, wait_for
 
 _LOG = logging.getLogger("algm_deploy")
 
@@ -33,24 +33,27 @@ class Graphs:
     pool that all graphs share, so that memory grows with the largest graph and not with their number; those that come
     after a capture that failed share a new one. Work that cannot be captured is done as it comes every time.
 
-    While `patient`, work is captured only when it comes for the second time: a capture takes several times as long as
-    the work, and what is new after a warm-up seldom comes back. Under load, captures at first sight let a queue grow,
-    whose longer batches need graphs in turn.
+    After a warm-up (`warming`) work is captured only when it comes for the second time: a capture takes several times
+    as long as the work, and what is new by then seldom comes back. Under load, captures at first sight let a queue
+    grow, whose longer batches need graphs in turn.
 
     Graphs that became part of a `Joined` are kept by it, whatever is dropped here.
 
     Args:
         device: a CUDA device.
         limit: graphs kept; beyond it the one that was not needed for longest is dropped.
+        allocates: the work may take memory that is not PyTorch's while it is captured, and keeps it.
     """
 
-    def __init__(self, device: torch.device, limit: int) -> None:
+    def __init__(self, device: torch.device, limit: int, *, allocates: bool = False) -> None:
         self._device, self._limit = device, limit
+        # Other threads may allocate memory meanwhile in either mode.
+        self._mode = "relaxed" if allocates else "thread_local"
         self._graphs: OrderedDict[Key, tuple[torch.cuda.CUDAGraph | None, Any]] = OrderedDict()
-        self._stream = _take_stream(device)
-        weakref.finalize(self, _FREE[device].append, self._stream)
+        self.stream = _take_stream(device)
+        weakref.finalize(self, _FREE[device].append, self.stream)
         self.captures = 0
-        self.patient = False
+        self._patient = False
         self._met: set[Key] = set()  # while patient: came once
         self._start_pool()
 
@@ -63,6 +66,15 @@ class Graphs:
 
     def __len__(self) -> int:
         return len(self._graphs)
+
+    @contextmanager
+    def warming(self) -> Iterator[None]:
+        """Around a warm-up: inside the block all work is captured when it comes first."""
+        self._patient = False
+        try:
+            yield
+        finally:
+            self._patient = True
 
     @property
     def full(self) -> bool:
@@ -82,11 +94,11 @@ class Graphs:
         """
         if key not in self._graphs:
             result = work()  # kernels are compiled and libraries initialised here, which a capture could not
-            if self.patient and key not in self._met:
+            if self._patient and key not in self._met:
                 self._met.add(key)
                 return result
             while len(self._graphs) >= self._limit:
-                torch.cuda.synchronize(self._device)  # it may still run
+                wait_for(self._device)  # it may still run
                 self._graphs.popitem(last=False)
             try:
                 self._graphs[key] = self._captured(work, self._pool, joins), result
@@ -110,7 +122,7 @@ class Graphs:
 
     def drop(self, belongs: Callable[[Key], bool]) -> None:
         """Forgets the graphs with these keys, before the memory they use goes."""
-        torch.cuda.synchronize(self._device)
+        wait_for(self._device)
         for key in [key for key in self._graphs if belongs(key)]:
             del self._graphs[key]
         self._met = {key for key in self._met if not belongs(key)}
@@ -121,9 +133,8 @@ class Graphs:
 
     def _captured(self, work: Callable[[], object], pool: Any, joins: bool = False) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph(keep_graph=joins)
-        with capturing(), torch.cuda.stream(self._stream):
-            # thread_local: other threads may allocate memory meanwhile.
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        with capturing(), torch.cuda.stream(self.stream):
+            graph.capture_begin(pool=pool, capture_error_mode=self._mode)
             try:
                 work()
             finally:
@@ -138,9 +149,10 @@ class Joined:
 
     Args:
         library: of a CUDA device.
+        device: the same.
         first: the graph that comes first.
-        switches: of each that comes then, a length in device memory and the graphs by the rows they have room for,
-            the last of which takes whatever the others have no room for.
+        switches: of each that comes then, a length that the device can read and the graphs by the rows they have room
+            for, the last of which takes whatever the others have no room for.
 
     Raises:
         ExecutionError: the library or the driver joins no graphs.
@@ -149,6 +161,7 @@ class Joined:
     def __init__(
         self,
         library: KernelLibrary,
+        device: torch.device,
         first: torch.cuda.CUDAGraph,
         switches: Sequence[tuple[Tensor, Mapping[int, torch.cuda.CUDAGraph]]],
     ) -> None:
@@ -163,7 +176,7 @@ class Joined:
                 "expected graphs that can be joined (by CUDA 12.8 and a driver to match, at most 256 sizes), got: "
                 f"{library.status_text(status)}"
             )
-        weakref.finalize(self, _free, library, self._joined, switches[0][0].device).atexit = False
+        weakref.finalize(self, _free, library, self._joined, device).atexit = False
 
     def replay(self) -> None:
         """Launches them all on the current stream."""
@@ -172,7 +185,7 @@ class Joined:
 
 
 def _free(library: KernelLibrary, joined: int, device: torch.device) -> None:
-    torch.cuda.synchronize(device)  # it may still run
+    wait_for(device)  # it may still run
     library.free_joined(joined)
 
 
@@ -181,7 +194,7 @@ def _take_stream(device: torch.device) -> torch.cuda.Stream:
         stream = _FREE[device].pop()
     except IndexError:
         return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    torch.cuda.synchronize(device)  # the last replay of another's graph may still run
+    wait_for(device)  # the last replay of another's graph may still run
     return stream
 
 
