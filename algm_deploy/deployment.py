@@ -423,6 +423,9 @@ def bench(
 ) -> list[Speed]:
     """Times a bundle beside its dense and truncated variants; returns a record for each.
 
+    On a runtime that can leave the attention of a dense network to cuDNN there are two of these, and gains are against
+    the faster.
+
     Args:
         bundle: its folder or the opened bundle; verified on this runtime.
         runtime: what executes it; by default the best that can here.

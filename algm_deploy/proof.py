@@ -33,7 +33,7 @@ from algm_deploy.report.page import write_report
 from algm_deploy.runners.contract import runner
 from algm_deploy.runners.registry import row_of
 from algm_deploy.runners.tensorrt.digest import digest_file
-from algm_deploy.wording import counted
+from algm_deploy.wording import counted, variant_title
 
 PROOF, LOG, POLYGRAPHY = "proof.json", "builder.log", "polygraphy"
 OPEN = "open, which compares an engine's first run with PyTorch's results"
@@ -213,7 +213,7 @@ def _evaluate(bundle: Bundle, runtime: str, progress: bool) -> str:
 def _time(bundle: Bundle, runtime: str, progress: bool) -> str:
     records = bench(bundle, runtime, progress=progress)
     return "; ".join(
-        f"{one.variant} {one.batch_ms_mean_of_medians:.2f} ms" if one.stable else f"{one.variant} not stable"
+        f"{variant_title(one.variant)} {f'{one.batch_ms_mean_of_medians:.2f} ms' if one.stable else 'not stable'}"
         for one in records
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+_VARIANTS = {"dense_cudnn": "dense, cuDNN attention"}
 _PARTS = {"attention": "attention", "mlp": "MLP"}
 _HALF = re.compile(r"(.+)-(first|second)-half")
 
@@ -27,6 +28,11 @@ def dataset_title(dataset: str, split: str) -> str:
         return f"{half[2]} half of {dataset_title(dataset, half[1])}"
     name = f"{dataset} {split}"
     return "a folder of pictures" if name == "folder all" else name
+
+
+def variant_title(name: str) -> str:
+    """How people call a network that is timed."""
+    return _VARIANTS.get(name, name)
 
 
 def merge_titles(names: Sequence[str]) -> dict[str, str]:

@@ -19,7 +19,7 @@ from algm_deploy.recipe.schema import Output, Precision, Protocol, Recipe
 SCHEMA = 2
 
 Threshold = float | Literal["inf", "-inf"]  # JSON has no infinity
-VariantName = Literal["dense", "merged", "truncated"]
+VariantName = Literal["dense", "dense_cudnn", "merged", "truncated"]
 ProtocolName = Literal["duplicate", "mixed", "latency"]
 Step = Literal["parity", "evaluation", "speed"]
 Reference = Literal["cpu", "cuda"]  # what PyTorch computed on that a runtime was held to
@@ -274,7 +274,8 @@ class Speed(Measurement, Record, frozen=True, kw_only=True):
     `thresholds` are those in force of the merged network in this run. `stages` are the parts of `latency_ms_p50`, which
     goes from a window in the host's memory to its label map there: they add up to it. `reading` are medians of what a
     photo takes before that, which is in no other figure. `representative`: the pictures are photos. A run that is not
-    `stable` has no figure worth telling.
+    `stable` has no figure worth telling. Speed-ups and efficiencies are against `baseline`, the faster of the dense
+    networks that were timed.
     """
 
     section: ClassVar[str] = "speeds"
@@ -298,6 +299,7 @@ class Speed(Measurement, Record, frozen=True, kw_only=True):
     stages: dict[str, float] = {}
     reading: dict[str, float] = {}
     speedup: float | None = None
+    baseline: VariantName = "dense"
     merge_efficiency: float | None = None
     merge_efficiency_by_round: Spread | None = None
     tokens: tuple[MergeTokens, ...] = ()

@@ -86,6 +86,11 @@ class Bundle:
         return self.manifest.quantization is not None
 
     @property
+    def cudnn_attends(self) -> bool:
+        """Whether it is the dense network that is timed with cuDNN's attention."""
+        return self.manifest.variant is not None and self.manifest.variant.name == "dense_cudnn"
+
+    @property
     def files(self) -> _Files:
         """Listed files by name; asking for another one is an error for people."""
         return _Files(self.path, self.manifest.files)

@@ -73,7 +73,12 @@ def single_image(recipe: Recipe, provider: Provider) -> bool:
 
 
 def write_onnxruntime_onnx(
-    bundle: Bundle, provider: Provider, custom_operators: bool, file: str, segment_files: str | None = None
+    bundle: Bundle,
+    provider: Provider,
+    custom_operators: bool,
+    file: str,
+    segment_files: str | None = None,
+    own_attention: bool = True,
 ) -> tuple[Counter[str], int]:
     """Adds the provider's graph to the bundle; returns how often each rewrite fired, and the number of segments.
 
@@ -85,12 +90,13 @@ def write_onnxruntime_onnx(
         provider, custom_operators: as for `rewrite`.
         file: name of the graph.
         segment_files: names of its segments, `*` standing for their number; without it none are written.
+        own_attention: as for `rewrite`.
 
     Raises:
         BundleError: the portable graph cannot be read, or was not written by this package.
     """
     model = load_portable(bundle.file(ONNX))
-    counts = rewrite(model, provider, custom_operators, single_image(bundle.recipe, provider))
+    counts = rewrite(model, provider, custom_operators, single_image(bundle.recipe, provider), own_attention)
     files = {file: model}
     plan = bundle.recipe.merging
     if segment_files and custom_operators and (plan.batch == "per_image" or plan.static) and not plan.row.counts_in:
@@ -102,7 +108,9 @@ def write_onnxruntime_onnx(
     return counts, len(files) - 1
 
 
-def rewrite(model: ir.Model, provider: Provider, custom_operators: bool, single: bool) -> Counter[str]:
+def rewrite(
+    model: ir.Model, provider: Provider, custom_operators: bool, single: bool, own_attention: bool = True
+) -> Counter[str]:
     """Rewrites a portable model in place.
 
     Args:
@@ -110,6 +118,7 @@ def rewrite(model: ir.Model, provider: Provider, custom_operators: bool, single:
         provider: decides how attention is told the key lengths: (B) on the CPU, 3 B + 2 numbers on CUDA.
         custom_operators: leave the provider's `CUSTOM_OPERATORS` to the library.
         single: fix the batch to one image, whose rows are all valid.
+        own_attention: `packed_attention` is one of them where it fits; otherwise ONNX Runtime attends.
 
     Returns:
         How often each rewrite fired: `attention`, `multi_head_attention`, `skip_layer_norm`, `bias_gelu`,
@@ -122,7 +131,7 @@ def rewrite(model: ir.Model, provider: Provider, custom_operators: bool, single:
     counts: Counter[str] = Counter()
     if single:
         fix_batch(model)
-    _attention(model.graph, provider, custom_operators, single, counts)
+    _attention(model.graph, provider, custom_operators and own_attention, single, counts)
     _bias_gelu(model.graph, provider == "cuda" and custom_operators, counts)
     if provider == "cuda":
         _skip_layer_norm(model.graph, counts)
@@ -141,7 +150,7 @@ def rewrite(model: ir.Model, provider: Provider, custom_operators: bool, single:
 # --- rewrites --------------------------------------------------------------------------------------------------------
 
 
-def _attention(graph: ir.Graph, provider: Provider, custom_operators: bool, single: bool, counts: Counter[str]) -> None:
+def _attention(graph: ir.Graph, provider: Provider, own: bool, single: bool, counts: Counter[str]) -> None:
     lengths: dict[ir.Value, ir.Value] = {}
     for node in nodes_of(graph, "attention", DOMAIN):
         linear = linear_of(node.inputs[0])
@@ -155,7 +164,7 @@ def _attention(graph: ir.Graph, provider: Provider, custom_operators: bool, sing
                 counts["multi_head_attention"] += 1
             continue
         heads, scale = node.attributes["heads"].as_int(), node.attributes["scale"].as_float()
-        if provider == "cuda" and custom_operators and _fits_packed_attention(node, linear):
+        if provider == "cuda" and own and _fits_packed_attention(node, linear):
             bias = _fp32(graph, node, linear.bias)
             inputs = [linear.product, bias, *([] if length is None else [length])]
             name, domain = "packed_attention", DOMAIN

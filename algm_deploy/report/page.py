@@ -32,7 +32,7 @@ from algm_deploy.report.records import (
 )
 from algm_deploy.report.tuning import tuning_page
 from algm_deploy.runners.registry import RUNTIMES
-from algm_deploy.wording import counted, dataset_title, merge_titles
+from algm_deploy.wording import counted, dataset_title, merge_titles, variant_title
 
 
 class _StepRow(NamedTuple):
@@ -51,12 +51,12 @@ STEPS: Mapping[Step, _StepRow] = {
 def write_report(bundles: Sequence[Bundle], target: Path, gallery: Gallery | None = None) -> Path:
     """Writes the page of the first bundle; the others stand beside it where their records can be compared.
 
-    `variants/dense` and `variants/truncated` inside the first bundle are added by themselves.
+    What is in `variants` inside the first bundle is added by itself.
 
     Raises:
         BundleError: a bundle is incomplete, or the page cannot be written.
     """
-    variants = [bundles[0].path / "variants" / name for name in ("dense", "truncated")]
+    variants = [bundles[0].path / "variants" / name for name in ("dense", "dense_cudnn", "truncated")]
     beside = [*bundles[1:], *(Bundle.open(path) for path in variants if path.is_dir())]
     page = report_page(bundles[0], beside, gallery, read_published())
     for bundle in (bundles[0], *beside):
@@ -208,8 +208,9 @@ class Report:
                 tokens = [*one.by_picture.tokens_by_merge.values()][-1]
                 points = [(x, y, "") for x, y in zip(tokens, one.by_picture.latency_ms_p50, strict=True)]
                 series.append(Series(f"merged, {where}", points))
-            elif one.stable and one.variant == "dense" and one.latency_ms_p50 is not None:
-                series.append(Series(f"dense, {where}", [(self.patches, one.latency_ms_p50, "dense")], hollow=True))
+            elif one.stable and one.variant in ("dense", "dense_cudnn") and one.latency_ms_p50 is not None:
+                title = variant_title(one.variant)
+                series.append(Series(f"{title}, {where}", [(self.patches, one.latency_ms_p50, title)], hollow=True))
         caption = "latency against tokens: each point is a picture, at its median; dense for all of them"
         drawn = not all(one.hollow for one in series)
         return [Scatter(caption, "tokens after the last merge", "p50 ms", series)] if drawn else []

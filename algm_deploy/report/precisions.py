@@ -117,7 +117,7 @@ def _of(one: Standing, artifact: Artifact, runtime: str) -> bool:
     """Whether a record is one of the form, at the bundle's own thresholds, on the runtime."""
     own = plan_in_force(one.bundle.recipe.merging, {})
     plan_fits = not artifact.plan.layers if one.dense else artifact.plan == own
-    return runtime == one.runtime and plan_fits and not artifact.truncated
+    return runtime == one.runtime and plan_fits and not artifact.truncated and not artifact.cudnn_attention
 
 
 def _same(one: Evaluation | Speed | None, other: Evaluation | Speed | None, names: Sequence[str]) -> bool:

@@ -22,7 +22,8 @@ Kind = TypeVar("Kind", Parity, Evaluation, Speed)
 class Artifact:
     """What a figure was measured on: weights, merge plan with the thresholds in force, precision, output.
 
-    A truncated network drops tokens where the plan merges them: it has a speed, but no accuracy.
+    A truncated network drops tokens where the plan merges them: it has a speed, but no accuracy. Neither has one that
+    was timed with cuDNN's attention: what is evaluated attends as the runner does.
     """
 
     weights_sha256: str
@@ -30,6 +31,7 @@ class Artifact:
     precision: str
     output: str
     truncated: bool = False
+    cudnn_attention: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,9 +75,11 @@ def artifact_of(bundle: Bundle, record: Parity | Evaluation | Speed) -> Artifact
     parts = bundle.found(EngineStretches, record.runtime)
     engine = bundle.found(Engine, record.runtime) or (parts.engines[0] if parts else None)
     thresholds = {} if isinstance(record, Parity) else record.thresholds
-    plan = DENSE if variant == "dense" else plan_in_force(recipe.merging, thresholds)
+    cudnn = variant == "dense_cudnn"
+    plan = DENSE if cudnn or variant == "dense" else plan_in_force(recipe.merging, thresholds)
     precision = engine.precision if engine else row_of(record.runtime).precision_of(recipe.precision)
-    return Artifact(bundle.files[WEIGHTS].sha256, plan, precision, recipe.output, truncated=variant == "truncated")
+    weights = bundle.files[WEIGHTS].sha256
+    return Artifact(weights, plan, precision, recipe.output, truncated=variant == "truncated", cudnn_attention=cudnn)
 
 
 def plan_in_force(plan: MergePlan, thresholds: Mapping[str, float | str]) -> MergePlan:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from algm_deploy.bundle.records import (
     Engine,
@@ -23,7 +23,7 @@ from algm_deploy.recipe.plan import MergePlan
 from algm_deploy.report.plans import plan_name
 from algm_deploy.report.published import NO_REDUCTION, Published
 from algm_deploy.report.records import Measured, baseline, may_share_row
-from algm_deploy.wording import counted, dataset_title, merge_titles
+from algm_deploy.wording import counted, dataset_title, merge_titles, variant_title
 
 Row = Sequence[str]
 
@@ -219,22 +219,31 @@ _TIMED = {
 
 def speed_notes(rows: Sequence[Measured[Speed]]) -> list[str]:
     """What a reader of speed records of one run must know beside the figures, one line each."""
-    first = rows[0].record
+    first, named = rows[0].record, [(variant_title(row.record.variant), row) for row in rows]
     pictures = counted(first.pictures_timed or 0, first.pictures or "pictures")
     notes = [f"{pictures}, {first.rounds} rounds, clock: {first.clock}; {_TIMED[first.protocol]}"]
     if not first.representative:
         notes.append("not representative: how much merges depends on the picture, give --images with photos of yours")
     if not first.stable:
-        drifts = ", ".join(f"{row.record.variant} {shown(row.record.drift_percent, 1)} %" for row in rows)
+        drifts = ", ".join(f"{name} {shown(row.record.drift_percent, 1)} %" for name, row in named)
         notes.append(f"not stable: the halves of the run differ ({drifts}): close what else runs here, then repeat")
     elif first.stages:
         notes += [
-            f"p50 of {row.record.variant} {shown(row.record.latency_ms_p50, 1)} ms, of it {_stages(row.record.stages)}"
-            for row in rows
+            f"p50 of {name} {shown(row.record.latency_ms_p50, 1)} ms, of it {_stages(row.record.stages)}"
+            for name, row in named
         ]
+    if first.stable and (baseline := _baseline(rows)):
+        notes.append(f"speed-up and merge efficiency are against the faster dense network: {baseline}")
     if first.reading:
         notes.append(f"before that, in no time above, for a photo: {_stages(first.reading)}")
-    return notes + [f"{row.record.variant} ran {told}" for row in rows if (told := _executed(row.record))]
+    return notes + [f"{name} ran {told}" for name, row in named if (told := _executed(row.record))]
+
+
+def _baseline(rows: Sequence[Measured[Speed]]) -> str:
+    """Which dense network speed-ups are told against, where several were timed."""
+    dense = [row for row in rows if row.record.variant in ("dense", "dense_cudnn")]
+    found = [row.record.baseline for row in rows if row.record.speedup is not None]
+    return variant_title(found[0]) if len(dense) > 1 and found else ""
 
 
 def _executed(record: Speed) -> str:
@@ -442,7 +451,7 @@ def _token_cells(tokens: Sequence[MergeTokens], titles: Mapping[str, str], other
 
 
 def _speed_cell(record: Speed, name: str, digits: int | None) -> str:
-    value = getattr(record, name)
+    value: Any = variant_title(record.variant) if name == "variant" else getattr(record, name)
     if not record.stable and isinstance(value, float) and name != "gmacs_per_window_mean":
         return "not stable"
     spread = record.merge_efficiency_by_round if name == "merge_efficiency" else None

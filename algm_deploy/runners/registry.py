@@ -20,6 +20,7 @@
     row.precision_of("fp8")        in what it executes a bundle of that precision
     row.check_precision("int8", calibrated)
                                    raises RuntimeUnavailableError where it executes no bundle of that precision
+    row.cudnn_attention            whether it can leave attention in 16 bits to cuDNN, of networks without merging
     row.simulates                  whether it computes what was calibrated in floating point, from the same levels
     row.libraries                  native libraries that it cannot do without
     row.triton                     Triton's backend that executes its file without Python, None where there is none
@@ -74,6 +75,7 @@ class Runtime:
     capabilities: tuple[str, ...] = ()
     fp8: bool = False
     fp8_needs_ranges: bool = False
+    cudnn_attention: bool = False
     simulates: bool = False
     bf16: bool = True
     int8: bool = True
@@ -218,6 +220,7 @@ _ROWS = (
         segments="model.onnxruntime-cuda.stretch-*.onnx",
         devices=("cuda",),
         rank=4,
+        cudnn_attention=True,
         bf16=False,
         int8=False,
         triton="onnxruntime",

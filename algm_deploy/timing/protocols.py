@@ -8,11 +8,13 @@
 
 The device's clock is CUDA events where the runtime executes on a CUDA device, and the host's clock elsewhere, where
 both are one. Every network is run through its runner with the same output; truncated keeps as many tokens as merging
-leaves on average on these very pictures.
+leaves on average on these very pictures. Where dense is timed with cuDNN's attention too, merging is held to the
+faster.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
@@ -34,7 +36,7 @@ from algm_deploy.bundle.records import ByPicture, MergeTokens, Parity, ProtocolN
 from algm_deploy.bundle.signature import merge_names, threshold_defaults
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.environment import GpuState, environment, gpu_state
-from algm_deploy.errors import BundleError, GateError
+from algm_deploy.errors import AlgmDeployError, BundleError, GateError
 from algm_deploy.evaluation.flops import multiply_adds
 from algm_deploy.parity.chain import verify
 from algm_deploy.pictures.preprocessing import read_photo
@@ -59,8 +61,18 @@ from algm_deploy.timing.timers import (
     take_turns,
     typical_ms,
 )
-from algm_deploy.timing.variants import VARIANTS, executables, planned, variant_bundle, variant_runner
+from algm_deploy.timing.variants import (
+    DENSE_VARIANTS,
+    VARIANTS,
+    executables,
+    may_attend_by_cudnn,
+    planned,
+    variant_bundle,
+    variant_runner,
+)
 
+_LOG = logging.getLogger("algm_deploy")
+_ORDER: tuple[VariantName, ...] = (*DENSE_VARIANTS, "merged", "truncated")
 _STAGE_EFFORT = Effort(warmup=1, rounds=2, most_rounds=2)
 
 
@@ -69,7 +81,8 @@ class Request:
     """What to time: up to `count` pictures in batches of `batch`; for `latency` that is 1.
 
     `thresholds` instead of the bundle's, by input name. `variants` stand beside each other; a bundle that merges
-    nothing has only itself.
+    nothing has only itself. Where others are held to a dense network that cuDNN's attention may make faster, that is
+    timed as well.
     """
 
     protocol: ProtocolName
@@ -134,7 +147,8 @@ def benchmark(
     with runner(bundle, runtime) as merged:
         tokens = _token_counts(merged, windows, request, batches)
     mean = tokens.mean(0)
-    bundles = _bundles(bundle, runtime, windows, request, np.rint(mean).astype(int).tolist())
+    first = windows[list(batches[0])]
+    bundles = _bundles(bundle, runtime, first, request, np.rint(mean).astype(int).tolist())
     with ExitStack() as stack:
         runners = {
             name: stack.enter_context(runner(one, runtime) if one is bundle else variant_runner(one, runtime, bundle))
@@ -150,7 +164,7 @@ def benchmark(
             "pictures_timed": len(windows),
             "warmup_calls": request.effort.warmup,
         }
-        executed = {name: one.executed(windows[list(batches[0])]) for name, one in contestants.items()}
+        executed = {name: one.executed(first) for name, one in contestants.items()}
     figures = _figures(bundle.recipe, times, stages, request, tokens)
     return {name: Speed(**found, **executed[name], **common) for name, found in figures.items()}
 
@@ -252,26 +266,48 @@ def batches_of(protocol: ProtocolName, pictures: int, batch: int) -> list[tuple[
 
 
 def _bundles(
-    bundle: Bundle, runtime: str, windows: Array, request: Request, tokens: Sequence[int]
+    bundle: Bundle, runtime: str, batch: Array, request: Request, tokens: Sequence[int]
 ) -> dict[VariantName, Bundle]:
-    """The networks to time; a bundle that merges nothing is its own dense network."""
+    """The networks to time, tried on a batch where need be; a bundle that merges nothing is its own dense network."""
     if not bundle.recipe.merging.layers:
         return {"dense": bundle}
     found = {name: variant_bundle(bundle, name, tokens) for name in VARIANTS if name in request.variants}
     if "dense" in found:
-        _verify_dense(found["dense"], runtime, windows, bundle)
+        _prove_dense(found["dense"], runtime, batch, bundle)
+        check_verified(found["dense"], runtime)
+        if len(found) > 1 and may_attend_by_cudnn(bundle, runtime):
+            found |= _attending_by_cudnn(bundle, runtime, batch)
     return found
 
 
-def _verify_dense(dense: Bundle, runtime: str, windows: Array, bundle: Bundle) -> None:
+def _attending_by_cudnn(bundle: Bundle, runtime: str, batch: Array) -> dict[VariantName, Bundle]:
+    """The dense network with cuDNN's attention, what a user who merges nothing would run where that is faster.
+
+    It is timed under the conditions of the other, and left out, as one line tells, where it cannot be.
+    """
+    try:
+        dense = variant_bundle(bundle, "dense_cudnn", ())
+        if not _prove_dense(dense, runtime, batch, bundle).passed:
+            command = f"algm-deploy verify {quote(str(dense.path))} --runtime {runtime}"
+            raise GateError(f"its parity chain failed: `{command}` shows where")
+        with variant_runner(dense, runtime, bundle) as run:
+            run.infer({"image": batch})  # a plan for these sizes may fail where that for one picture did not
+    except AlgmDeployError as error:
+        _LOG.warning("dense with cuDNN's attention is left out: %s", error)
+        return {}
+    return {"dense_cudnn": dense}
+
+
+def _prove_dense(dense: Bundle, runtime: str, batch: Array, bundle: Bundle) -> Parity:
     """The chain on one picture, unless it has passed before."""
     with variant_runner(dense, runtime, bundle):
         pass  # builds what is missing, so that what is verified is what is timed
     known = dense.found(Parity, runtime)
     if known is None or not known.passed or known.files != executables(dense, runtime):
-        found = verify(dense, runtime, windows[:1], progress=False)
-        dense.record(structs.replace(found, files=executables(dense, runtime)))
-    check_verified(dense, runtime)
+        found = verify(dense, runtime, batch[:1], progress=False)
+        known = structs.replace(found, files=executables(dense, runtime))
+        dense.record(known)
+    return known
 
 
 def _check_truncated(truncated: Runner | None, windows: Array, mean: NDArray[np.float64]) -> None:
@@ -335,7 +371,7 @@ class Contestant:
         """How the network really ran, as far as its runner tells."""
         placed = self.run.placement(self._feeds(windows))
         found = {"nodes_by_provider": placed.nodes, "host_device_copies": placed.copies} if placed else {}
-        return {"execution": self.run.execution, **found}
+        return {"execution": self.run.execution, "custom_operators": self.run.custom_operators, **found}
 
     def _network(self, windows: Array) -> Call:
         """The call to time; pictures are uploaded here, and freed with it."""
@@ -396,12 +432,12 @@ def _stages(one: Contestant, p50: float, warmup: int, alone: Times | None) -> di
 def _figures(
     recipe: Recipe, times: Mapping[str, Times], stages: Stages, request: Request, tokens: NDArray[np.int64]
 ) -> dict[VariantName, dict[str, Any]]:
-    """Fields of `Speed` by variant, with speed-ups against the dense network. One that is not steady spoils all."""
+    """Fields of `Speed` by variant, with speed-ups against the faster dense one. One that is not steady spoils all."""
     stable = all(steady(one) for one in times.values())
     typical = {name: typical_ms(one) for name, one in times.items()}
     defaults = threshold_defaults(recipe.merging)
     figures: dict[VariantName, dict[str, Any]] = {}
-    for name in VARIANTS:
+    for name in _ORDER:
         if name not in times:
             continue
         figures[name] = {
@@ -425,7 +461,8 @@ def _figures(
     if request.protocol == "latency" and "merged" in figures:
         figures["merged"]["by_picture"] = _by_picture(recipe, times["merged"], tokens)
     if "merge_efficiency" in figures.get("merged", {}):
-        figures["merged"]["merge_efficiency_by_round"] = efficiency_by_round(*(times[name] for name in VARIANTS))
+        known = (figures["merged"]["baseline"], "merged", "truncated")
+        figures["merged"]["merge_efficiency_by_round"] = efficiency_by_round(*(times[name] for name in known))
     return figures
 
 
@@ -433,7 +470,7 @@ def _tokens(recipe: Recipe, variant: VariantName, tokens: NDArray[np.int64]) -> 
     """Mean token counts after each merge, the figure the truncated network was cut to, and multiply-adds."""
     plan, network = recipe.merging, recipe.network
     patches = network.grid[0] * network.grid[1]
-    kept = np.full_like(tokens, patches) if variant == "dense" else tokens
+    kept = np.full_like(tokens, patches) if variant in DENSE_VARIANTS else tokens
     if variant == "truncated":
         kept = np.broadcast_to(np.rint(tokens.mean(0)).astype(int), tokens.shape)
     pairs = zip(merge_names(plan), kept.mean(0).tolist(), strict=True)
@@ -453,12 +490,16 @@ def _by_picture(recipe: Recipe, times: Times, tokens: NDArray[np.int64]) -> ByPi
     )
 
 
-def _against_dense(variant: VariantName, typical: Mapping[str, float]) -> dict[str, float | None]:
-    if variant == "dense" or "dense" not in typical:
+def _against_dense(variant: VariantName, typical: Mapping[str, float]) -> dict[str, Any]:
+    """Speed-up and merge efficiency, and the dense network they are told against: the faster, or they would say too
+    much of merging."""
+    timed = [name for name in DENSE_VARIANTS if name in typical]
+    if variant in DENSE_VARIANTS or not timed:
         return {}
-    found: dict[str, float | None] = {"speedup": typical["dense"] / typical[variant]}
+    baseline = min(timed, key=lambda name: typical[name])
+    found: dict[str, Any] = {"speedup": typical[baseline] / typical[variant], "baseline": baseline}
     if variant == "merged" and "truncated" in typical:
-        found["merge_efficiency"] = merge_efficiency(typical["dense"], typical["merged"], typical["truncated"])
+        found["merge_efficiency"] = merge_efficiency(typical[baseline], typical["merged"], typical["truncated"])
     return found
 
 
@@ -470,7 +511,6 @@ def _conditions(contestant: Contestant) -> dict[str, Any]:
         "device": run.device_name,
         "provider": run.provider,
         "executable": run.executable,
-        "custom_operators": run.custom_operators,
         "precision": run.precision,
         "output": run.bundle.recipe.output,
         "torch_threads": torch.get_num_threads(),

@@ -3,6 +3,9 @@
 Dense is another graph, without merges: a threshold that nothing reaches would still pay for looking. Truncated has the
 cost a merge of zero cost would leave; its labels mean nothing. Both are bundles inside the bundle, which every runtime
 runs like any other.
+
+One runtime has two dense networks. Where merging gives every picture a token count of its own, ONNX Runtime may not
+attend by cuDNN, which makes a plan for every count; a network without merging has one count. It is timed both ways.
 """
 
 from __future__ import annotations
@@ -30,8 +33,9 @@ from algm_deploy.runners.contract import Runner, runner, runner_type
 from algm_deploy.runners.registry import row_of
 
 VARIANTS: tuple[VariantName, ...] = ("dense", "merged", "truncated")
-# Operators of native libraries that any variant may have.
-_OF_ALL = {"label_map", "packed_attention", "gelu", "patches"}
+DENSE_VARIANTS: tuple[VariantName, ...] = ("dense", "dense_cudnn")
+# Operators of native libraries that any variant may have, but for the one that is there for another attention.
+_OF_ALL = frozenset({"label_map", "packed_attention", "gelu", "patches"})
 
 
 def variant_network(
@@ -42,7 +46,7 @@ def variant_network(
     Args:
         model: network with empty merge slots.
         recipe: with the merge plan; the other variants get its batch semantics.
-        variant: dense, merged or truncated.
+        variant: which; both dense ones are the same network.
         tokens: patch tokens behind each merge of the plan, for `truncated`.
     """
     named = _named(recipe, variant)
@@ -62,7 +66,7 @@ def _rows(recipe: Recipe, variant: VariantName, tokens: Sequence[int]) -> tuple[
 
 
 def variant_bundle(bundle: Bundle, variant: VariantName, tokens: Sequence[int]) -> Bundle:
-    """`variants/dense` or `variants/truncated` of a bundle, written where it is missing or of another make.
+    """The folder of a variant in `variants` of a bundle, written where it is missing or of another make.
 
     Args:
         bundle: with merging; returned as it is for `merged`.
@@ -121,6 +125,12 @@ def executed_bytes(bundle: Bundle, runtime: str) -> int:
     return sum(bundle.files[name].size_bytes for name in names)
 
 
+def may_attend_by_cudnn(bundle: Bundle, runtime: str) -> bool:
+    """Whether a runtime can leave the attention of a bundle's dense network to cuDNN, which has it in 16 bits alone."""
+    row = row_of(runtime)
+    return row.cudnn_attention and row.precision_of(bundle.recipe.precision) == "fp16"
+
+
 def variant_runner(bundle: Bundle, runtime: str, like: Bundle) -> Runner:
     """A closed runner of a variant, whose executable is built as that of the bundle `like` was.
 
@@ -128,9 +138,10 @@ def variant_runner(bundle: Bundle, runtime: str, like: Bundle) -> Runner:
         BundleError: the two have different operators, as the native library came or went in between.
     """
     wanted = runner(like, runtime)
-    if _made(found := runner(bundle, runtime)) != _made(wanted):
+    shared = _OF_ALL - ({"packed_attention"} if bundle.cudnn_attends else set())
+    if _made(found := runner(bundle, runtime), shared) != _made(wanted, shared):
         runner_type(runtime).build(bundle)
-    if _made(found) != _made(wanted):
+    if _made(found, shared) != _made(wanted, shared):
         raise BundleError(
             f"expected {bundle.path} to be built with the operators of {like.path}, got others: run "
             f"`{wanted.build_command}` and verify again"
@@ -138,6 +149,6 @@ def variant_runner(bundle: Bundle, runtime: str, like: Bundle) -> Runner:
     return found
 
 
-def _made(run: Runner) -> tuple[bool, frozenset[str]]:
-    """Whether a runner executes what was built for it, and what a native library computes of what all have."""
-    return run.row().executes_own(run.bundle.files), frozenset(run.custom_operators) & _OF_ALL
+def _made(run: Runner, shared: frozenset[str]) -> tuple[bool, frozenset[str]]:
+    """Whether a runner executes what was built for it, and what a native library computes of what they share."""
+    return run.row().executes_own(run.bundle.files), frozenset(run.custom_operators) & shared

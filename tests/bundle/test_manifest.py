@@ -155,7 +155,11 @@ def test_a_missing_entry_is_named(table: Table) -> None:
         (("evaluations", 0, "images"), 1 << 64, "expected a whole number as evaluations.0.images, got 18446744"),
         (("evaluations", 0, "miou_percent"), 1e301, "expected a finite number as evaluations.0.miou_percent"),
         (("parity", 0, "links", 2, "passed"), 1, "expected true or false as parity.0.links.2.passed, got 1"),
-        (("speeds", 0, "variant"), "sparse", "expected dense or merged or truncated as speeds.0.variant, got 'sparse'"),
+        (
+            ("speeds", 0, "variant"),
+            "sparse",
+            "expected dense or dense_cudnn or merged or truncated as speeds.0.variant, got 'sparse'",
+        ),
         (("engines", 0, "batches"), [1, 8], r"expected 3 whole numbers as engines.0.batches, got \[1, 8\]"),
         (("engines", 0, "builder_layers", 1), ["a"], "a list of a text and a text as engines.0.builder_layers.1"),
         (("signature", "outputs"), [], "expected an image, labels or scores, and token counts as signature"),

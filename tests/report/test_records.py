@@ -56,8 +56,9 @@ def test_the_output_may_differ() -> None:
         replace(HERE, plan=replace(PLAN, order="raster")),
         replace(HERE, plan=replace(PLAN, semantics="paper")),
         replace(HERE, truncated=True),
+        replace(HERE, cudnn_attention=True),
     ],
-    ids=["weights", "precision", "dense", "threshold", "layer", "order", "semantics", "truncated"],
+    ids=["weights", "precision", "dense", "threshold", "layer", "order", "semantics", "truncated", "attention"],
 )
 def test_weights_plan_and_precision_may_not(other: Artifact) -> None:
     assert not may_share_row(HERE, other)

@@ -19,6 +19,7 @@ from algm_deploy.bundle.files import ONNX
 from algm_deploy.bundle.records import OptimizedGraph
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.environment import thread_limit
+from algm_deploy.errors import BundleError
 from algm_deploy.lowering.onnxruntime import (
     CUSTOM_OPERATORS,
     Provider,
@@ -37,10 +38,12 @@ from algm_deploy.runners.onnxruntime.graphs import SegmentedSession
 from algm_deploy.runners.onnxruntime.sessions import (
     CUDA_OPTIONS,
     CUDA_PROVIDER,
+    CUDNN_ATTENTION,
     LIBRARY,
     ORT_ERRORS,
     CudaSession,
     check_cuda,
+    check_cudnn_attention,
     checked_session,
     device_options,
     placement,
@@ -65,7 +68,9 @@ class OnnxRuntimeRunner(Runner):
         row.check_precision(bundle.recipe.precision, bundle.calibrated)
         custom = (usable_library(LIBRARY) if gpu else find_library(LIBRARY)) is not None
         row.check_options(options)
-        counts, segments = write_onnxruntime_onnx(bundle, cls.target, custom, row.own, row.segments)
+        counts, segments = write_onnxruntime_onnx(
+            bundle, cls.target, custom, row.own, row.segments, own_attention=not bundle.cudnn_attends
+        )
         bundle.record(OptimizedGraph(runtime=cls.runtime, rewrites=dict(counts), segments=segments))
         rewrites = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
         lines = [f"{row.own}: {rewrites}"]
@@ -247,9 +252,26 @@ class OnnxRuntimeCudaRunner(OnnxRuntimeRunner):
             return super().placement(feeds)
 
     def _provider_options(self) -> dict[str, str]:
-        return CUDA_OPTIONS | device_options(self.device.index)
+        return CUDA_OPTIONS | self._attention | device_options(self.device.index)
+
+    @property
+    def _attention(self) -> dict[str, str]:
+        """What the provider is told of attention instead of the usual."""
+        return CUDNN_ATTENTION if self.bundle.cudnn_attends else {}
+
+    def _check_attention(self) -> None:
+        """A network that is there for cuDNN's attention runs with it or not at all."""
+        if not self.bundle.cudnn_attends:
+            return
+        if not self._built or not self._built.rewrites.get("attention"):
+            raise BundleError(
+                f"expected a graph with attention that can be left to cuDNN, {self.executable} has none: run "
+                f"`{self.build_command}`"
+            )
+        check_cudnn_attention(self.device)
 
     def _open(self) -> None:
+        self._check_attention()
         with alone(self.device):
             if self.graph_images:
                 self._segmented = self._open_segments()
@@ -273,7 +295,7 @@ class OnnxRuntimeCudaRunner(OnnxRuntimeRunner):
 
     def _open_whole(self) -> CudaSession:
         path = self.bundle.file(self.executable)
-        return CudaSession(path, self._session_options(), self.signature, device=self.device)
+        return CudaSession(path, self._session_options(), self.signature, self._attention, self.device)
 
     def _open_segments(self) -> SegmentedSession:
         names = str(self.row().segments)

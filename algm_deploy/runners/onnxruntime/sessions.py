@@ -91,6 +91,9 @@ CUDA_OPTIONS = {
     # for every token count it has not met, and merging gives nearly every photo a count of its own.
     "sdpa_kernel": "19",
 }
+# The same and cuDNN's (8), which goes before the others wherever it can. By name: without the option ONNX Runtime takes
+# cuDNN's by itself only since a late release, and only on Hopper and later.
+CUDNN_ATTENTION = {"sdpa_kernel": "27"}
 
 
 def device_options(index: int) -> dict[str, str]:
@@ -108,6 +111,17 @@ def check_cuda() -> None:
         )
     if not torch.cuda.is_available():
         raise RuntimeUnavailableError("expected a CUDA device for onnxruntime-cuda, PyTorch finds none")
+
+
+def check_cudnn_attention(device: torch.device) -> None:
+    """Raises RuntimeUnavailableError unless cuDNN has an attention here that ONNX Runtime takes."""
+    version: int = torch.backends.cudnn.version() or 0  # type: ignore[no-untyped-call]
+    capability = torch.cuda.get_device_capability(device)
+    if version < 90300 or capability < (8, 0):
+        raise RuntimeUnavailableError(
+            "expected cuDNN 9.3 and a GPU of compute capability 8.0, or later ones, for cuDNN's attention, got cuDNN "
+            f"{version} and {'.'.join(map(str, capability))}"
+        )
 
 
 def numpy_dtype(tensor: torch.Tensor) -> np.dtype[Any]:
