@@ -5,6 +5,9 @@
 Photos one after the other, labels out, by the torch runtime after a warm-up, when each network is one CUDA graph:
 dense; merged by thresholds; merged by budgets, as much of every photo as thresholds do on average; and truncated, which
 drops as much and pays for no merge. `ms` is taken without the profiler, in turns, by the device's clock.
+
+Between two kernels of a graph the device needs half a microsecond. Where it needs `PAUSE_US` and more something else
+happens: a switch starts what it has chosen, or the host, which the profiler slows down, what is new.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from algm_deploy.timing.variants import planned, variant_bundle
 from algm_deploy.tuning.budgets import budgets_like
 
 Call = Callable[[], object]
+PAUSE_US = 5.0
 
 
 def main() -> None:
@@ -101,21 +105,33 @@ def on_device(one: Contestant, window: Array) -> Call:
 
 
 def timeline(calls: Sequence[Call]) -> dict[str, Any]:
-    """Microseconds of a run, the mean over pictures: of kernels by name, with how many there are, and between them."""
+    """Microseconds of a run, the mean over pictures: of kernels by name, with how many there are, between them, and of
+    pauses by the kernel that ends before each."""
     kernels: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    pauses: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     between, share = 0.0, 1 / len(calls)
     for call in calls:
         events = events_of(call)
         for start, end, kernel in events:
             kernels[kernel][0] += share
             kernels[kernel][1] += share * (end - start)
-        between += share * sum(max(after[0] - before[1], 0) for before, after in pairwise(events))
+        for (_, end, before), (start, _, _) in pairwise(events):
+            if start - end < PAUSE_US:
+                between += share * max(start - end, 0)
+            else:
+                pauses[before][0] += share
+                pauses[before][1] += share * (start - end)
     return {
         "launches": sum(count for count, _ in kernels.values()),
         "busy_us": sum(us for _, us in kernels.values()),
         "between_us": between,
-        "kernels": [[key, *row] for key, row in sorted(kernels.items(), key=lambda item: -item[1][1])],
+        "pauses": longest_first(pauses),
+        "kernels": longest_first(kernels),
     }
+
+
+def longest_first(rows: dict[str, list[float]]) -> list[list[Any]]:
+    return [[key, *row] for key, row in sorted(rows.items(), key=lambda item: -item[1][1])]
 
 
 def events_of(call: Call) -> list[tuple[float, float, str]]:

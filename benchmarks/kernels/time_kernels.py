@@ -147,7 +147,8 @@ class Merging:
         self.decided(*self.similarities)
 
     def apply_only(self) -> None:
-        self.call("apply", self.tokens, self.size, self.decision.workspace, ROWS_ON_DEVICE, *self.out)
+        lengths = () if self.merge.kind == "clap" else (None,)  # which only ragged tokens need
+        self.call("apply", self.tokens, self.size, *lengths, self.decision.workspace, ROWS_ON_DEVICE, *self.out)
 
     def whole(self) -> None:
         self.decided(self.tokens)
@@ -164,7 +165,7 @@ class Clap(Merging):
 
     def __init__(self, kernels: Kernels, batch: int, width: int, dtype: torch.dtype):
         super().__init__(kernels, batch, PATCHES + 1, width, dtype)
-        self.merge = clap_merge(self.tokens, (GRID, GRID), (2, 2), 1, "code", "per_image", "published")
+        self.merge = clap_merge(self.tokens, (GRID, GRID), (2, 2), 1, "code", "per_image", "published", "threshold", 0)
         self.decision = kernels.decision(self.merge, self.tokens, PATCHES)
         self.similarities = (torch.empty(batch, PATCHES // 4, device="cuda"),)
         self.similarity_only()
@@ -186,7 +187,7 @@ class Gbm(Merging):
     def __init__(self, kernels: Kernels, batch: int, width: int, dtype: torch.dtype):
         rows = AFTER_CLAP
         super().__init__(kernels, batch, rows, width, dtype)
-        self.merge = gbm_merge(self.tokens, PATCHES, 1, "adaptive", 1.0, "code", "per_image")
+        self.merge = gbm_merge(self.tokens, PATCHES, 1, "adaptive", 1.0, "code", "per_image", 0)
         self.decision = kernels.decision(self.merge, self.tokens, PATCHES)
         self.map = torch.arange(PATCHES, device="cuda").clamp(max=rows - 2).add(1).repeat(batch, 1)
         self.length = torch.full((batch,), rows, device="cuda")
