@@ -33,6 +33,7 @@ from algm_deploy.native_libraries import (
     slower_without,
     usable_library,
 )
+from algm_deploy.recipe.schema import Recipe
 from algm_deploy.runners.contract import Array, Placement, Runner
 from algm_deploy.runners.onnxruntime.graphs import SegmentedSession
 from algm_deploy.runners.onnxruntime.sessions import (
@@ -52,6 +53,17 @@ from algm_deploy.runners.turns import alone
 
 GRAPH_CHANNELS = 12288  # images times channels up to which graphs are used in 16 bits; tried up to 32 of S and 8 of L
 GRAPH_CHANNELS_FP32 = 2048  # whose products keep the device busy for longer
+
+
+def largest_batch_in_graphs(recipe: Recipe) -> int:
+    """Up to how many images CUDA graphs are used for. With more, or wider, images the device is busy for longer than
+    the host takes to launch, and rows of padding cost more than launches. Where the plan says how many tokens are left
+    nothing is padded, and all batches are replayed, but for those of full-size scores, which would lie in memory twice.
+    """
+    if recipe.merging.static and recipe.output == "labels":
+        return recipe.max_batch
+    most = GRAPH_CHANNELS if recipe.precision in ("fp16", "fp8") else GRAPH_CHANNELS_FP32
+    return min(most // recipe.network.embed_dim, recipe.max_batch)
 
 
 class OnnxRuntimeRunner(Runner):
@@ -209,16 +221,8 @@ class OnnxRuntimeCudaRunner(OnnxRuntimeRunner):
 
     @cached_property
     def graph_images(self) -> int:
-        """Largest batch for which CUDA graphs are used, 0 where they cannot be. With more, or wider, images the device
-        is busy for longer than the host takes to launch, and rows of padding cost more than launches. Where the plan
-        says how many tokens are left nothing is padded, and all batches are replayed, but for those of full-size
-        scores, which would lie in memory twice.
-        """
-        recipe = self.bundle.recipe
-        if self.segments and recipe.merging.static and recipe.output == "labels":
-            return recipe.max_batch
-        most = GRAPH_CHANNELS if recipe.precision in ("fp16", "fp8") else GRAPH_CHANNELS_FP32
-        return min(most // recipe.network.embed_dim, recipe.max_batch) if self.segments else 0
+        """Largest batch for which CUDA graphs are used, 0 where they cannot be."""
+        return largest_batch_in_graphs(self.bundle.recipe) if self.segments else 0
 
     @property
     def execution(self) -> dict[str, str]:
