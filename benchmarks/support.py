@@ -76,8 +76,6 @@ that passed and from committed records; a test fails where it says anything else
 | word | meaning |
 |---|---|
 | verified | exported, and all six links of the [parity chain](parity.md) passed |
-| compared | {networks} of 512 x 512 pixels, 150 classes and random weights were executed on an \
-{device}, their label maps compared with PyTorch's |
 | equals | PyTorch gives what the published modules give on the same weights, with merging |
 | builds | an engine was built from the export; it was **not** executed |
 | layout test only | the data set's folders were read in miniature, no picture of it ever was |
@@ -86,9 +84,8 @@ that passed and from committed records; a test fails where it says anything else
 TAIL = """
 `verified`, `equals`, `builds` and `layout` are tests, which [support.json](../benchmarks/records/support.json) names;
 with onnxruntime-cuda `verified` is a trained checkpoint, [trained_h200.json](../benchmarks/records/trained_h200.json),
-or a network of full size with random weights, [full_size_h200.json](../benchmarks/records/full_size_h200.json), and
-`compared` [runtimes_h200.json](../benchmarks/records/runtimes_h200.json). Photos are those of
-[camvid_miou.json](../benchmarks/records/camvid_miou.json).
+or a network of full size with random weights, [full_size_h200.json](../benchmarks/records/full_size_h200.json). Photos
+are those of [camvid_miou.json](../benchmarks/records/camvid_miou.json).
 """
 
 OTHERS: dict[Method, str] = {
@@ -119,8 +116,6 @@ def claims_in(files: Iterable[Path]) -> dict[str, list[str]]:
 
 def page(claims: Claims) -> str:
     """The whole page."""
-    gpu = _record("runtimes_h200.json")
-    device = gpu["environment"]["devices"][0]["name"]
     recipes = [facts for facts in map(recipe, recipe_names()) if facts.merging.method == "algm"]
     rows = [(r.name, r.protocol.dataset, _pictures(r, claims), *_cells("algm", r, claims)) for r in recipes]
     networks = sorted({row.name for row in architectures()} | {claim.split()[1] for claim in claims if "/" in claim})
@@ -131,18 +126,13 @@ def page(claims: Claims) -> str:
 
     return "\n".join(
         (
-            HEAD.format(networks=_listed(gpu["networks"]), device=device),
+            HEAD,
             "## ALGM\n",
             markdown_table(("recipe", "data set", "pictures", *RUNTIMES), rows),
             *(part for method, title in OTHERS.items() for part in (f"\n## {title}\n", others(method))),
             TAIL,
         )
     )
-
-
-def _listed(sizes: Iterable[str]) -> str:
-    *first, last = (f"Segmenter-{size}" for size in sizes)
-    return f"{', '.join(first)} and {last}" if first else last
 
 
 def _pictures(facts: Recipe, claims: Claims) -> str:
@@ -166,8 +156,6 @@ def _cell(method: str, network: str, runtime: str, claims: Claims) -> str:
     found = [state for state in states if f"{method} {network} {runtime} {state}" in claims]
     if (method, network) in _passed_at_full_size(runtime):
         found = ["verified"]
-    if not found and runtime == "onnxruntime-cuda" and (method, network) == ("algm", "segmenter/mask_transformer"):
-        found = ["compared"] * _compared_on_a_gpu()
     return found[0] if found else "none"
 
 
@@ -189,12 +177,6 @@ def _passed_at_full_size(runtime: str) -> set[tuple[str, str]]:
             links = [link["passed"] for link in row.get("links", {}).values()]
             passed[case] = passed.get(case, True) and bool(links) and all(links)
     return {case for case, all_passed in passed.items() if all_passed}
-
-
-def _compared_on_a_gpu() -> bool:
-    """Whether ONNX Runtime's labels passed on a GPU for every network of the record."""
-    networks = _record("runtimes_h200.json")["networks"].values()
-    return all(found["passed"] for network in networks for found in network["parity"].values())
 
 
 def _record(name: str) -> Any:
