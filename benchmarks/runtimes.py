@@ -1,57 +1,82 @@
-"""ONNX Runtime on a GPU beside eager PyTorch: dense, merged and truncated networks, same output, same tail.
+"""ONNX Runtime on a GPU as users run it: dense, merged and truncated networks, one picture repeated and different ones.
 
     python benchmarks/runtimes.py export FOLDER --networks S L             any machine; graphs without weights
-    python benchmarks/runtimes.py time FOLDER -o benchmarks/records/x.json    needs a GPU and onnxruntime-gpu
+    python benchmarks/runtimes.py time FOLDER --networks S L -o benchmarks/records/x.json
+                                                                           needs a GPU and onnxruntime-gpu
 
-Segmenter with a mask transformer, 512x512 pixels, 150 classes, random weights in fp16, label maps as output.
-Thresholds are set so that 1025 rows become 641 behind CLAP and 511 behind GBM. `duplicate`: one image repeated, images
-of a batch decide together (`batch_min`), so nothing is padded. `mixed`: different images, each decides alone, padded to
-the longest.
+Sizes of Segmenter with a mask transformer, 512x512 pixels and 150 classes, or recipes, as they are or, as `NAME:B`, on
+a ViT of another size; random weights in fp16, label maps as output. Thresholds are set so that of a Segmenter's 1025
+rows 641 are left behind CLAP and 511 behind GBM, and as many of each patch of other networks. `merged`: one picture
+repeated. `mixed`: different pictures, thresholds such that they keep as many tokens on average. Each image decides
+alone.
 
-Every configuration is compared with PyTorch before it is timed. The networks take turns, repetition by repetition.
+What runs is what the runner runs: up to `largest_batch_in_graphs` a network is replayed from CUDA graphs after a
+warm-up, larger batches are launched operator by operator. `dense cudnn` is the dense network without this project's
+attention, in ONNX Runtime's own choice, cuDNN's on Hopper; `speedup` is against the faster of both.
+
+Every configuration is compared with PyTorch before it is timed, on the very batch that is timed; one that fails is in
+the record with what it said, and the others go on. The configurations take turns, repetition by repetition. Without a
+GPU they are compared and not timed.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import hashlib
 import json
+import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from tqdm import tqdm
 from trained import write
 
+import algm_deploy
 from algm_deploy.bundle.records import VariantName
 from algm_deploy.bundle.signature import CLAP_THRESHOLD, GBM_THRESHOLD, signature_of
 from algm_deploy.environment import environment
 from algm_deploy.errors import GateError
+from algm_deploy.lowering import onnxruntime
 from algm_deploy.lowering.export import base_onnx
 from algm_deploy.lowering.onnxruntime import Provider, rewrite, single_image
+from algm_deploy.lowering.onnxruntime_segments import segments
 from algm_deploy.lowering.portable import add_function_bodies
 from algm_deploy.lowering.writing import ALIGNMENT, EXTERNAL_BYTES
 from algm_deploy.merging import merge_inputs, replay_merging
 from algm_deploy.models.deployed import Deployed
+from algm_deploy.models.fp8 import use_fp8
 from algm_deploy.models.loading import DTYPES, network_class, network_module
 from algm_deploy.models.vit import MergeInputs, Tokens, VitNetwork
-from algm_deploy.native_libraries import require_library
+from algm_deploy.native_libraries import made_from, require_library
 from algm_deploy.ops.clap import window_similarity
 from algm_deploy.ops.gbm import gbm_similarity
 from algm_deploy.recipe.network import Network
-from algm_deploy.recipe.plan import MergePlan
+from algm_deploy.recipe.plan import DENSE, MergePlan
 from algm_deploy.recipe.reading import recipe as named_recipe
-from algm_deploy.recipe.schema import Protocol, Recipe
-from algm_deploy.runners.onnxruntime.runner import LIBRARY
-from algm_deploy.runners.onnxruntime.sessions import CUDA_OPTIONS, CudaSession, placement
+from algm_deploy.recipe.schema import Precision, Protocol, Recipe
+from algm_deploy.runners.onnxruntime.graphs import SegmentedSession
+from algm_deploy.runners.onnxruntime.runner import largest_batch_in_graphs
+from algm_deploy.runners.onnxruntime.sessions import (
+    CUDA_OPTIONS,
+    CUDA_PROVIDER,
+    LIBRARY,
+    CudaSession,
+    checked_session,
+)
 from algm_deploy.timing.timers import merge_efficiency
 from algm_deploy.timing.variants import VARIANTS, variant_network
 
@@ -65,22 +90,32 @@ SIZES = {
 }
 PATCHES, MERGED_WINDOWS, MERGED_ROWS = 1024, 128, 130
 TOKENS = (PATCHES - 3 * MERGED_WINDOWS, PATCHES - 3 * MERGED_WINDOWS - MERGED_ROWS)
-PLANS: dict[str, VariantName] = {"dense": "dense", "merged": "merged", "truncated": "truncated", "mixed": "merged"}
 SEED = 0
+COMPARED = 4  # images of a batch
+PHOTOS = 16  # that come one by one
+CUDNN = "dense cudnn"
+GRAPHS: dict[str, VariantName] = {"dense": "dense", CUDNN: "dense", "merged": "merged", "truncated": "truncated"}
+BESIDE = ("launched", "kernels")
 
 
 def main() -> None:
-    parser = parser_of(__doc__, "runtimes.json")
+    parser = parser_of(__doc__, "runtimes.json", repeats=15)
     parser.add_argument("step", choices=("export", "time"))
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, 32])
-    parser.add_argument("--without-library", action="store_true", help="merges by their function bodies")
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32])
+    parser.add_argument(
+        "--beside",
+        nargs="*",
+        choices=BESIDE,
+        default=[],
+        help="dense and merged launched operator by operator where they are replayed; kernels of the merged network",
+    )
     options = parser.parse_args()
-    if options.step == "export":
-        for name in options.networks:
-            export(name, options)
+    if options.step == "time":
+        write_record(options, network_record, onnxruntime=ort.__version__)
         return
-    write_record(options, timed, onnxruntime=ort.__version__, custom_operators=not options.without_library)
+    for name in options.networks:
+        export(name, options)
 
 
 def parser_of(description: str | None, output: str, repeats: int = 30) -> argparse.ArgumentParser:
@@ -100,6 +135,7 @@ def write_record(
     record: dict[str, Any] = {
         "schema_version": 1,
         "environment": asdict(environment(devices=True)),
+        "sources": sources(),
         **facts,
         "precision": options.precision,
         "output": "labels",
@@ -109,6 +145,17 @@ def write_record(
     for name in options.networks:
         record["networks"][name] = of_network(name, options)
         write(record, options.output)
+
+
+def sources() -> dict[str, str]:
+    """Which code a record is of: hashes of the package's modules and, behind the version, of the native sources."""
+    root = Path(algm_deploy.__file__).parent
+    modules = hashlib.sha256()
+    for file in sorted(root.rglob("*.py")):
+        modules.update(
+            f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.relative_to(root).as_posix()}\n".encode()
+        )
+    return {"package": modules.hexdigest()[:12], "native": made_from()}
 
 
 # --- networks --------------------------------------------------------------------------------------------------------
@@ -163,6 +210,13 @@ def merged_in(patches: int) -> tuple[int, int]:
     return round(patches * MERGED_WINDOWS / PATCHES), round(patches * MERGED_ROWS / PATCHES)
 
 
+def tokens_of(recipe: Recipe) -> tuple[int, int]:
+    """Patch tokens that are left behind each of the two merges."""
+    patches = math.prod(recipe.network.grid)
+    windows, rows = merged_in(patches)
+    return patches - 3 * windows, patches - 3 * windows - rows
+
+
 def pictures(count: int, size: tuple[int, int] = (512, 512)) -> torch.Tensor:
     """uint8 (count, 3, *size): soft colours under noise whose strength differs from patch to patch."""
     generator = torch.Generator().manual_seed(SEED)
@@ -190,102 +244,323 @@ def variant_graph(
     return graph
 
 
+@contextmanager
+def standard_attention() -> Iterator[None]:
+    """Graphs that are made meanwhile attend by ONNX Runtime's operator, never by the library's."""
+    with patch.object(onnxruntime, "_fits_packed_attention", lambda *_: False):
+        yield
+
+
 def export(name: str, options: argparse.Namespace) -> None:
-    """Writes a network's four graphs; their weights are places in one data file, listed by parameter of the network."""
+    """Writes a network's graphs; their weights are places in one data file, which is written where they are timed."""
     options.folder.mkdir(parents=True, exist_ok=True)
-    layout: dict[str, tuple[str, bool, int]] = {}
-    for label, variant in tqdm(PLANS.items(), f"export {name}"):
-        recipe = recipe_of(name, options, "per_image" if label == "mixed" else "batch_min")
-        model = random_network(recipe)
-        graph = variant_graph(model, recipe, variant, TOKENS, "cuda", not options.without_library)
-        parameters = Deployed(model, recipe.network, "labels").state_dict()
-        move_out(graph, parameters, layout, f"{name}.data")
-        ir.save(graph, options.folder / f"{name}_{label}.onnx")
-    (options.folder / f"{name}.json").write_text(json.dumps(layout))
+    recipe = recipe_of(name, options, "per_image")
+    model = random_network(recipe)
+    parameters = Deployed(model, recipe.network, "labels").state_dict()
+    layout: dict[tuple[str, bool], int] = {}
+    for kind, variant in tqdm(GRAPHS.items(), f"export {name}"):
+        with ExitStack() as stack:
+            if kind == CUDNN:
+                stack.enter_context(standard_attention())
+            graph = variant_graph(model, recipe, variant, tokens_of(recipe), "cuda", custom=True)
+        move_out(graph, parameters, layout, f"{stem(name)}.data")
+        ir.save(graph, options.folder / f"{stem(name, kind)}.onnx")
+        if variant == "merged":
+            for index, part in enumerate(segments(graph)):
+                ir.save(part, options.folder / f"{stem(name, kind)}_{index}.onnx")
+    places = [[key, turned, offset] for (key, turned), offset in layout.items()]
+    (options.folder / f"{stem(name)}.json").write_text(json.dumps(places))
+
+
+def stem(*names: str) -> str:
+    """What files are called."""
+    return "_".join(names).replace(":", "_").replace(" ", "_")
 
 
 def move_out(
-    graph: ir.Model, parameters: dict[str, torch.Tensor], layout: dict[str, tuple[str, bool, int]], location: str
+    graph: ir.Model, parameters: dict[str, Tensor], layout: dict[tuple[str, bool], int], location: str
 ) -> None:
+    """Lets initializers be places in the data file at `location` where they are parameters, as they are or transposed.
+
+    What was made of parameters, or of none, stays in the graph.
+    """
     for name, value in graph.graph.initializers.items():
         tensor = value.const_value
         assert tensor is not None
         key = f"model.{name.removesuffix('constant')}weight" if name.endswith(".constant") else f"model.{name}"
         if tensor.nbytes < EXTERNAL_BYTES or key not in parameters:
             continue
-        turned = name.endswith(".constant")
-        stored = torch.from_numpy(tensor.numpy().copy())
-        if not torch.equal(stored, parameters[key].T if turned else parameters[key]):
-            raise GateError(f"{name} of the graph is not {key} of the network")
-        if name not in layout:
-            end = max((offset + parameters[k].nbytes for k, _, offset in layout.values()), default=0)
-            layout[name] = (key, turned, end + -end % ALIGNMENT)
-        shape = ir.Shape(tensor.shape.numpy())
-        value.const_value = ir.ExternalTensor(
-            location, layout[name][2], tensor.nbytes, tensor.dtype, shape=shape, name=name
-        )
+        parameter, stored = parameters[key], torch.from_numpy(tensor.numpy().copy())
+        turned = parameter.ndim == 2 and torch.equal(stored, parameter.T)
+        if not turned and not torch.equal(stored, parameter):
+            continue
+        if (key, turned) not in layout:
+            end = max((offset + parameters[k].nbytes for (k, _), offset in layout.items()), default=0)
+            layout[key, turned] = end + -end % ALIGNMENT
+        shape, offset = ir.Shape(tensor.shape.numpy()), layout[key, turned]
+        value.const_value = ir.ExternalTensor(location, offset, tensor.nbytes, tensor.dtype, shape=shape, name=name)
 
 
-def write_weights(name: str, network: Deployed, folder: Path) -> None:
-    layout = json.loads((folder / f"{name}.json").read_text())
-    parameters = network.state_dict()
-    with (folder / f"{name}.data").open("wb") as file:
-        for key, turned, offset in layout.values():
+def write_weights(name: str, network: Deployed, folder: Path) -> Path:
+    """Writes the data file that the graphs of a network share."""
+    parameters, path = network.state_dict(), folder / f"{stem(name)}.data"
+    with path.open("wb") as file:
+        for key, turned, offset in json.loads((folder / f"{stem(name)}.json").read_text()):
             file.seek(offset)
             tensor = parameters[key].cpu()
-            file.write((tensor.T.contiguous() if turned else tensor.contiguous()).numpy().tobytes())
+            file.write((tensor.T if turned else tensor).contiguous().numpy().tobytes())
+    return path
 
 
 # --- timing ----------------------------------------------------------------------------------------------------------
 
 
-def timed(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    recipe = recipe_of(name, options, "batch_min")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = random_network(recipe)
-    write_weights(name, Deployed(model, recipe.network, "labels"), options.folder)
-    images = pictures(max(options.batches)).to(device)
-    thresholds = calibrated(model, recipe, images[:1])
-    sessions = {label: session(name, label, options, device) for label in PLANS}
-    networks = {
-        label: variant_network(model, recipe, PLANS[label], TOKENS)[0].to(device) for label in PLANS if label != "mixed"
-    }
-    parity = compared(sessions, networks, model, recipe, images, thresholds)
-    result: dict[str, Any] = {"thresholds": thresholds, "parity": parity, "batches": {}}
-    print(name, json.dumps(parity), flush=True)
-    if device.type == "cpu":
-        return result
-    inputs = merge_inputs(thresholds[CLAP_THRESHOLD], thresholds[GBM_THRESHOLD], device=device)
-    for batch in options.batches:
-        same, different = images[:1].expand(batch, -1, -1, -1).contiguous(), images[:batch]
-        work: dict[str, Callable[[], object]] = {}
-        for label, each in sessions.items():
-            image = different if label == "mixed" else same
-            work[f"onnxruntime {label}"] = lambda s=each, i=image: s.run(i, thresholds, ["labels"])
-        for label, network in networks.items():
-            work[f"torch {label}"] = lambda n=network, i=same: n(i, inputs)
-        times = measured(work, options.repeats)
-        row: dict[str, Any] = {"ms": {key: statistics.median(values) for key, values in times.items()}}
-        row["spread_ms"] = {key: [min(values), max(values)] for key, values in times.items()}
-        for runtime in ("onnxruntime", "torch"):
-            row[runtime] = gained(*(row["ms"][f"{runtime} {v}"] for v in VARIANTS), batch)
-        tokens = sessions["mixed"].run(different, thresholds, ["token_counts"])["token_counts"]
-        row["mixed_tokens"] = {"mean": tokens.double().mean(0).tolist(), "max": tokens.amax(0).tolist()}
-        if batch == 1:
-            row["stream_ms"] = {
-                "flash": stream(sessions["merged"], pictures(16).to(device), thresholds),
-                "cudnn": stream(
-                    session(name, "merged", options, device, cudnn=True), pictures(4).to(device), thresholds
-                ),
-            }
-            row["host_ms"] = {k: host(w) for k, w in work.items() if "mixed" not in k}
-        row["kernels_merged"] = kernels(work["onnxruntime merged"])
-        result["batches"][str(batch)] = row
-        print(name, batch, json.dumps({k: round(v, 3) for k, v in row["ms"].items()}), row["onnxruntime"], flush=True)
-    result["merged_nodes"] = nodes(name, options, images[:1], thresholds)
-    free, total = torch.cuda.mem_get_info()
-    result["device_memory_used_bytes"] = total - free
+@contextmanager
+def going_on(failures: dict[str, str], what: str) -> Iterator[None]:
+    """Notes under `what` whatever goes wrong inside the block: what comes then is still to be timed."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - a machine with a GPU is not there again to time the rest
+        traceback.print_exc()
+        failures[what] = f"{type(error).__name__}: {error}"
+
+
+@torch.inference_mode()
+def network_record(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    result: dict[str, Any] = {"failed": {}}
+    with going_on(result["failed"], "network"), closing(Bench(name, options)) as bench:
+        result |= {"thresholds": bench.thresholds, "tokens": bench.tokens, "batches": {}}
+        for batch in options.batches:
+            row = result["batches"][str(batch)] = {"failed": {}}
+            with going_on(row["failed"], "batch"):
+                bench.fill(row, batch)
+            print(line(name, batch, row), flush=True)
     return result
+
+
+def line(name: str, batch: int, row: dict[str, Any]) -> str:
+    """One batch, for people."""
+    ms = ", ".join(f"{label} {value:.3f}" for label, value in row.get("ms", {}).items())
+    names = ("speedup", "merge_efficiency", "merged_over_truncated", "mixed_over_duplicate_throughput")
+    told = ", ".join(f"{key} {row[key]:.2f}" for key in names if row.get(key) is not None)
+    failed = "; ".join(f"FAILED {what}: {error}" for what, error in row["failed"].items())
+    return f"{name}, batch {batch}: {'; '.join(filter(None, (ms, told, failed))) or 'compared'}"
+
+
+@dataclass
+class Configuration:
+    """One thing to time; `session` is a `SegmentedSession`, a `CudaSession` or an `OnCpu`."""
+
+    variant: VariantName
+    session: Any
+    image: Tensor
+    thresholds: dict[str, float]
+
+    def run(self, *outputs: str) -> dict[str, Tensor]:
+        """Labels where nothing else is asked for."""
+        found: dict[str, Tensor] = self.session.run(self.image, self.thresholds, outputs or ("labels",))
+        return found
+
+
+class Bench:
+    """A network and everything it is timed as."""
+
+    def __init__(self, name: str, options: argparse.Namespace) -> None:
+        self.name, self.options = name, options
+        self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        self.recipe = recipe_of(name, options, "per_image")
+        self.signature = signature_of(self.recipe)
+        self.tokens = tokens_of(self.recipe)
+        self.model = random_network(self.recipe)
+        self.weights = write_weights(name, Deployed(self.model, self.recipe.network, "labels"), options.folder)
+        self.modules = Modules(self.model, self.recipe, self.tokens)
+        self.images = self.pictures(max(options.batches))
+        self.thresholds = calibrated(self.model, self.recipe, self.images[:1])
+        self.opened: dict[tuple[str, bool], Any] = {}
+
+    def close(self) -> None:
+        """Ends the sessions, and gives the memory of the device and the weights' file back."""
+        for session in self.opened.values():
+            session.close()
+        self.opened = {}
+        self.weights.unlink()
+
+    def pictures(self, count: int) -> Tensor:
+        """As the network takes them."""
+        dtype = getattr(torch, self.signature.image.dtype)
+        return pictures(count, self.recipe.network.image_size).to(self.device, dtype)
+
+    def fill(self, row: dict[str, Any], batch: int) -> None:
+        """Compares and times all configurations of a batch; `row` has what is known so far if that fails."""
+        row |= {"warm_up": {}, "execution": {}, "parity": {}, "tokens": {}}
+        found: dict[str, Configuration] = {}
+        for label, make in self.configurations(row, batch).items():
+            with going_on(row["failed"], label):
+                each = make()
+                row["parity"][label] = self.parity(label, each)
+                row["execution"][label] = execution(each.session, batch)
+                if each.variant == "merged":
+                    row["tokens"][label] = counted(each)
+                found[label] = each
+        if self.device.type == "cpu":
+            return
+        times = measured({label: each.run for label, each in found.items()}, self.options.repeats)
+        row["ms"] = {label: statistics.median(values) for label, values in times.items()}
+        row["spread_ms"] = {label: [min(values), max(values)] for label, values in times.items()}
+        if batch == 1:
+            row["host_ms"] = {label: host(each.run) for label, each in found.items()}
+            row["photos_ms"] = stream(found["merged"].session, self.pictures(PHOTOS), self.thresholds)
+        if "kernels" in self.options.beside:
+            row["kernels_merged"] = kernels(found["merged"].run)
+        row |= derived(row["ms"], batch) | against_the_faster(row["ms"])
+
+    # --- what is timed ---
+
+    def configurations(self, row: dict[str, Any], batch: int) -> dict[str, Callable[[], Configuration]]:
+        """What makes each, by label."""
+        same, different = self.images[:1].expand(batch, -1, -1, -1).contiguous(), self.images[:batch]
+
+        def replayed(kind: str) -> Configuration:
+            session = self.session(kind, batch <= self.most_in_graphs(kind))
+            if isinstance(session, SegmentedSession) and session.graphs is not None:
+                row["warm_up"][kind] = warmed(session, batch)
+            return Configuration(GRAPHS[kind], session, same, self.thresholds)
+
+        def mixed() -> Configuration:
+            session = self.session("merged", batch <= self.most_in_graphs("merged"))
+            row["mixed_thresholds"] = fitting = self.same_mean(session, different)
+            return Configuration("merged", session, different, fitting)
+
+        def launched(kind: str) -> Configuration:
+            return Configuration(GRAPHS[kind], self.session(kind, graphs=False), same, self.thresholds)
+
+        found: dict[str, Callable[[], Configuration]] = {kind: lambda k=kind: replayed(k) for kind in GRAPHS}
+        if batch > 1:
+            found["mixed"] = mixed
+        for kind in ("dense", "merged") if "launched" in self.options.beside else ():
+            if batch <= self.most_in_graphs(kind):
+                found[f"{kind} launched"] = lambda k=kind: launched(k)
+        return found
+
+    def most_in_graphs(self, kind: str) -> int:
+        """The largest batch that the runner replays."""
+        plan = self.recipe.merging if GRAPHS[kind] == "merged" else DENSE
+        return largest_batch_in_graphs(dataclasses.replace(self.recipe, merging=plan))
+
+    def session(self, kind: str, graphs: bool) -> Any:
+        """Opened when it is wanted first."""
+        if (kind, graphs) not in self.opened:
+            self.opened[kind, graphs] = self.segmented(kind) if graphs else self.whole(kind)
+        return self.opened[kind, graphs]
+
+    def segmented(self, kind: str) -> SegmentedSession:
+        """To be replayed. What merges nothing is one segment, the whole graph."""
+        files = [self.file(kind)]
+        if GRAPHS[kind] == "merged":
+            files = sorted(self.options.folder.glob(f"{stem(self.name, kind)}_[0-9].onnx"))
+
+        def open_session(index: int, chosen: dict[str, str]) -> ort.InferenceSession:
+            if self.device.type == "cpu":
+                return on_cpu(files[index])
+            options = CUDA_OPTIONS | attention_of(kind) | chosen
+            return checked_session(files[index], session_options(), CUDA_PROVIDER, options)
+
+        return SegmentedSession(open_session, len(files), self.device, self.most_in_graphs(kind))
+
+    def whole(self, kind: str) -> Any:
+        """To be launched operator by operator."""
+        if self.device.type == "cpu":
+            return OnCpu(on_cpu(self.file(kind)))
+        options = session_options()
+        return CudaSession(self.file(kind), options, self.signature, attention_of(kind), self.device)
+
+    def file(self, kind: str) -> Path:
+        """Of the whole graph."""
+        return Path(self.options.folder) / f"{stem(self.name, kind)}.onnx"
+
+    def same_mean(self, session: Any, images: Tensor) -> dict[str, float]:
+        """Thresholds with which these images keep as many tokens on average as one picture repeated."""
+
+        def mean(stage: int, clap: float, gbm: float) -> float:
+            thresholds = {CLAP_THRESHOLD: clap, GBM_THRESHOLD: gbm}
+            counts = session.run(images, thresholds, ["token_counts"])["token_counts"]
+            return float(counts[:, stage].double().mean())
+
+        return dict(zip((CLAP_THRESHOLD, GBM_THRESHOLD), same_mean(mean, self.tokens), strict=True))
+
+    def parity(self, label: str, each: Configuration) -> dict[str, Any]:
+        """As `Modules.compared`."""
+        names = [f"token_map_{merge}" for merge in self.signature.merges] if each.variant == "merged" else []
+        for _ in range(2):  # captured where nothing was warmed up, then replayed
+            found = each.run("labels", *names)
+        maps = [found[name] for name in names]
+        what, precision = f"{self.name} {label}", self.recipe.precision
+        return self.modules.compared(what, each.variant, found["labels"], each.image, maps, precision)
+
+
+def attention_of(kind: str) -> dict[str, str]:
+    """Provider options: which attention ONNX Runtime may choose, for `CUDNN` any."""
+    return {"sdpa_kernel": "0"} if kind == CUDNN else {}
+
+
+def session_options() -> ort.SessionOptions:
+    options = ort.SessionOptions()
+    options.log_severity_level = 4  # as the runner's
+    options.register_custom_ops_library(str(require_library(LIBRARY)))
+    return options
+
+
+def on_cpu(path: Path) -> ort.InferenceSession:
+    return ort.InferenceSession(path, session_options(), providers=["CPUExecutionProvider"])
+
+
+@dataclass
+class OnCpu:
+    """For trying this script without a GPU; nothing is timed there."""
+
+    session: ort.InferenceSession
+
+    def run(self, image: Tensor, thresholds: dict[str, float], outputs: Sequence[str]) -> dict[str, Tensor]:
+        names = {i.name for i in self.session.get_inputs()}
+        feeds = {"image": image.numpy(), **{n: np.array(v, np.float32) for n, v in thresholds.items() if n in names}}
+        found = self.session.run(list(outputs), feeds)
+        return {n: torch.from_numpy(v) for n, v in zip(outputs, found, strict=True)}
+
+    def close(self) -> None:
+        del self.session
+
+
+def warmed(session: SegmentedSession, batch: int) -> dict[str, Any]:
+    """Captures all that batches of this size need: how long that takes, how many graphs, how much memory."""
+    assert session.graphs is not None
+    captures, (free, _), start = session.graphs.captures, torch.cuda.mem_get_info(), time.perf_counter()
+    session.warm_up(batch)
+    torch.cuda.synchronize()
+    elapsed = 1e3 * (time.perf_counter() - start)
+    taken = free - torch.cuda.mem_get_info()[0]
+    return {"ms": elapsed, "captures": session.graphs.captures - captures, "memory_bytes": taken}
+
+
+def execution(session: Any, batch: int) -> str:
+    """How a batch is run."""
+    if not isinstance(session, SegmentedSession) or session.graphs is None:
+        return "launched"
+    if batch in session.joined:
+        return "graphs joined into one"
+    first, _ = session.graphs.found((batch, 0))
+    return "launched" if first is None else "graphs"
+
+
+def counted(each: Configuration) -> dict[str, list[float]]:
+    """Patch tokens behind each merge."""
+    counts = each.run("token_counts")["token_counts"].double()
+    return {"mean": counts.mean(0).tolist(), "min": counts.amin(0).tolist(), "max": counts.amax(0).tolist()}
+
+
+def against_the_faster(ms: dict[str, float]) -> dict[str, Any]:
+    """The speed-up, against whichever dense network is the faster one."""
+    faster = min((label for label in ("dense", CUDNN) if label in ms), key=lambda label: ms[label])
+    return {"faster_dense": faster, "speedup": ms[faster] / ms["merged"]}
 
 
 def gained(dense: float, merged: float, truncated: float, batch: int) -> dict[str, float | None]:
@@ -297,41 +572,14 @@ def gained(dense: float, merged: float, truncated: float, batch: int) -> dict[st
     }
 
 
-def nodes(name: str, options: argparse.Namespace, image: torch.Tensor, thresholds: dict[str, float]) -> dict[str, Any]:
-    """Nodes of the merged graph by provider, and copies between host and device among them."""
-    feeds = {"image": image.cpu().numpy(), **{n: np.array(v, np.float32) for n, v in thresholds.items()}}
-    path = options.folder / f"{name}_merged.onnx"
-    return placement(path, settings_of(options), "CUDAExecutionProvider", CUDA_OPTIONS, feeds)._asdict()
+def derived(ms: dict[str, float], batch: int) -> dict[str, Any]:
+    """What milliseconds a batch by configuration say of merging."""
+    dense, merged, truncated = (ms[v] for v in VARIANTS)
+    found = gained(dense, merged, truncated, batch) | {"merged_over_truncated": merged / truncated}
+    return found | ({"mixed_over_duplicate_throughput": merged / ms["mixed"]} if "mixed" in ms else {})
 
 
-def settings_of(options: argparse.Namespace) -> ort.SessionOptions:
-    settings = ort.SessionOptions()
-    settings.log_severity_level = 3
-    if not options.without_library:
-        settings.register_custom_ops_library(str(require_library(LIBRARY)))
-    return settings
-
-
-def session(name: str, label: str, options: argparse.Namespace, device: torch.device, cudnn: bool = False) -> Any:
-    """`cudnn` lets ONNX Runtime choose its attention, which is cuDNN's on Hopper."""
-    settings = settings_of(options)
-    recipe = recipe_of(name, options, "per_image" if label == "mixed" else "batch_min")
-    path = options.folder / f"{name}_{label}.onnx"
-    if device.type == "cuda":
-        return CudaSession(path, settings, signature_of(recipe), {"sdpa_kernel": "0"} if cudnn else {})
-    return OnCpu(ort.InferenceSession(path, settings, providers=["CPUExecutionProvider"]))
-
-
-@dataclasses.dataclass
-class OnCpu:
-    """For trying this script without a GPU; nothing is timed there."""
-
-    session: ort.InferenceSession
-
-    def run(self, image: torch.Tensor, thresholds: dict[str, float], outputs: list[str]) -> dict[str, torch.Tensor]:
-        names = {i.name for i in self.session.get_inputs()}
-        feeds = {"image": image.numpy(), **{n: np.array(v, np.float32) for n, v in thresholds.items() if n in names}}
-        return {n: torch.from_numpy(v) for n, v in zip(outputs, self.session.run(outputs, feeds), strict=True)}
+# --- thresholds ------------------------------------------------------------------------------------------------------
 
 
 @torch.inference_mode()
@@ -345,15 +593,15 @@ def calibrated(model: VitNetwork, recipe: Recipe, image: torch.Tensor) -> dict[s
             lambda _, args, layer=layer: entering.__setitem__(layer, args[0])
         )
 
-    def tokens_of(layer: int, clap: float) -> Tokens:
+    def tokens_at(layer: int, clap: float) -> Tokens:
         network(image, merge_inputs(clap, float("inf"), device=image.device))
         return entering[layer]
 
     prefix = model.encoder.prefix
-    similarity = window_similarity(tokens_of(plan.clap_layers[0], float("inf")).values, grid, list(plan.window), prefix)
+    similarity = window_similarity(tokens_at(plan.clap_layers[0], float("inf")).values, grid, list(plan.window), prefix)
     clap = between(similarity[0], windows)
     layer = plan.gbm_layers[0]
-    tokens = tokens_of(layer, clap)
+    tokens = tokens_at(layer, clap)
     best = gbm_similarity(tokens.values, tokens.length, prefix, plan.semantics)[0][0]
     best = best[torch.isfinite(best)].double()
     limit = between(best, rows)
@@ -368,55 +616,70 @@ def bisected(value: Callable[[float], float], target: float, low: float, high: f
     return high
 
 
+def same_mean(mean: Callable[[int, float, float], float], tokens: Sequence[int]) -> tuple[float, float]:
+    """Thresholds with which images keep so many tokens on average.
+
+    `mean` tells how many they keep behind the merge of an index, by the thresholds of CLAP and GBM.
+    """
+    clap = bisected(lambda x: mean(0, x, math.inf), tokens[0], -1.0, 1.0)
+    return clap, bisected(lambda x: mean(1, clap, x), tokens[1], -30.0, 30.0)
+
+
 def between(values: torch.Tensor, count: int) -> float:
     ordered = values.double().sort(descending=True).values
     return ((ordered[count - 1] + ordered[count]) / 2).item()
 
 
-@torch.inference_mode()
-def compared(
-    sessions: dict[str, Any],
-    networks: dict[str, Deployed],
-    model: VitNetwork,
-    recipe: Recipe,
-    images: torch.Tensor,
-    thresholds: dict[str, float],
-) -> dict[str, Any]:
-    """Share of pixels whose label differs from PyTorch's in fp32, for ONNX Runtime and for PyTorch in fp16.
+# --- parity and time -------------------------------------------------------------------------------------------------
 
-    Merged networks are replayed in PyTorch with ONNX Runtime's own token maps.
 
-    Raises:
-        GateError: ONNX Runtime differs in more than twice as many pixels as PyTorch in the same precision.
-    """
-    found: dict[str, Any] = {}
-    wide = network_module(recipe.network, model.state_dict(), torch.float32)
-    maps = [f"token_map_{kind}_{layer}" for kind, layer in zip(("clap", "gbm"), recipe.merging.layers, strict=True)]
-    for label, each in sessions.items():
-        batch = images[:3] if label == "mixed" else images[:1]
-        merged = PLANS[label] == "merged"
-        got = each.run(batch, thresholds, ["labels", *(["token_counts", *maps] if merged else [])])
-        ours, expected = [], []
-        for i in range(len(batch)):
-            forced = tuple(got[m][i : i + 1] for m in maps) if merged else ()
-            inputs = MergeInputs(*merge_inputs(0.0, 0.0, device=images.device)[:2], forced)
-            for kind, results in ((model, ours), (wide, expected)):
-                network = Deployed(replay_merging(kind, recipe.merging), recipe.network, "labels") if merged else (
-                    variant_network(kind, recipe, PLANS[label], TOKENS)[0]
-                )  # fmt: skip
-                results.append(network.to(images.device)(batch[i : i + 1], inputs)[0])
-        truth, baseline = torch.cat(expected), torch.cat(ours)
-        wrong = (got["labels"] != truth).double().mean().item()
-        allowed = 2 * (baseline != truth).double().mean().item() + 1e-3
-        found[label] = {"pixels_differ": wrong, "allowed": allowed, "passed": wrong <= allowed}
-        if merged:
-            found[label]["tokens"] = got["token_counts"].tolist()
-            if label == "merged":
-                free = networks[label](batch, merge_inputs(*thresholds.values(), device=images.device))[1]
-                found[label]["tokens_torch"] = free.tolist()
-        if wrong > allowed:
-            raise GateError(f"{label}: {wrong:.2%} of the labels differ, {allowed:.2%} are allowed: nothing is timed")
-    return found
+class Modules:
+    """The modules of a network as they are, in its own precision and in fp32, to compare configurations with."""
+
+    def __init__(self, model: VitNetwork, recipe: Recipe, tokens: Sequence[int]) -> None:
+        self._model, self._recipe, self._tokens = model, recipe, tokens
+        self._exact = network_module(recipe.network, model.state_dict(), torch.float32)
+
+    def compared(
+        self,
+        what: str,
+        variant: VariantName,
+        labels: Tensor,
+        image: Tensor,
+        maps: Sequence[Tensor],
+        precision: Precision,
+    ) -> dict[str, Any]:
+        """Share of pixels whose label differs from the modules in fp32, which replay the configuration's own maps.
+
+        By image of the batch, with what is allowed: twice what the modules in the same precision differ in.
+
+        Raises:
+            GateError: more pixels of these images differ than are allowed.
+        """
+        chosen = sorted({round(i) for i in np.linspace(0, len(labels) - 1, COMPARED)})
+        wrong, allowed = [], []
+        for i in chosen:
+            forced = tuple(map[i : i + 1] for map in maps)
+            truth, plain = (self._replayed(kind, variant, image[i : i + 1], forced) for kind in ("fp32", precision))
+            wrong.append((labels[i] != truth[0]).double().mean().item())
+            allowed.append(2 * (plain != truth).double().mean().item() + 1e-3)
+        found = {"images": chosen, "pixels_differ": wrong, "allowed": allowed}
+        if np.mean(wrong) > np.mean(allowed):
+            raise GateError(f"{what}: {found}: nothing is timed")
+        return found
+
+    def _replayed(self, precision: Precision, variant: VariantName, image: Tensor, maps: tuple[Tensor, ...]) -> Tensor:
+        model = self._exact if precision == "fp32" else self._model
+        if variant == "merged":
+            network = Deployed(replay_merging(model, self._recipe.merging), self._recipe.network, "labels").eval()
+        else:
+            network = variant_network(model, self._recipe, variant, self._tokens)[0]
+        inputs = MergeInputs(*merge_inputs(0.0, 0.0, device=image.device)[:2], maps)
+        if precision == "fp8":
+            use_fp8(network)
+        with torch.backends.cudnn.flags(allow_tf32=False):
+            found: Tensor = network.to(image.device)(image, inputs)[0]
+        return found
 
 
 @torch.inference_mode()

@@ -32,20 +32,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from algm_deploy.bundle.records import VariantName
 from algm_deploy.bundle.signature import CLAP_THRESHOLD, GBM_THRESHOLD
-from algm_deploy.errors import GateError
-from algm_deploy.merging import merge_inputs, replay_merging
+from algm_deploy.merging import merge_inputs
 from algm_deploy.models.deployed import Deployed
 from algm_deploy.models.fp8 import use_fp8
-from algm_deploy.models.loading import network_module
 from algm_deploy.models.scores import Scores, upsample_scores
-from algm_deploy.models.vit import MergeInputs, VitNetwork
 from algm_deploy.native_libraries import require_library
 from algm_deploy.ops.attention import _BACKENDS
 from algm_deploy.ops.native_kernels import LIBRARY, use_kernels
@@ -56,22 +52,22 @@ from algm_deploy.runners.torch.packed import PackedNetwork
 from algm_deploy.runners.torch.tail import labels
 from algm_deploy.timing.variants import VARIANTS, variant_network
 from runtimes import (
-    bisected,
+    Modules,
     calibrated,
-    gained,
+    derived,
     host,
     kernels,
     measured,
-    merged_in,
     parser_of,
     pictures,
     random_network,
     recipe_of,
+    same_mean,
+    tokens_of,
     write_record,
 )
 
 Call = Callable[[], Tensor]
-COMPARED = 4  # images of a batch
 UNMERGED = ("dense", "truncated")  # what PyTorch's compiler takes: no picture changes its shapes
 BESIDE = ("eager", "cudnn", "photos", "kernels")
 
@@ -137,11 +133,9 @@ class Bench:
         self.recipe = recipe_of(name, options, "batch_min")
         self.alone = recipe_of(name, options, "per_image")
         self.model = random_network(self.recipe)
-        self.exact = network_module(self.recipe.network, self.model.state_dict(), torch.float32)
         self.images = pictures(max(options.batches), self.recipe.network.image_size).cuda()
-        patches = math.prod(self.recipe.network.grid)
-        windows, rows = merged_in(patches)
-        self.tokens = patches - 3 * windows, patches - 3 * windows - rows
+        self.tokens = tokens_of(self.recipe)
+        self.modules = Modules(self.model, self.recipe, self.tokens)
         self.thresholds = calibrated(self.model, self.recipe, self.images[:1])
 
     def batch_record(self, batch: int) -> dict[str, Any]:
@@ -287,8 +281,7 @@ class Bench:
             with packed.run(images, clap, gbm) as merged:
                 return float(merged.lengths[stage].double().mean()) - self.recipe.network.prefix
 
-        clap = bisected(lambda x: mean(0, x, float("inf")), self.tokens[0], -1.0, 1.0)
-        return clap, bisected(lambda x: mean(1, clap, x), self.tokens[1], -30.0, 30.0)
+        return same_mean(mean, self.tokens)
 
     def counts(self, each: Configuration) -> dict[str, Any]:
         """Patch tokens behind each merge, from its maps."""
@@ -300,43 +293,13 @@ class Bench:
     # --- parity ---
 
     def parity(self, label: str, each: Configuration) -> dict[str, Any]:
-        """Share of pixels whose label differs from the modules in fp32, which replay the configuration's own maps.
-
-        By image of the batch, with what is allowed: twice what the modules in the same precision differ in.
-
-        Raises:
-            GateError: more pixels of these images differ than are allowed.
-        """
+        """As `Modules.compared`."""
         for _ in range(2):  # captured, then replayed
             result = each.call()
         if result.ndim == 4:
             result = result.argmax(1)
-        maps = tuple(map.clone() for map in each.decisions())
-        chosen = sorted({round(i) for i in np.linspace(0, len(result) - 1, COMPARED)})
-        wrong, allowed = [], []
-        for i in chosen:
-            forced = tuple(map[i : i + 1] for map in maps)
-            image = each.image[i : i + 1]
-            truth, plain = (self.replayed(kind, each.variant, image, forced) for kind in ("fp32", each.precision))
-            wrong.append((result[i] != truth[0]).double().mean().item())
-            allowed.append(2 * (plain != truth).double().mean().item() + 1e-3)
-        found = {"images": chosen, "pixels_differ": wrong, "allowed": allowed}
-        if np.mean(wrong) > np.mean(allowed):
-            raise GateError(f"{self.name} {label}: {found}: nothing is timed")
-        return found
-
-    def replayed(self, precision: Precision, variant: VariantName, image: Tensor, maps: tuple[Tensor, ...]) -> Tensor:
-        model: VitNetwork = self.exact if precision == "fp32" else self.model
-        if variant == "merged":
-            network = Deployed(replay_merging(model, self.recipe.merging), self.recipe.network, "labels").eval()
-        else:
-            network = variant_network(model, self.recipe, variant, self.tokens)[0]
-        inputs = MergeInputs(*merge_inputs(0.0, 0.0, device="cuda")[:2], maps)
-        if precision == "fp8":
-            use_fp8(network)
-        with torch.backends.cudnn.flags(allow_tf32=False):
-            found: Tensor = network.cuda()(image, inputs)[0]
-        return found
+        maps = [map.clone() for map in each.decisions()]
+        return self.modules.compared(f"{self.name} {label}", each.variant, result, each.image, maps, each.precision)
 
     # --- more numbers at batch 1 ---
 
@@ -365,12 +328,6 @@ def cudnn_attention() -> Iterator[None]:
     torch_packed.fits_attention, _BACKENDS[:] = lambda *_: False, [SDPBackend.CUDNN_ATTENTION]
     yield
     torch_packed.fits_attention, _BACKENDS[:] = ours, backends
-
-
-def derived(ms: dict[str, float], batch: int) -> dict[str, Any]:
-    dense, merged, truncated = (ms[v] for v in VARIANTS)
-    found = gained(dense, merged, truncated, batch) | {"merged_over_truncated": merged / truncated}
-    return found | ({"mixed_over_duplicate_throughput": merged / ms["mixed"]} if "mixed" in ms else {})
 
 
 if __name__ == "__main__":
