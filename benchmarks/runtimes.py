@@ -30,11 +30,10 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import onnx_ir as ir
@@ -50,7 +49,6 @@ from algm_deploy.bundle.records import VariantName
 from algm_deploy.bundle.signature import CLAP_THRESHOLD, GBM_THRESHOLD, signature_of
 from algm_deploy.environment import environment
 from algm_deploy.errors import GateError
-from algm_deploy.lowering import onnxruntime
 from algm_deploy.lowering.export import base_onnx
 from algm_deploy.lowering.onnxruntime import Provider, rewrite, single_image
 from algm_deploy.lowering.onnxruntime_segments import segments
@@ -230,25 +228,24 @@ def pictures(count: int, size: tuple[int, int] = (512, 512)) -> torch.Tensor:
 
 
 def variant_graph(
-    model: VitNetwork, recipe: Recipe, variant: VariantName, tokens: Sequence[int], provider: Provider, custom: bool
+    model: VitNetwork,
+    recipe: Recipe,
+    variant: VariantName,
+    tokens: Sequence[int],
+    provider: Provider,
+    custom: bool,
+    own_attention: bool = True,
 ) -> ir.Model:
     """A variant's graph for a provider of ONNX Runtime, weights inside; the first arguments as for `variant_network`.
 
-    `custom`: merges, unmerge and label map are custom operators. Outputs: labels or scores, token counts, and for
-    `merged` token maps.
+    `custom`: merges, unmerge and label map are custom operators; `own_attention`: attention too, where it fits.
+    Outputs: labels or scores, token counts, and for `merged` token maps.
     """
     network, named = variant_network(model, recipe, variant, tokens)
     graph = base_onnx(network, named.merging, signature_of(named).image.dtype)
     add_function_bodies(graph)
-    rewrite(graph, provider, custom, single_image(recipe, provider))
+    rewrite(graph, provider, custom, single_image(recipe, provider), own_attention)
     return graph
-
-
-@contextmanager
-def standard_attention() -> Iterator[None]:
-    """Graphs that are made meanwhile attend by ONNX Runtime's operator, never by the library's."""
-    with patch.object(onnxruntime, "_fits_packed_attention", lambda *_: False):
-        yield
 
 
 def export(name: str, options: argparse.Namespace) -> None:
@@ -259,10 +256,8 @@ def export(name: str, options: argparse.Namespace) -> None:
     parameters = Deployed(model, recipe.network, "labels").state_dict()
     layout: dict[tuple[str, bool], int] = {}
     for kind, variant in tqdm(GRAPHS.items(), f"export {name}"):
-        with ExitStack() as stack:
-            if kind == CUDNN:
-                stack.enter_context(standard_attention())
-            graph = variant_graph(model, recipe, variant, tokens_of(recipe), "cuda", custom=True)
+        own = kind != CUDNN
+        graph = variant_graph(model, recipe, variant, tokens_of(recipe), "cuda", custom=True, own_attention=own)
         move_out(graph, parameters, layout, f"{stem(name)}.data")
         ir.save(graph, options.folder / f"{stem(name, kind)}.onnx")
         if variant == "merged":
