@@ -721,8 +721,13 @@ def test_graphs_give_the_modules_results(plan: str, graphs: bool, merging: str, 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", ["segmenter", "segvit", "dinov2, levels", "eomt"])
-@pytest.mark.parametrize("plan", ["two gbm", USUAL, "gbm alone, paper", "dtop"])
+@pytest.mark.parametrize(
+    ("plan", "family"),
+    [
+        *product(["two gbm", USUAL, "gbm alone, paper"], ["segmenter", "segvit", "dinov2, levels", "eomt"]),
+        *product(["dtop"], ["segmenter", "segvit, pruned"]),  # whose checkpoints have heads within the encoder
+    ],
+)
 def test_graphs_of_a_single_picture_are_joined(plan: str, family: str, blob_images: Images) -> None:
     """Bit for bit what they give one after the other, whatever the picture and the thresholds."""
     if use_kernels() is None:
