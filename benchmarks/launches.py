@@ -6,8 +6,9 @@ Photos one after the other, labels out, by the torch runtime after a warm-up, wh
 dense; merged by thresholds; merged by budgets, as much of every photo as thresholds do on average; and truncated, which
 drops as much and pays for no merge. `ms` is taken without the profiler, in turns, by the device's clock.
 
-Between two kernels of a graph the device needs half a microsecond. Where it needs `PAUSE_US` and more something else
-happens: a switch starts what it has chosen, or the host, which the profiler slows down, what is new.
+`between_us` are the times between two kernels of a graph, about half a microsecond each. Longer ones are not counted:
+under the profiler the start of a graph, and of what a switch has chosen, takes many times as long as without. What `ms`
+has beyond kernels and these is that.
 """
 
 from __future__ import annotations
@@ -105,33 +106,22 @@ def on_device(one: Contestant, window: Array) -> Call:
 
 
 def timeline(calls: Sequence[Call]) -> dict[str, Any]:
-    """Microseconds of a run, the mean over pictures: of kernels by name, with how many there are, between them, and of
-    pauses by the kernel that ends before each."""
+    """Microseconds of a run, the mean over pictures: of kernels by name, with how many there are, and between them."""
     kernels: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    pauses: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     between, share = 0.0, 1 / len(calls)
     for call in calls:
         events = events_of(call)
         for start, end, kernel in events:
             kernels[kernel][0] += share
             kernels[kernel][1] += share * (end - start)
-        for (_, end, before), (start, _, _) in pairwise(events):
-            if start - end < PAUSE_US:
-                between += share * max(start - end, 0)
-            else:
-                pauses[before][0] += share
-                pauses[before][1] += share * (start - end)
+        gaps = [after[0] - before[1] for before, after in pairwise(events)]
+        between += share * sum(gap for gap in gaps if 0 < gap < PAUSE_US)
     return {
         "launches": sum(count for count, _ in kernels.values()),
         "busy_us": sum(us for _, us in kernels.values()),
         "between_us": between,
-        "pauses": longest_first(pauses),
-        "kernels": longest_first(kernels),
+        "kernels": [[key, *row] for key, row in sorted(kernels.items(), key=lambda item: -item[1][1])],
     }
-
-
-def longest_first(rows: dict[str, list[float]]) -> list[list[Any]]:
-    return [[key, *row] for key, row in sorted(rows.items(), key=lambda item: -item[1][1])]
 
 
 def events_of(call: Call) -> list[tuple[float, float, str]]:
