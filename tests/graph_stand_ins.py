@@ -6,6 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
+
+from algm_deploy.runners.onnxruntime import graphs
+from algm_deploy.runners.onnxruntime.graphs import SegmentedSession
 from algm_deploy.runners.torch.packed import MOST_GRAPHS
 
 
@@ -24,8 +28,10 @@ class NoGraphs:
     @contextmanager
     def warming(self) -> Iterator[None]:
         self.patient = False
-        yield
-        self.patient = True
+        try:
+            yield
+        finally:
+            self.patient = True
 
     @property
     def full(self) -> bool:
@@ -58,3 +64,14 @@ class JoinedOnTheHost:
         for length, works in self.switches:
             (count,) = length.tolist()
             works[min((rows for rows in works if rows >= count), default=max(works))]()
+
+
+def joined_on_the_host(monkeypatch: pytest.MonkeyPatch, session: SegmentedSession) -> NoGraphs:
+    """Lets a session on the CPU join its segments, as on a CUDA device; its graphs."""
+    made = NoGraphs()
+    monkeypatch.setattr(graphs, "missing_here", lambda *_: False)
+    monkeypatch.setattr(graphs, "require_library", lambda _: None)
+    monkeypatch.setattr(graphs, "KernelLibrary", lambda path, device: (path, device))
+    monkeypatch.setattr(graphs, "Joined", JoinedOnTheHost)
+    monkeypatch.setattr(session, "graphs", made)
+    return made

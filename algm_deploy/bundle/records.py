@@ -20,6 +20,7 @@ SCHEMA = 2
 
 Threshold = float | Literal["inf", "-inf"]  # JSON has no infinity
 VariantName = Literal["dense", "dense_cudnn", "merged", "truncated"]
+DENSE_VARIANTS: tuple[VariantName, ...] = ("dense", "dense_cudnn")
 ProtocolName = Literal["duplicate", "mixed", "latency"]
 Step = Literal["parity", "evaluation", "speed"]
 Reference = Literal["cpu", "cuda"]  # what PyTorch computed on that a runtime was held to

@@ -125,7 +125,9 @@ def _time(bundle: Bundle, runtime: str, say: Say, progress: bool) -> None:
     """Dense against merged on a few scenes, for a few seconds."""
     if bundle.found(Parity, runtime) is None:  # nothing is timed before
         _verify(bundle, runtime, 1, lambda _: None, progress)
-    dense, merged = bench(bundle, runtime, protocol=SHORT, progress=progress)
+    speeds = {record.variant: record for record in bench(bundle, runtime, protocol=SHORT, progress=progress)}
+    merged = speeds["merged"]
+    dense = speeds[merged.baseline]
     if merged.stable:
         # What the speed-up is made of.
         before, after = (f"{record.batch_ms_mean_of_medians:.1f} ms" for record in (dense, merged))

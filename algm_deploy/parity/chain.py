@@ -39,6 +39,7 @@ from algm_deploy.parity.jitter import jittered_network
 from algm_deploy.parity.links import graph_link, network_link, operators_link
 from algm_deploy.parity.replay import Replayed, Replays
 from algm_deploy.parity.stopwatch import Stopwatch
+from algm_deploy.predictor import WARM_UP_S
 from algm_deploy.recipe.plan import MergePlan
 from algm_deploy.recipe.schema import Precision
 from algm_deploy.runners.contract import Array, Runner, runner
@@ -100,6 +101,8 @@ def verify(bundle: Bundle, runtime: str, images: Array, progress: bool = True, r
         with watch.part("opening"):
             run = stack.enter_context(runner(bundle, runtime))
             run.check_image(images[:1])
+            for size in {len(trial.images) for trial in trials}:
+                run.warm_up(size, WARM_UP_S)  # what is proven runs as servers run it
             stack.enter_context(_without_tf32(reference))
         with watch.part("network"):
             network = network_link(bundle, images[:1], reference)  # before other copies of the weights are held

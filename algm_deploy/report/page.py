@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from algm_deploy.bundle.files import write_atomically
-from algm_deploy.bundle.records import Evaluation, Parity, Speed, Step
+from algm_deploy.bundle.records import DENSE_VARIANTS, Evaluation, Parity, Speed, Step
 from algm_deploy.bundle.signature import threshold_defaults
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import BundleError
@@ -56,7 +56,7 @@ def write_report(bundles: Sequence[Bundle], target: Path, gallery: Gallery | Non
     Raises:
         BundleError: a bundle is incomplete, or the page cannot be written.
     """
-    variants = [bundles[0].path / "variants" / name for name in ("dense", "dense_cudnn", "truncated")]
+    variants = [bundles[0].path / "variants" / name for name in (*DENSE_VARIANTS, "truncated")]
     beside = [*bundles[1:], *(Bundle.open(path) for path in variants if path.is_dir())]
     page = report_page(bundles[0], beside, gallery, read_published())
     for bundle in (bundles[0], *beside):
@@ -208,7 +208,7 @@ class Report:
                 tokens = [*one.by_picture.tokens_by_merge.values()][-1]
                 points = [(x, y, "") for x, y in zip(tokens, one.by_picture.latency_ms_p50, strict=True)]
                 series.append(Series(f"merged, {where}", points))
-            elif one.stable and one.variant in ("dense", "dense_cudnn") and one.latency_ms_p50 is not None:
+            elif one.stable and one.variant in DENSE_VARIANTS and one.latency_ms_p50 is not None:
                 title = variant_title(one.variant)
                 series.append(Series(f"{title}, {where}", [(self.patches, one.latency_ms_p50, title)], hollow=True))
         caption = "latency against tokens: each point is a picture, at its median; dense for all of them"

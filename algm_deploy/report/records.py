@@ -75,7 +75,7 @@ def artifact_of(bundle: Bundle, record: Parity | Evaluation | Speed) -> Artifact
     parts = bundle.found(EngineStretches, record.runtime)
     engine = bundle.found(Engine, record.runtime) or (parts.engines[0] if parts else None)
     thresholds = {} if isinstance(record, Parity) else record.thresholds
-    cudnn = variant == "dense_cudnn"
+    cudnn = variant == "dense_cudnn" or bundle.cudnn_attends
     plan = DENSE if cudnn or variant == "dense" else plan_in_force(recipe.merging, thresholds)
     precision = engine.precision if engine else row_of(record.runtime).precision_of(recipe.precision)
     weights = bundle.files[WEIGHTS].sha256

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from algm_deploy.bundle.records import (
+    DENSE_VARIANTS,
     Engine,
     EngineStretches,
     Evaluation,
@@ -241,7 +242,7 @@ def speed_notes(rows: Sequence[Measured[Speed]]) -> list[str]:
 
 def _baseline(rows: Sequence[Measured[Speed]]) -> str:
     """Which dense network speed-ups are told against, where several were timed."""
-    dense = [row for row in rows if row.record.variant in ("dense", "dense_cudnn")]
+    dense = [row for row in rows if row.record.variant in DENSE_VARIANTS]
     found = [row.record.baseline for row in rows if row.record.speedup is not None]
     return variant_title(found[0]) if len(dense) > 1 and found else ""
 

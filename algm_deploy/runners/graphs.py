@@ -18,9 +18,12 @@ from algm_deploy.runners.turns import capturing, wait_for
 
 _LOG = logging.getLogger("algm_deploy")
 
-# Streams that no graph is captured on any more. PyTorch keeps for ever what cuBLAS works in on a stream, 32 MiB on
-# Hopper, so a stream is used again; never by two at a time, whose graphs would then share that memory.
+# Streams that nobody uses any more. PyTorch keeps for ever what cuBLAS works in on a stream, 32 MiB on Hopper, so a
+# stream is used again; never by two at a time: graphs would share that memory, and what one queues would enter what
+# another captures.
 _FREE: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
+_TAKEN: defaultdict[torch.device, set[int]] = defaultdict(set)
+_STREAMS = 32  # that PyTorch has for a device; then it hands out the first one again
 
 Key = tuple[int, ...]
 Result = TypeVar("Result")
@@ -50,8 +53,8 @@ class Graphs:
         # Other threads may allocate memory meanwhile in either mode.
         self._mode = "relaxed" if allocates else "thread_local"
         self._graphs: OrderedDict[Key, tuple[torch.cuda.CUDAGraph | None, Any]] = OrderedDict()
-        self.stream = _take_stream(device)
-        weakref.finalize(self, _FREE[device].append, self.stream)
+        self.stream = take_stream(device)
+        weakref.finalize(self, give_back, self.stream)
         self.captures = 0
         self._patient = False
         self._met: set[Key] = set()  # while patient: came once
@@ -189,13 +192,23 @@ def _free(library: KernelLibrary, joined: int, device: torch.device) -> None:
     library.free_joined(joined)
 
 
-def _take_stream(device: torch.device) -> torch.cuda.Stream:
-    try:
+def take_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream that is the caller's alone, as long as PyTorch has one, until `give_back`."""
+    if _FREE[device]:
         stream = _FREE[device].pop()
-    except IndexError:
-        return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    wait_for(device)  # the last replay of another's graph may still run
+        wait_for(device)  # what another queued may still run
+        return stream
+    for _ in range(_STREAMS):
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        if stream.cuda_stream not in _TAKEN[device]:
+            break
+    _TAKEN[device].add(stream.cuda_stream)
     return stream
+
+
+def give_back(stream: torch.cuda.Stream) -> None:
+    """Lets others have it."""
+    _FREE[stream.device].append(stream)
 
 
 def _first(error: RuntimeError) -> str:

@@ -7,6 +7,7 @@ the graph is lost.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
@@ -21,10 +22,21 @@ _TURNS: defaultdict[torch.device, threading.RLock] = defaultdict(threading.RLock
 _CAPTURE = threading.RLock()  # one at a time in a process
 
 
+def _in_child() -> None:
+    """A process that forked has locks that threads of its parent hold for ever."""
+    global _LOCK, _CAPTURE
+    _LOCK, _CAPTURE = threading.Lock(), threading.RLock()
+    _TURNS.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)
+
+
 @contextmanager
 def alone(device: torch.device) -> Iterator[None]:
     """A turn that no other thread has on this device, and the device the current one, also after ONNX Runtime has made
-    its own that."""
+    its own that. Not inside the turn of another device."""
     with _LOCK:
         turn = _TURNS[device]
     with turn, torch.cuda.device(device) if device.type == "cuda" else nullcontext():

@@ -150,10 +150,9 @@ def _short_turns() -> Iterator[None]:
 
 
 def _warmed(predictor: Predictor, seconds: float) -> WarmUp:
-    """Warms up for the thread that runs batches, so that no client waits for what a runtime does at its first run.
+    """Warms up, so that no client waits for what a runtime does at its first run.
 
-    ONNX Runtime's CUDA graphs belong to the thread that opened the network, or else to all other threads together: that
-    of the batches is one of the others, and so is this one.
+    Not in the thread that opened the network: what a runtime keeps for each thread would be that one's alone.
     """
     with ThreadPoolExecutor(1, "warm-up") as other:
         return other.submit(predictor.warm_up, seconds).result()

@@ -32,7 +32,16 @@ from msgspec import structs
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from algm_deploy.bundle.records import ByPicture, MergeTokens, Parity, ProtocolName, Speed, VariantName, storable
+from algm_deploy.bundle.records import (
+    DENSE_VARIANTS,
+    ByPicture,
+    MergeTokens,
+    Parity,
+    ProtocolName,
+    Speed,
+    VariantName,
+    storable,
+)
 from algm_deploy.bundle.signature import merge_names, threshold_defaults
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.environment import GpuState, environment, gpu_state
@@ -62,7 +71,6 @@ from algm_deploy.timing.timers import (
     typical_ms,
 )
 from algm_deploy.timing.variants import (
-    DENSE_VARIANTS,
     VARIANTS,
     executables,
     may_attend_by_cudnn,

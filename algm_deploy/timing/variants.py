@@ -33,7 +33,6 @@ from algm_deploy.runners.contract import Runner, runner, runner_type
 from algm_deploy.runners.registry import row_of
 
 VARIANTS: tuple[VariantName, ...] = ("dense", "merged", "truncated")
-DENSE_VARIANTS: tuple[VariantName, ...] = ("dense", "dense_cudnn")
 # Operators of native libraries that any variant may have, but for the one that is there for another attention.
 _OF_ALL = frozenset({"label_map", "packed_attention", "gelu", "patches"})
 

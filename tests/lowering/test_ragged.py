@@ -11,12 +11,14 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 import torch
+from graph_stand_ins import joined_on_the_host
 from toys import FAMILIES, pictures
 
-from algm_deploy.lowering import onnxruntime
+from algm_deploy.lowering import onnxruntime, onnxruntime_segments
 from algm_deploy.lowering.onnxruntime import rewrite
 from algm_deploy.lowering.onnxruntime_segments import TOGETHER, segments
 from algm_deploy.lowering.ragged import make_ragged
+from algm_deploy.runners.onnxruntime import graphs as graphs_module
 from algm_deploy.runners.onnxruntime.graphs import SegmentedSession
 
 THRESHOLDS = {"clap_threshold": 0.8, "gbm_threshold": 0.5}
@@ -40,8 +42,11 @@ def test_every_family_computes_the_same(
     decoder: str,
     library: bool,
 ) -> None:
-    """SegViT's masks, which are boolean, cross into the last segment."""
+    """SegViT's masks, which are boolean, cross into the last segment. Joined as well, but where a segment reads rows of
+    an earlier merge, SegViT's."""
     monkeypatch.setattr(onnxruntime, "_fits_packed_attention", lambda *_: library)
+    for module in (onnxruntime_segments, graphs_module):
+        monkeypatch.setattr(module, "STEP", 8)  # several sizes of a toy
     exported = exported_toy(family, decoder)
     image, graph = pictures(exported.deployed.network), exported.portable.clone()
     rewrite(graph, "cuda", custom_operators=True, single=False)
@@ -63,6 +68,11 @@ def test_every_family_computes_the_same(
     expected = dict(zip(names, whole.run(names, {"image": image, **scalars}), strict=True))
     chained = SegmentedSession(lambda index, _: sessions[index], len(sessions), torch.device("cpu"), len(image))
     found = chained.run(torch.from_numpy(image), THRESHOLDS, names)
+    joined_on_the_host(monkeypatch, chained)
+    assert chained.warm_up(len(image))
+    assert chained.joined == ([] if family == "segvit" else [len(image)])
+    for name, value in chained.run(torch.from_numpy(image), THRESHOLDS, names).items():
+        np.testing.assert_array_equal(value, found[name], err_msg=name)
     chained.close()
     assert len(set(expected["token_counts"][:, -1])) > 1, "images must differ in their row counts"
     for name, value in expected.items():

@@ -614,3 +614,16 @@ def test_replays_hold_no_full_size_scores(tiny_bundle: Bundle, windows: Array) -
     kept = replayed.full_size.args[0]
     assert sum(part.numel() for part in (kept.scores, kept.map)) <= 64 * 12
     assert replayed.scores().shape == (11, 128, 128)
+
+
+def test_a_runtime_is_warmed_up_for_every_size_of_batch(labels_bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is proven is what a server runs."""
+    warmed: list[int] = []
+
+    def warm_up(self: TorchRunner, images: int = 1, seconds: float = 0.0) -> bool:
+        warmed.append(images)
+        return True
+
+    monkeypatch.setattr(TorchRunner, "warm_up", warm_up)
+    report = verify(labels_bundle, "torch", parity_windows(labels_bundle.recipe, [], 2), progress=False)
+    assert sorted(warmed) == list(report.batches)

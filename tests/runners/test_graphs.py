@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from algm_deploy.runners.graphs import Graphs
+from algm_deploy.runners import graphs as graphs_module
+from algm_deploy.runners.graphs import Graphs, give_back, take_stream
 
 
 @pytest.fixture
@@ -81,6 +82,27 @@ def test_an_error_of_the_work_is_an_error(graphs: Graphs) -> None:
     with pytest.raises(RuntimeError, match="shape"):
         graphs.run((1,), work)
     assert len(graphs) == 0
+
+
+def test_two_never_have_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch hands out the same 32 in turn."""
+    device, made = torch.device("cpu", 7), 0
+
+    class Stream:
+        def __init__(self, device: torch.device) -> None:
+            nonlocal made
+            self.device, self.cuda_stream = device, made % 32
+            made += 1
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(graphs_module, "wait_for", lambda _: None)
+    streams = [take_stream(device) for _ in range(20)]
+    made += 12  # others took the rest, and gave them back
+    streams += [take_stream(device) for _ in range(12)]
+    assert len({stream.cuda_stream for stream in streams}) == 32
+    give_back(streams[5])
+    assert take_stream(device) is streams[5]
+    assert take_stream(device) is not None, "beyond all of them one is shared"
 
 
 @pytest.mark.gpu

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 import pytest
 import torch
 
+from algm_deploy.runners import turns
 from algm_deploy.runners.turns import alone, between_captures, capturing, wait_for
 
 
@@ -49,6 +50,15 @@ def test_a_capture_leaves_all_work_alone_but_what_waits_for_a_device(monkeypatch
     thread.join(10)
     assert waited == [SECOND]
     assert enters(between_captures)
+
+
+def test_a_child_waits_for_no_thread_of_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_LOCK", "_CAPTURE"):
+        monkeypatch.setattr(turns, name, getattr(turns, name))  # put back afterwards
+    with capturing(), alone(FIRST):
+        turns._in_child()
+        assert enters(between_captures)
+        assert enters(lambda: alone(FIRST))
 
 
 def test_one_captures_at_a_time() -> None:

@@ -19,6 +19,7 @@ import logging
 import math
 import os
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -29,9 +30,9 @@ import onnxruntime as ort
 import torch
 
 from algm_deploy.bundle.signature import CLAP_THRESHOLD, GBM_THRESHOLD
-from algm_deploy.errors import BundleError, ExecutionError
+from algm_deploy.errors import BuildError, BundleError, ExecutionError, RuntimeUnavailableError
 from algm_deploy.lowering.onnxruntime_segments import LONGEST, STEP, TOGETHER
-from algm_deploy.native_libraries import require_library, usable_library
+from algm_deploy.native_libraries import REBUILD, missing_here, require_library, say_once
 from algm_deploy.ops import native_kernels
 from algm_deploy.ops.kernel_library import KernelLibrary
 from algm_deploy.runners.graphs import Graphs, Joined, Key
@@ -65,11 +66,11 @@ class _Segment:
         # The output that counts rows, and the token axis it is named for; the last segment has none.
         self.rows = next((name for name in self.outputs if name.startswith((LONGEST, TOGETHER))), "")
         self.axis = self.rows.removeprefix(LONGEST).removeprefix(TOGETHER)
-        self._token_axes = sorted({d for s in self.inputs.values() for d in s if isinstance(d, str)} - {"batch"})
+        self.token_axes = sorted({d for s in self.inputs.values() for d in s if isinstance(d, str)} - {"batch"})
 
     def key(self, axes: Mapping[str, int]) -> Key:
         """Of its work in one size: images first."""
-        return (axes["batch"], self.number, *(axes[axis] for axis in self._token_axes))
+        return (axes["batch"], self.number, *(axes[axis] for axis in self.token_axes))
 
     def room(self, axes: Mapping[str, int]) -> int:
         """What its count may be for the segment behind it, of this size, to have room."""
@@ -99,32 +100,50 @@ class SegmentedSession:
         self.device, self._images = device, images
         self.graphs = Graphs(device, MOST_GRAPHS, allocates=True) if device.type == "cuda" else None
         self._stream = None if self.graphs is None else self.graphs.stream
+        self._segments: list[_Segment] = []
+        self._workspace: _Workspace | None = None
+        self._joined: dict[int, Joined] = {}  # by images
+        self._refused: set[int] = set()  # images of batches that the driver does not join
+        try:
+            self._open(open_session, count)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, open_session: Callable[[int, dict[str, str]], ort.InferenceSession], count: int) -> None:
         chosen = {} if self._stream is None else {"user_compute_stream": str(self._stream.cuda_stream)}
-        self._segments = [_Segment(index, open_session(index, chosen)) for index in range(count)]
+        for index in range(count):
+            self._segments.append(_Segment(index, open_session(index, chosen)))
         if not all(segment.rows for segment in self._segments[:-1]):
             raise BundleError("expected segments of this version of algm-deploy: build the bundle again")
+        if self._stream is not None:
+            self._workspace = _Workspace(self._stream)
         self._shapes = {name: shape for s in self._segments for name, shape in (s.inputs | s.outputs).items()}
         self._dtypes = {name: dtype for s in self._segments for name, dtype in s.dtypes.items()}
         self._most = _largest_axes(self._segments)
         # By images that fit: batches up to a power of two share them, or all sizes would add up.
         self._buffers: dict[int, dict[str, torch.Tensor]] = {}
         self._thresholds: dict[str, float] = {}
-        self._scalars = {
-            name: torch.zeros((), device=device) for name in (CLAP_THRESHOLD, GBM_THRESHOLD) if name in self._shapes
-        }
-        self._workspace = None if self._stream is None else _Workspace(self._stream)
-        self._joined: dict[int, Joined] = {}  # by images
+        with self._on_stream():  # which fills them later
+            self._scalars = {
+                name: torch.zeros((), device=self.device)
+                for name in (CLAP_THRESHOLD, GBM_THRESHOLD)
+                if name in self._shapes
+            }
 
     def close(self) -> None:
-        """Ends the sessions, after their work (see `CudaSession.close`)."""
+        """Ends the sessions, after their work (see `CudaSession.close`), and gives their stream back last."""
         try:
             if self._stream is not None:
                 self._stream.synchronize()
         finally:
-            self._joined, self.graphs = {}, None
+            self._joined = {}
+            if self.graphs is not None:
+                self.graphs.drop(lambda _: True)
             with between_captures():
                 self._segments = []
             self._workspace = None
+            self.graphs = self._stream = None
 
     @property
     def outputs(self) -> list[str]:
@@ -145,6 +164,7 @@ class SegmentedSession:
     ) -> dict[str, torch.Tensor]:
         """As `CudaSession.run`."""
         with alone(self.device):
+            self._check_open()
             axes, where = {"batch": len(image)}, to or self.device
             results = {
                 name: torch.empty(self._resolved(name, axes), dtype=self._dtypes[name], device=where)
@@ -166,9 +186,15 @@ class SegmentedSession:
         Returns:
             Whether all was done before the deadline.
         """
-        warming = nullcontext() if self.graphs is None else self.graphs.warming()
-        with alone(self.device), self._on_stream(), torch.inference_mode(), warming:
-            return images in self._joined or self._capture_all(images, deadline)
+        with alone(self.device):
+            self._check_open()
+            warming = nullcontext() if self.graphs is None else self.graphs.warming()
+            with self._on_stream(), torch.inference_mode(), warming:
+                return images in self._joined or self._capture_all(images, deadline)
+
+    def _check_open(self) -> None:
+        if not self._segments:
+            raise RuntimeUnavailableError("the network was closed by another thread while this one waited for its turn")
 
     def _on_stream(self) -> torch.cuda.StreamContext | nullcontext[None]:
         return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
@@ -217,9 +243,16 @@ class SegmentedSession:
         return self._is_full() or time.monotonic() >= deadline
 
     def _join(self, images: int, choices: Sequence[Sequence[Mapping[str, int]]]) -> None:
-        """Joins the graphs of batches of so many images; `choices`: sizes of every segment but the first."""
-        path = usable_library(native_kernels.LIBRARY)
-        if self.graphs is None or not choices or path is None:
+        """Joins the graphs of batches of so many images; `choices`: sizes of every segment but the first.
+
+        Nothing is joined where a segment also reads rows of an earlier merge, as SegViT's last one does: the last count
+        alone would pick its size.
+        """
+        if self.graphs is None or not choices or images in self._refused:
+            return
+        if any(after.token_axes != [before.axis] for before, after in pairwise(self._segments)):
+            return
+        if missing_here(native_kernels.LIBRARY, "onnxruntime-cuda"):
             return
         first, _ = self.graphs.found(self._segments[0].key({"batch": images}))
         switches = []
@@ -230,9 +263,11 @@ class SegmentedSession:
                 return  # one could not be captured, as was said then
             switches.append((self._buffers[self._fitting({"batch": images})][before.rows], graphs))
         assert first is not None
+        library = KernelLibrary(require_library(native_kernels.LIBRARY), "cuda")
         try:
-            self._joined[images] = Joined(KernelLibrary(path, "cuda"), self.device, first, switches)
+            self._joined[images] = Joined(library, self.device, first, switches)
         except ExecutionError as error:
+            self._refused.add(images)
             _LOG.warning("batches of %d wait for the host behind every merge: %s", images, error)
 
     def _enter(self, image: torch.Tensor, thresholds: Mapping[str, float]) -> dict[str, int]:
@@ -303,24 +338,32 @@ class _Workspace:
     """Memory in which cuBLAS works on a stream where ONNX Runtime's products are captured.
 
     Without it cuBLAS takes some of its own in each graph, and such a graph cannot become part of another. Nothing is
-    lent where ONNX Runtime's cuBLAS is not found.
+    lent where ONNX Runtime's cuBLAS is not found, which one line says.
+
+    Raises:
+        BuildError: the library of the custom operators was built without CUDA.
     """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._lend = ctypes.CDLL(str(require_library(LIBRARY))).algm_lend_workspace
-        self._stream = ctypes.c_void_p(stream.cuda_stream)
+        library = ctypes.CDLL(str(require_library(LIBRARY)))
+        try:
+            lend = library.algm_lend_workspace
+        except AttributeError as error:
+            raise BuildError(
+                f"expected the library {LIBRARY} with operators of the CUDA provider, it has none: {REBUILD} {LIBRARY} "
+                "with nvcc"
+            ) from error
         provider = Path(ort.__file__).parent / "capi" / "libonnxruntime_providers_cuda.so"
         try:  # the provider is loaded; what it is linked with is found through it
             loaded = ctypes.CDLL(str(provider), mode=os.RTLD_LAZY | os.RTLD_NOLOAD)
             set_workspace = ctypes.cast(loaded.cublasSetWorkspace_v2, ctypes.c_void_p)
         except (OSError, AttributeError):
+            say_once(f"onnxruntime-cuda: large batches wait for the host, as {provider.name} shows no cuBLAS")
             return
         self._memory = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=stream.device)
-        lent = ctypes.c_void_p(self._memory.data_ptr()), ctypes.c_size_t(WORKSPACE_BYTES)
-        self._lend(self._stream, *lent, set_workspace)
-
-    def __del__(self) -> None:
-        self._lend(self._stream, None, ctypes.c_size_t(0), None)
+        place, lent = ctypes.c_void_p(stream.cuda_stream), ctypes.c_void_p(self._memory.data_ptr())
+        lend(place, lent, ctypes.c_size_t(WORKSPACE_BYTES), set_workspace)
+        weakref.finalize(self, lend, place, None, ctypes.c_size_t(0), None)
 
 
 def _sizes(shape: Shape, axes: Mapping[str, int]) -> list[int]:

@@ -291,6 +291,7 @@ class OnnxRuntimeCudaRunner(OnnxRuntimeRunner):
 
     def _session_for(self, images: int) -> CudaSession | SegmentedSession:
         with alone(self.device):
+            self._check_open()  # another thread may have closed it meanwhile
             if self._segmented is not None and images <= self.graph_images:
                 return self._segmented
             if self._whole is None:

@@ -6,7 +6,7 @@ import json
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state
 from algm_deploy.bundle.signature import Signature
 from algm_deploy.errors import BundleError, RuntimeUnavailableError
 from algm_deploy.runners.contract import Array, Placement
+from algm_deploy.runners.graphs import give_back, take_stream
 from algm_deploy.runners.turns import alone, between_captures, wait_for
 
 LIBRARY = "ort_custom_op"
@@ -41,7 +42,8 @@ def checked_session(
         # Finds the CUDA libraries that came with PyTorch.
         ort.preload_dlls()
     try:
-        with between_captures():  # it waits for the whole device
+        # One on CUDA waits for the whole device.
+        with between_captures() if provider == CUDA_PROVIDER else nullcontext():
             session = ort.InferenceSession(path, options, providers=[(provider, provider_options)])
     except ORT_ERRORS as error:
         said = next(iter(str(error).splitlines()), "nothing")[:300]
@@ -168,7 +170,7 @@ class CudaSession:
         check_cuda()
         self.device = device or torch.device("cuda", torch.cuda.current_device())
         self._outputs = {t.name: t for t in signature.outputs}
-        self._stream: torch.cuda.Stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._stream = take_stream(self.device)
         self._thresholds: dict[str, tuple[float, torch.Tensor]] = {}  # the last one of each name, in memory that stays
         chosen = device_options(self.device.index) | {"user_compute_stream": str(self._stream.cuda_stream)}
         self._session: ort.InferenceSession | None = checked_session(
@@ -190,6 +192,7 @@ class CudaSession:
         finally:
             with between_captures():
                 self._session = None
+            give_back(self._stream)
 
     def run(
         self,

@@ -22,11 +22,13 @@ from algm_deploy.native_libraries import require_library, say_once
 from algm_deploy.ops.native_kernels import LIBRARY, Kernels
 from algm_deploy.recipe.schema import Precision
 from algm_deploy.runners.contract import CPU, Runner
+from algm_deploy.runners.graphs import take_stream
 from algm_deploy.runners.registry import row_of
 from algm_deploy.runners.tensorrt.build import build_engine, build_with_stretches, require_tools
 from algm_deploy.runners.tensorrt.digest import first_difference, kept_digest, marker, output_names
 from algm_deploy.runners.tensorrt.engine import LEVELS, EngineOptions
 from algm_deploy.runners.tensorrt.library import Log, listening, load_bindings, load_plugins, plugin_sources
+from algm_deploy.runners.turns import between_captures
 
 _DTYPES = {
     "FLOAT": torch.float32,
@@ -58,7 +60,7 @@ class Cuda:
 
     def new_stream(self) -> Any:
         """A stream of its own for an execution context."""
-        return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        return take_stream(torch.device("cuda", torch.cuda.current_device()))
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         """Work inside the block is queued on `stream`, behind what the caller's stream holds."""
@@ -238,7 +240,7 @@ class TensorRTRunner(Runner):
         capability = self._cuda.open(self.device)
         self.device = self._cuda.device
         _check_device(self.runtime, f"{capability[0]}.{capability[1]}")
-        with self._cuda.current(), ExitStack() as stack:
+        with between_captures(), self._cuda.current(), ExitStack() as stack:  # it may wait for the whole device
             self.refused = None
             logger, log = stack.enter_context(listening(trt))
             stack.callback(setattr, self, "_session", None)
@@ -315,7 +317,7 @@ class TensorRTRunner(Runner):
         return _Part(engine, *_tensors(trt, engine))
 
     def _close(self) -> None:
-        with self._cuda.current():
+        with between_captures(), self._cuda.current():
             self._stack.close()
 
     def _infer(

@@ -538,9 +538,9 @@ class PackedNetwork:
 
         Of a single picture these are all, from what is left of a blank one on, of which all merges; of several up to
         `WARM_GRAPHS` (`likely_buckets`). A batch that needs another, as its pictures keep far more or far fewer tokens
-        than photos mostly do or differ far more, is launched kernel by kernel, and captured when the same comes again
-        (`Graphs`). Nothing is done without graphs, and nothing more once there is no room. Graphs of a single
-        picture are joined once all of them are there at the end.
+        than photos mostly do or differ far more, is launched kernel by kernel, and captured when the same comes again,
+        as `Graphs` does after a warm-up. Nothing is done without graphs, and nothing more once there is no room. Graphs
+        of a single picture are joined once all of them are there at the end.
 
         Args:
             deadline: by `time.monotonic()`; no capture begins after it.

@@ -16,12 +16,12 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 import torch
-from graph_stand_ins import JoinedOnTheHost, NoGraphs
+from graph_stand_ins import JoinedOnTheHost, NoGraphs, joined_on_the_host
 from toys import segmenter_checkpoint, toy
 
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.deployment import export
-from algm_deploy.errors import BundleError, ExecutionError
+from algm_deploy.errors import BuildError, BundleError, ExecutionError, RuntimeUnavailableError
 from algm_deploy.lowering.onnxruntime import rewrite
 from algm_deploy.lowering.onnxruntime_segments import segments
 from algm_deploy.native_libraries import find_library
@@ -129,6 +129,9 @@ def test_batches_beyond_the_limit_run_whole(
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(OnnxRuntimeCudaRunner, "graph_images", MOST_IMAGES)
     cuda = OnnxRuntimeCudaRunner(labels_bundle)
+    with pytest.raises(RuntimeUnavailableError, match="is closed"):
+        cuda._session_for(1)
+    cuda._opened = True
     cuda._segmented, cuda._whole = session, cast("CudaSession", "the whole graph")
     chosen = [cuda._session_for(images) for images in (7, 6, 1, 7)]
     assert [one is session for one in chosen] == [False, True, True, False]
@@ -183,11 +186,7 @@ def test_results_stay_what_they_are_after_a_warm_up(
 @pytest.fixture
 def graphs(session: SegmentedSession, monkeypatch: pytest.MonkeyPatch) -> NoGraphs:
     """The session's, as on a CUDA device."""
-    monkeypatch.setattr(graphs_module, "usable_library", lambda _: Path("kernels"))
-    monkeypatch.setattr(graphs_module, "KernelLibrary", lambda path, device: (path, device))
-    monkeypatch.setattr(graphs_module, "Joined", JoinedOnTheHost)
-    monkeypatch.setattr(session, "graphs", NoGraphs())
-    return cast("NoGraphs", session.graphs)
+    return joined_on_the_host(monkeypatch, session)
 
 
 @pytest.mark.parametrize("images", [1, 3])
@@ -229,7 +228,7 @@ def test_what_is_not_all_captured_is_not_joined(
         patch.setattr(session, "graphs", NoGraphs(limit=2))
         assert session.warm_up(1)
         patch.setattr(session, "graphs", graphs)
-        patch.setattr(graphs_module, "usable_library", lambda _: None)
+        patch.setattr(graphs_module, "missing_here", lambda *_: True)
         assert session.warm_up(1)
     assert (session.joined, caplog.records) == ([], [])
     monkeypatch.setattr(graphs_module, "Joined", refuse)
@@ -297,6 +296,36 @@ def test_results_and_images_are_copies(session: SegmentedSession, whole: Any, bl
     assert_equal(first, kept)
 
 
+def test_a_closed_session_runs_nothing(session: SegmentedSession, blob_images: Any) -> None:
+    """Its memory would hold the last picture's results."""
+    run(session, blob_images(1))
+    session.close()
+    with pytest.raises(RuntimeUnavailableError, match="was closed by another thread"):
+        run(session, blob_images(1))
+    with pytest.raises(RuntimeUnavailableError, match="was closed by another thread"):
+        session.warm_up(1)
+
+
+def test_what_was_opened_is_closed_where_the_rest_cannot_be(open_file: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[int] = []
+    monkeypatch.setattr(SegmentedSession, "close", lambda self: closed.append(len(self._segments)))
+
+    def opened(index: int, _: dict[str, str]) -> ort.InferenceSession:
+        if index == 2:
+            raise BundleError("no third")
+        return open_file(str(index))
+
+    with pytest.raises(BundleError, match="no third"):
+        SegmentedSession(opened, 3, torch.device("cpu"), MOST_IMAGES)
+    assert closed == [2]
+
+
+def test_a_library_without_cuda_lends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs_module, "require_library", lambda _: Path(ort.capi.onnxruntime_pybind11_state.__file__))
+    with pytest.raises(BuildError, match="expected the library ort_custom_op with operators of the CUDA provider"):
+        graphs_module._Workspace(cast("torch.cuda.Stream", SimpleNamespace(cuda_stream=1, device="cpu")))
+
+
 def test_runs_in_inference_mode(session: SegmentedSession, whole: Any, blob_images: Any) -> None:
     image = blob_images(1)
     with torch.inference_mode():
@@ -313,7 +342,9 @@ def test_threads_take_turns(session: SegmentedSession, whole: Any, blob_images: 
         assert_equal(got, whole(image, clap_threshold=clap))
 
 
-def test_an_error_in_the_thread_reaches_the_caller(session: SegmentedSession, whole: Any, blob_images: Any) -> None:
+def test_an_error_reaches_the_caller_and_the_next_run_is_right(
+    session: SegmentedSession, whole: Any, blob_images: Any
+) -> None:
     image = blob_images(1)
     with pytest.raises(RuntimeError, match="size of tensor"):
         session.run(torch.zeros(1, 3, 64, 64, dtype=torch.uint8), THRESHOLDS, NAMES)

@@ -59,14 +59,22 @@ def test_a_session_ends_after_its_work(said: list[str]) -> None:
     assert said == ["work is done", "session ends"]
 
 
+class Kept(Ends):
+    """Graphs."""
+
+    def drop(self, belongs: Any) -> None:
+        self.said.append("graphs go")
+
+
 def test_segments_end_after_their_work_and_before_the_memory_they_work_in(said: list[str]) -> None:
     segmented = object.__new__(SegmentedSession)
     segmented._stream = Stream("work", said)  # type: ignore[assignment]
-    segmented._joined, segmented.graphs = {1: Ends("joined", said)}, Ends("graphs", said)  # type: ignore[dict-item, assignment]
+    segmented._joined, segmented.graphs = {1: Ends("joined", said)}, Kept("their stream", said)  # type: ignore[dict-item, assignment]
     segmented._segments = [Ends("session", said)]  # type: ignore[list-item]
     segmented._workspace = Ends("workspace", said)  # type: ignore[assignment]
     segmented.close()
-    assert said == ["work is done", "joined ends", "graphs ends", "session ends", "workspace ends"]
+    ends = ["work is done", "joined ends", "graphs go", "session ends", "workspace ends", "their stream ends"]
+    assert said == ends
 
 
 def test_memory_of_a_run_that_failed_is_not_given_away(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
