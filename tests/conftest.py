@@ -8,10 +8,12 @@ import gc
 import hashlib
 import os
 import shutil
+import sys
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +33,7 @@ settings.load_profile("any machine")
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
+    from types import ModuleType
 
     import numpy as np
     import onnx_ir as ir
@@ -47,6 +50,22 @@ ROOT = Path(__file__).resolve().parents[1]
 def root_dir() -> Path:
     """The source checkout these tests belong to."""
     return ROOT
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
+    """Imports a script of `benchmarks/`, by its path there; it and what it imports there are forgotten afterwards."""
+    folder, before = ROOT / "benchmarks", set(sys.modules)
+
+    def imported(path: str) -> ModuleType:
+        file = folder / path
+        monkeypatch.syspath_prepend(file.parent)
+        return import_module(file.stem)
+
+    yield imported
+    for name in set(sys.modules) - before:
+        if Path(getattr(sys.modules[name], "__file__", None) or "/").is_relative_to(folder):
+            del sys.modules[name]
 
 
 @pytest.fixture(scope="session")

@@ -69,8 +69,7 @@ class JoinedOnTheHost:
 def joined_on_the_host(monkeypatch: pytest.MonkeyPatch, session: SegmentedSession) -> NoGraphs:
     """Lets a session on the CPU join its segments, as on a CUDA device; its graphs."""
     made = NoGraphs()
-    monkeypatch.setattr(graphs, "missing_here", lambda *_: False)
-    monkeypatch.setattr(graphs, "require_library", lambda _: None)
+    monkeypatch.setattr(graphs, "usable_library", lambda name: name)
     monkeypatch.setattr(graphs, "KernelLibrary", lambda path, device: (path, device))
     monkeypatch.setattr(graphs, "Joined", JoinedOnTheHost)
     monkeypatch.setattr(session, "graphs", made)

@@ -6,8 +6,7 @@ import json
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from importlib import import_module
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,14 +23,9 @@ DEIT, SETR, PRUNED = "deit_vit_b16_ade20k", "setr_naive_vit_b16_cityscapes", "se
 
 
 @pytest.fixture
-def full_size(root_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    monkeypatch.syspath_prepend(root_dir / "benchmarks")
+def full_size(script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as it is left by whoever sets it
-    before = set(sys.modules)
-    yield import_module("full_size")
-    for name in set(sys.modules) - before:
-        if (root_dir / "benchmarks" / f"{name}.py").exists():
-            del sys.modules[name]
+    return script("full_size.py")
 
 
 @pytest.fixture

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
-from importlib import import_module
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,14 +26,9 @@ NEAR = 10  # what rounds in another order errs no more than that times PyTorch's
 
 
 @pytest.fixture
-def script(root_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+def layer_errors(script: Callable[[str], ModuleType]) -> ModuleType:
     pytest.importorskip("onnxruntime")
-    monkeypatch.syspath_prepend(root_dir / "benchmarks")
-    before = set(sys.modules)
-    yield import_module("layer_errors")
-    for name in set(sys.modules) - before:
-        if (root_dir / "benchmarks" / f"{name}.py").exists():
-            del sys.modules[name]
+    return script("layer_errors.py")
 
 
 @pytest.fixture
@@ -51,22 +45,22 @@ def layers_of(model: Deployed, kinds: tuple[type[nn.Module], ...]) -> set[str]:
 @pytest.mark.parametrize("provider", ["cpu", "cuda"])
 @pytest.mark.parametrize("kind", [("segmenter", "mask_transformer"), ("setr", "naive"), ("setr", "pup")])
 def test_norms_and_convolutions_are_found_in_the_graph_that_runs(
-    script: ModuleType, translated: Callable[..., ir.Model], kind: tuple[str, str], provider: Provider
+    layer_errors: ModuleType, translated: Callable[..., ir.Model], kind: tuple[str, str], provider: Provider
 ) -> None:
     network, _ = toy(*kind)
     model = deployed_toy(network, DENSE)
     graph = translated(model, DENSE)
     add_function_bodies(graph)
     rewrite(graph, provider, provider == "cuda", provider == "cpu")
-    values = script.hand_out(graph)
+    values = layer_errors.hand_out(graph)
     assert set(values) >= layers_of(model, (nn.LayerNorm, nn.Conv2d))
     outputs = [output.name for output in graph.graph.outputs]
     assert set(values.values()) <= set(outputs)
     assert len(set(outputs)) == len(outputs)
 
 
-def test_errors_are_small_and_in_the_order_of_the_layers(script: ModuleType, dense: Bundle) -> None:
-    found = script.layer_errors(dense, ORT, parity_windows(dense.recipe, [], 2))
+def test_errors_are_small_and_in_the_order_of_the_layers(layer_errors: ModuleType, dense: Bundle) -> None:
+    found = layer_errors.layer_errors(dense, ORT, parity_windows(dense.recipe, [], 2))
     rows = found["layers"]
     assert next(iter(rows)) == "encoder.blocks.0.norm1"
     assert list(rows)[-2:] == ["scores", "scores, nothing handed out"]
@@ -75,9 +69,11 @@ def test_errors_are_small_and_in_the_order_of_the_layers(script: ModuleType, den
     assert all(row["ratio"] < NEAR for row in rows.values())
 
 
-def test_a_layer_that_errs_shows_behind_it(script: ModuleType, dense: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_errs_shows_behind_it(
+    layer_errors: ModuleType, dense: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The input of a layer is rounded to fp16 after it was handed out."""
-    worse, hand_out = "encoder.blocks.1.mlp.fc1", script.hand_out
+    worse, hand_out = "encoder.blocks.1.mlp.fc1", layer_errors.hand_out
 
     def rounded(model: ir.Model) -> dict[str, str]:
         values: dict[str, str] = hand_out(model)
@@ -89,8 +85,8 @@ def test_a_layer_that_errs_shows_behind_it(script: ModuleType, dense: Bundle, mo
         node.replace_input_with(0, wide.outputs[0])
         return values
 
-    monkeypatch.setattr(script, "hand_out", rounded)
-    found: dict[str, Any] = script.layer_errors(dense, ORT, parity_windows(dense.recipe, [], 1))
+    monkeypatch.setattr(layer_errors, "hand_out", rounded)
+    found: dict[str, Any] = layer_errors.layer_errors(dense, ORT, parity_windows(dense.recipe, [], 1))
     layers = list(found["layers"])
     first = next(layer for layer in layers if found["layers"][layer]["ratio"] > NEAR)
     assert layers.index(first) == layers.index(worse) + 1
@@ -99,15 +95,15 @@ def test_a_layer_that_errs_shows_behind_it(script: ModuleType, dense: Bundle, mo
 
 
 def test_the_command_writes_a_record(
-    script: ModuleType,
+    layer_errors: ModuleType,
     dense: Bundle,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(script, "dense_bundle", lambda *_: dense)
+    monkeypatch.setattr(layer_errors, "dense_bundle", lambda *_: dense)
     target = tmp_path / "record.json"
     monkeypatch.setattr(sys, "argv", ["layer_errors.py", "demo", "--runtime", ORT, "-o", str(target)])
-    script.main()
+    layer_errors.main()
     assert list(json.loads(target.read_text())["networks"]["demo"]) == ["scores_unchanged", "layers"]
     assert "encoder.blocks.0.norm1" in capsys.readouterr().out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -62,19 +63,27 @@ def test_a_claim_changes_the_cells_of_its_networks_alone(support: ModuleType, cl
     assert all("setr_pup" in row and row.strip("| ").split(" | ")[place] == "verified" for row in new)
 
 
+def with_rows(support: ModuleType, monkeypatch: pytest.MonkeyPatch, change: Callable[[dict[str, Any]], None]) -> None:
+    """Lets the record of networks at full size be read with its rows changed."""
+    read = support._record
+
+    def changed(name: str) -> Any:
+        record = read(name)
+        if name == support.FULL_SIZE:
+            change(record["rows"])
+        return record
+
+    monkeypatch.setattr(support, "_record", changed)
+
+
 def test_a_failed_link_on_a_gpu_takes_the_family_back(
     support: ModuleType, claims: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = support._record
-
-    def failing(name: str) -> Any:
-        record = read(name)
-        if name == support.FULL_SIZE:
-            record["rows"]["eva_vit_g16_ade20k fp16 onnxruntime-cuda"]["links"]["numbers"]["passed"] = False
-        return record
+    def failing(rows: dict[str, Any]) -> None:
+        rows["eva_vit_g16_ade20k fp16 onnxruntime-cuda"]["links"]["numbers"]["passed"] = False
 
     before = set(support.page(claims).splitlines())
-    monkeypatch.setattr(support, "_record", failing)
+    with_rows(support, monkeypatch, failing)
     new = set(support.page(claims).splitlines()) - before
     place = 3 + list(support.RUNTIMES).index("onnxruntime-cuda")
     assert [row.strip("| ").split(" | ")[place] for row in new] == ["none"]
@@ -84,16 +93,10 @@ def test_a_failed_link_on_a_gpu_takes_the_family_back(
 def test_a_network_of_full_size_counts_for_the_method_it_merged_by(
     support: ModuleType, claims: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = support._record
+    def with_dtop(rows: dict[str, Any]) -> None:
+        rows["segvit_prune_vit_b16_ade20k bf16 onnxruntime-cuda"] = {"links": {"numbers": {"passed": True}}}
 
-    def with_dtop(name: str) -> Any:
-        record = read(name)
-        if name == support.FULL_SIZE:
-            links = {"numbers": {"passed": True}}
-            record["rows"]["segvit_prune_vit_b16_ade20k bf16 onnxruntime-cuda"] = {"links": links}
-        return record
-
-    monkeypatch.setattr(support, "_record", with_dtop)
+    with_rows(support, monkeypatch, with_dtop)
     place = 1 + list(support.RUNTIMES).index("onnxruntime-cuda")
     (row,) = (row for row in support.page(claims).splitlines() if row.startswith("| segvit/prune |"))
     assert row.strip("| ").split(" | ")[place] == "verified"

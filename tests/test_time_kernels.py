@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from importlib import import_module
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,9 @@ DEVICE = {"name": "a GPU"}
 
 
 @pytest.fixture
-def bench(root_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def bench(script: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The benchmark with paths for kernels and random numbers for times, twice as long by the code of 7.5."""
-    monkeypatch.syspath_prepend(root_dir / "benchmarks" / "kernels")
-    module = import_module("time_kernels")
+    module = script("kernels/time_kernels.py")
 
     def timed(bench: Any, batch: int, **facts: Any) -> list[dict[str, Any]]:
         slower = 2 if bench.kernels.name == "ptx_75" else 1
@@ -76,9 +75,8 @@ def test_cases_of_other_lengths_are_not_put_side_by_side(bench: Any) -> None:
         bench.beside([{"kernel": "clap", "total_us": 1.0}], [])
 
 
-def test_the_record_in_the_repository_has_these_cases(root_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(root_dir / "benchmarks" / "kernels")
-    module = import_module("time_kernels")
+def test_the_record_in_the_repository_has_these_cases(script: Callable[[str], Any], root_dir: Path) -> None:
+    module = script("kernels/time_kernels.py")
     kept = json.loads((root_dir / "benchmarks" / "records" / "kernels_h200.json").read_text(encoding="utf-8"))
     merges = [arguments for timed, arguments in module.cases(module.BATCHES) if timed is module.merge_rows]
     asked = [(kind.__name__.lower(), model, batch, module.name_of(dtype)) for kind, model, batch, dtype in merges]

@@ -194,7 +194,7 @@ def _free(library: KernelLibrary, joined: int, device: torch.device) -> None:
 
 def take_stream(device: torch.device) -> torch.cuda.Stream:
     """A stream that is the caller's alone, as long as PyTorch has one, until `give_back`."""
-    if _FREE[device]:
+    with suppress(IndexError):
         stream = _FREE[device].pop()
         wait_for(device)  # what another queued may still run
         return stream

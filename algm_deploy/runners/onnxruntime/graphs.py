@@ -32,7 +32,7 @@ import torch
 from algm_deploy.bundle.signature import CLAP_THRESHOLD, GBM_THRESHOLD
 from algm_deploy.errors import BuildError, BundleError, ExecutionError, RuntimeUnavailableError
 from algm_deploy.lowering.onnxruntime_segments import LONGEST, STEP, TOGETHER
-from algm_deploy.native_libraries import REBUILD, missing_here, require_library, say_once
+from algm_deploy.native_libraries import REBUILD, require_library, say_once, usable_library
 from algm_deploy.ops import native_kernels
 from algm_deploy.ops.kernel_library import KernelLibrary
 from algm_deploy.runners.graphs import Graphs, Joined, Key
@@ -217,30 +217,19 @@ class SegmentedSession:
     def _capture_all(self, images: int, deadline: float) -> bool:
         shape = self._resolved("image", {"batch": images})
         axes = self._enter(torch.zeros(shape, dtype=self._dtypes["image"]), _MERGE_ALL)
-        choices: list[list[dict[str, int]]] = []
-        for segment, following in pairwise(self._segments):
-            if self._ends(deadline):
-                return self._is_full()
-            self._step(segment, axes)
-            fewest, most = self._rows_for(segment, axes), self._most[segment.axis]
-            sizes = [axes | {segment.axis: rows} for rows in (*range(fewest, most, STEP), most)]
-            for size in sizes:
-                if self._ends(deadline):
-                    return self._is_full()
-                self._step(following, size)
-            axes, choices = sizes[0], [*choices, sizes]
-        if not choices:
-            if self._ends(deadline):
-                return self._is_full()
-            self._step(self._segments[0], axes)
+        sizes, choices = [axes], []
+        for segment in self._segments:
+            for axes in reversed(sizes):  # the smallest comes last, and leaves what everything merged into
+                full = self.graphs is not None and self.graphs.full
+                if full or time.monotonic() >= deadline:
+                    return full
+                self._step(segment, axes)
+            if segment.rows:
+                fewest, most = self._rows_for(segment, axes), self._most[segment.axis]
+                sizes = [axes | {segment.axis: rows} for rows in (*range(fewest, most, STEP), most)]
+                choices.append(sizes)
         self._join(images, choices)
         return True
-
-    def _is_full(self) -> bool:
-        return self.graphs is not None and self.graphs.full
-
-    def _ends(self, deadline: float) -> bool:
-        return self._is_full() or time.monotonic() >= deadline
 
     def _join(self, images: int, choices: Sequence[Sequence[Mapping[str, int]]]) -> None:
         """Joins the graphs of batches of so many images; `choices`: sizes of every segment but the first.
@@ -252,7 +241,11 @@ class SegmentedSession:
             return
         if any(after.token_axes != [before.axis] for before, after in pairwise(self._segments)):
             return
-        if missing_here(native_kernels.LIBRARY, "onnxruntime-cuda"):
+        path = usable_library(native_kernels.LIBRARY)
+        if path is None:
+            say_once(
+                f"onnxruntime-cuda: the host waits behind every merge, but not with: {REBUILD} {native_kernels.LIBRARY}"
+            )
             return
         first, _ = self.graphs.found(self._segments[0].key({"batch": images}))
         switches = []
@@ -263,9 +256,8 @@ class SegmentedSession:
                 return  # one could not be captured, as was said then
             switches.append((self._buffers[self._fitting({"batch": images})][before.rows], graphs))
         assert first is not None
-        library = KernelLibrary(require_library(native_kernels.LIBRARY), "cuda")
         try:
-            self._joined[images] = Joined(library, self.device, first, switches)
+            self._joined[images] = Joined(KernelLibrary(path, "cuda"), self.device, first, switches)
         except ExecutionError as error:
             self._refused.add(images)
             _LOG.warning("batches of %d wait for the host behind every merge: %s", images, error)
