@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from fvcore.nn import FlopCountAnalysis
 from torch import Tensor, nn
 
 from algm_deploy.errors import PlanError
@@ -94,9 +93,10 @@ class PlainSegmenter(nn.Module):
 
 def traced_total(network: Network, blocks: list[PlainBlock]) -> int:
     """fvcore's count; it needs shapes only, so nothing is computed."""
+    fvcore = pytest.importorskip("fvcore.nn", reason="needs fvcore: pip install 'algm-deploy[dev]'")
     with torch.no_grad():
         module = PlainSegmenter(network, blocks).to("meta")
-        traced = FlopCountAnalysis(module, torch.zeros(1, 3, *network.image_size, device="meta"))
+        traced = fvcore.FlopCountAnalysis(module, torch.zeros(1, 3, *network.image_size, device="meta"))
         return int(traced.unsupported_ops_warnings(False).total())
 
 
