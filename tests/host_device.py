@@ -27,8 +27,17 @@ class HostDevice(Cuda):
     def current(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def __init__(self) -> None:
+        self.streams: list[Any] = []  # that were taken and not given back
+        self.made = 0
+
     def new_stream(self) -> Any:
-        return SimpleNamespace(cuda_stream=0)
+        self.made += 1
+        self.streams.append(SimpleNamespace(cuda_stream=self.made))
+        return self.streams[-1]
+
+    def end_stream(self, stream: Any) -> None:
+        self.streams.remove(stream)
 
     @contextmanager
     def on(self, stream: Any) -> Iterator[None]:

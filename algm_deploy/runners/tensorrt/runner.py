@@ -6,6 +6,7 @@ Device memory, streams and pinned host memory come from torch, so that a caller'
 from __future__ import annotations
 
 import queue
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from algm_deploy.native_libraries import require_library, say_once
 from algm_deploy.ops.native_kernels import LIBRARY, Kernels
 from algm_deploy.recipe.schema import Precision
 from algm_deploy.runners.contract import CPU, Runner
-from algm_deploy.runners.graphs import take_stream
+from algm_deploy.runners.graphs import give_back, take_stream
 from algm_deploy.runners.registry import row_of
 from algm_deploy.runners.tensorrt.build import build_engine, build_with_stretches, require_tools
 from algm_deploy.runners.tensorrt.digest import first_difference, kept_digest, marker, output_names
@@ -59,8 +60,12 @@ class Cuda:
         return torch.cuda.device(self.device)
 
     def new_stream(self) -> Any:
-        """A stream of its own for an execution context."""
+        """A stream of its own for an execution context, until `end_stream`."""
         return take_stream(torch.device("cuda", torch.cuda.current_device()))
+
+    def end_stream(self, stream: Any) -> None:
+        """Lets others have it, which wait for what it still runs."""
+        give_back(stream)
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         """Work inside the block is queued on `stream`, behind what the caller's stream holds."""
@@ -303,8 +308,15 @@ class TensorRTRunner(Runner):
                     f"expected enough device memory for an execution context, TensorRT says "
                     f"{'; '.join(log.errors[:2]) or 'nothing'}: free memory, or build with a smaller --max-batch"
                 )
-            lanes.put(_Lane(contexts, self._cuda.new_stream()))
+            lanes.put(self._lane_of(contexts))
         return _Session(log, runtime, form, parts, _limits(parts[0].engine), lanes, kernels)
+
+    def _lane_of(self, contexts: tuple[Any, ...]) -> _Lane:
+        """A lane that gives its stream back when nobody holds it any more: after the runner was closed and the last
+        call has ended, or as soon as a form that could not be opened is forgotten."""
+        lane = _Lane(contexts, self._cuda.new_stream())
+        weakref.finalize(lane, self._cuda.end_stream, lane.stream)
+        return lane
 
     def _part(self, trt: Any, runtime: Any, file: str, log: Log) -> _Part:
         before = len(log.errors)

@@ -6,9 +6,12 @@ The stand-in engine reads and writes host memory through the addresses it is giv
 from __future__ import annotations
 
 import ctypes
+import gc
+import itertools
 import shutil
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -29,11 +32,13 @@ from algm_deploy.errors import BundleError, NotExecutedError, RuntimeUnavailable
 from algm_deploy.recipe.network import Network
 from algm_deploy.recipe.plan import MergePlan
 from algm_deploy.recipe.schema import Protocol, Recipe
+from algm_deploy.runners import graphs as graphs_module
+from algm_deploy.runners.graphs import take_stream
 from algm_deploy.runners.registry import row_of
 from algm_deploy.runners.tensorrt import runner as runner_module
 from algm_deploy.runners.tensorrt.digest import Digest, digest_file, keep_digest
 from algm_deploy.runners.tensorrt.library import plugin_sources
-from algm_deploy.runners.tensorrt.runner import TensorRTRtxRunner, TensorRTRunner, why_stale
+from algm_deploy.runners.tensorrt.runner import Cuda, TensorRTRtxRunner, TensorRTRunner, why_stale
 
 RECIPE = Recipe(
     "tiny",
@@ -327,6 +332,59 @@ def test_open_again_and_closed(bundle: Callable[..., Bundle]) -> None:
         runner.infer({"image": image(1)})
     with pytest.raises(RuntimeUnavailableError, match="closed"):
         runner.infer_device({})
+
+
+# --- streams ---------------------------------------------------------------------------------------------------------
+
+
+def test_streams_go_back_when_a_runner_is_closed(bundle: Callable[..., Bundle]) -> None:
+    device = HostDevice()
+    runner = TensorRTRunner(bundle(), contexts=3, cuda=device)
+    for opened in (3, 6):
+        with runner:
+            assert len(device.streams) == 3
+            runner.infer({"image": image(1)})
+        assert (device.streams, device.made) == ([], opened)
+
+
+def test_streams_go_back_where_no_runner_could_be_opened(
+    bundle: Callable[..., Bundle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There was memory for the first of two contexts."""
+    device, create = HostDevice(), StandInEngine.create_execution_context
+    monkeypatch.setattr(StandInEngine, "create_execution_context", lambda self: None if self.contexts else create(self))
+    with pytest.raises(RuntimeUnavailableError, match="expected enough device memory for an execution context"):
+        TensorRTRunner(bundle(), contexts=2, cuda=device).__enter__()
+    gc.collect()  # the error's traceback held them
+    assert (device.streams, device.made) == ([], 1)
+
+
+class LentByPyTorch(HostDevice):
+    """Takes streams as on a GPU, whose 32 PyTorch hands out in turn."""
+
+    def new_stream(self) -> Any:
+        self.streams.append(take_stream(torch.device("cpu", 5)))
+        return self.streams[-1]
+
+    def end_stream(self, stream: Any) -> None:
+        super().end_stream(stream)
+        Cuda.end_stream(self, stream)
+
+
+def test_no_stream_has_two_users_however_often_runners_open(
+    bundle: Callable[..., Bundle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers = itertools.cycle(range(32))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda d: SimpleNamespace(device=d, cuda_stream=next(numbers)))
+    monkeypatch.setattr(graphs_module, "wait_for", lambda _: None)
+    for name, kind in (("_FREE", list), ("_TAKEN", set)):
+        monkeypatch.setattr(graphs_module, name, defaultdict(kind))
+    made, device = bundle(), LentByPyTorch()
+    with TensorRTRunner(made, contexts=2, cuda=device):
+        for _ in range(40):
+            with TensorRTRunner(made, contexts=2, cuda=device):
+                assert len({stream.cuda_stream for stream in device.streams}) == len(device.streams) == 4
+    assert next(numbers) == 4, "those that came back were taken again"
 
 
 # --- engines that do not fit -----------------------------------------------------------------------------------------

@@ -226,10 +226,12 @@ def test_parts_run_where_the_single_engine_fails(
     built: Any, caplog: pytest.LogCaptureFixture, single: Any, said: str
 ) -> None:
     bundle, _, _ = built(single)
-    with open_runner(bundle) as run:
+    device = HostDevice()
+    with TensorRTRunner(bundle, cuda=device) as run:
         assert run.executable == PARTS[0]
         assert run.execution == {"engines": "3, with a merge between every two"}
         assert said in str(run.refused)
+        assert len(device.streams) == 1, "the refused engine's stream was given back"
     (line,) = caplog.messages
     assert said in line
     assert single is breaks or "--in-parts`" in line, "what rebuilds it rebuilds both forms"
