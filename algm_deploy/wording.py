@@ -35,6 +35,11 @@ def variant_title(name: str) -> str:
     return _VARIANTS.get(name, name)
 
 
+def without_merging(name: str) -> str:
+    """The dense network that a gain is told against, in a sentence, which says its name where it is not the usual."""
+    return "without merging" if name == "dense" else f"without merging ({variant_title(name)})"
+
+
 def merge_titles(names: Sequence[str]) -> dict[str, str]:
     """Of the merges of a network those that tables show, and how people call them: CLAP, or GBM 11 among several.
 

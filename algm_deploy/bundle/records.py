@@ -559,7 +559,8 @@ class AttentionTuning(TuningRecord, frozen=True, kw_only=True, tag="attention"):
 
 
 class Point(Record, frozen=True, kw_only=True):
-    """What one setting gives on some photos; multiply-adds in 10^9 of a window, `speedup` against the dense network."""
+    """What one setting gives on some photos; multiply-adds in 10^9 of a window, `speedup` against the dense network
+    `baseline`, the faster where a runtime has two."""
 
     miou_percent: float
     miou_percent_by_slice: dict[str, float | None] = {}
@@ -567,6 +568,7 @@ class Point(Record, frozen=True, kw_only=True):
     tokens: tuple[MergeTokens, ...] = ()
     throughput_img_per_s: float | None = None
     speedup: float | None = None
+    baseline: VariantName = "dense"
     stable: bool = True
 
 

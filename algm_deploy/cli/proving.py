@@ -334,7 +334,7 @@ def compare(options: argparse.Namespace) -> int:
 def _side_by_side(options: argparse.Namespace) -> int:
     """Several exports of one network in one table."""
     from algm_deploy.deployment import compare_precisions
-    from algm_deploy.report.precisions import NOTE, precision_rows, precision_table
+    from algm_deploy.report.precisions import precision_notes, precision_rows, precision_table
     from algm_deploy.report.tables import text_table
 
     asked = arguments.given_thresholds(options) | {
@@ -355,5 +355,6 @@ def _side_by_side(options: argparse.Namespace) -> int:
         say_json(rows)
     else:
         say(f"{found[0].runtime}\n\n{text_table(*precision_table(rows))}")
-        say(NOTE)
+        for line in precision_notes(rows):
+            say(line)
     return 0

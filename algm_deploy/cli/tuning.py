@@ -15,7 +15,7 @@ from algm_deploy.cli.saying import say, tell
 from algm_deploy.errors import GateError, PlanError, RecipeError
 
 if TYPE_CHECKING:
-    from algm_deploy.bundle.records import Aim, Evaluation, Knob, Speed, Tuning
+    from algm_deploy.bundle.records import Aim, Evaluation, Knob, Speed, Tuning, VariantName
     from algm_deploy.bundle.store import Bundle
     from algm_deploy.evaluation.datasets import Dataset
     from algm_deploy.recipe.plan import MergePlan
@@ -220,7 +220,7 @@ def tune_threshold(options: argparse.Namespace) -> int:
         check_verified(bundle, options.runtime)
     trial = _trial(bundle, options, in_process=bool(options.variant))
     knob: Knob = "clap_threshold" if options.knob == "tau" else "gbm_threshold"
-    speed_of = partial(_speed, bundle, options.runtime, trial.tuning) if timed else None
+    speed_of = _speeds(bundle, options.runtime, trial.tuning) if timed else None
     values = _values(options) or thresholds.default_values(trial.plan, knob)
     found = thresholds.tune_threshold(trial, knob, values, speed_of, options.curve)
     examples = _pictures(bundle, options, found.pictured, trial.held_out) if found.pictured else []
@@ -251,7 +251,7 @@ def tune_precision(options: argparse.Namespace) -> int:
         precisions.Contender(
             bundle,
             trial if bundle is first else replace(trial, evaluate=_of_bundle(bundle, options.runtime, trial.plan)),
-            partial(_speed, bundle, options.runtime, trial.tuning),
+            _speeds(bundle, options.runtime, trial.tuning),
         )
         for bundle in bundles
     ]
@@ -447,13 +447,26 @@ def _told(evaluate: Evaluate, base: MergePlan, whose: str = "") -> Evaluate:
     return once
 
 
-def _speed(bundle: Bundle, runtime: str, dataset: Dataset, plan: MergePlan) -> Speed:
-    """The merging network in batches of different pictures of a data set, timed in turns with the dense one."""
+def _speeds(bundle: Bundle, runtime: str, dataset: Dataset) -> Callable[[MergePlan], Speed]:
+    """Times the merging network in batches of different pictures of a data set, in turns with the dense one.
+
+    Where a runtime has two dense networks, the first steady run tells which is the faster, and only that one stands
+    beside the plans to come.
+    """
     from algm_deploy.deployment import bench
 
-    paths, request = _mixed(bundle, dataset, _given(plan, bundle))
-    rows = bench(bundle, runtime, images=paths, protocol=replace(request, variants=("dense", "merged")))
-    return next(record for record in rows if record.variant == "merged")
+    against: VariantName | None = None
+
+    def speed_of(plan: MergePlan) -> Speed:
+        nonlocal against
+        paths, request = _mixed(bundle, dataset, _given(plan, bundle))
+        asked = replace(request, variants=("dense", "merged"), against=against)
+        rows = bench(bundle, runtime, images=paths, protocol=asked)
+        merged = next(record for record in rows if record.variant == "merged")
+        against = merged.baseline if merged.stable else against
+        return merged
+
+    return speed_of
 
 
 def _paces(bundle: Bundle, dataset: Dataset) -> PacesOf:

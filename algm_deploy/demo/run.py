@@ -27,7 +27,7 @@ from algm_deploy.report.page import write_report
 from algm_deploy.report.pictures import PictureWriter
 from algm_deploy.timing.protocols import Request
 from algm_deploy.timing.timers import Effort
-from algm_deploy.wording import counted
+from algm_deploy.wording import counted, without_merging
 
 PICTURES = 6
 SHORT = Request("latency", count=2, effort=Effort(warmup=2, rounds=6, most_rounds=8), variants=("dense", "merged"))
@@ -131,6 +131,7 @@ def _time(bundle: Bundle, runtime: str, say: Say, progress: bool) -> None:
     if merged.stable:
         # What the speed-up is made of.
         before, after = (f"{record.batch_ms_mean_of_medians:.1f} ms" for record in (dense, merged))
-        say(f"   {runtime:15} {before} without merging, {after} with: {merged.speedup:.2f} times as fast")
+        base = without_merging(dense.variant)
+        say(f"   {runtime:15} {before} {base}, {after} with: {merged.speedup:.2f} times as fast")
     else:
         say(f"   {runtime:15} not stable: something else runs on this machine, so there is no figure")

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from algm_deploy.bundle.records import (
-    DENSE_VARIANTS,
     Engine,
     EngineStretches,
     Evaluation,
@@ -51,6 +50,7 @@ _FIGURES = (
     ("throughput_img_per_s", "img/s", 1),
     ("latency_ms_p50", "p50 ms", 2),
     ("speedup", "speed-up", 2),
+    ("baseline", "against", None),
     ("merge_efficiency", "merge efficiency (middle half of rounds)", 2),
     ("latency_ms_p90", "p90 ms", 2),
     ("latency_ms_p99", "p99 ms", 2),
@@ -180,8 +180,7 @@ def _plan_names(group: Sequence[Measured[Evaluation]]) -> list[str]:
 def speed_table(rows: Sequence[Measured[Speed]]) -> Table:
     """Speed records, one row each; a run that was not stable shows that instead of numbers."""
     figures, conditions = (
-        [one for one in columns if any(getattr(row.record, one[0]) is not None for row in rows)]
-        for columns in (_FIGURES, _CONDITIONS)
+        [one for one in columns if any(_has(row.record, one[0]) for row in rows)] for columns in (_FIGURES, _CONDITIONS)
     )
     merges = dict.fromkeys(one.merge for row in rows for one in row.record.tokens)
     titles = merge_titles([*merges])
@@ -197,6 +196,13 @@ def speed_table(rows: Sequence[Measured[Speed]]) -> Table:
         cells += [_speed_cell(row.record, name, digits) for name, _, digits in conditions]
         lines.append((row.runtime, row.bundle, row.artifact.precision, row.artifact.output, *cells))
     return Table(header, lines)
+
+
+def _has(record: Speed, name: str) -> bool:
+    """Whether a record has something to tell in a column, such as which dense network gains are against, of two."""
+    if name == "baseline":
+        return "dense_cudnn" in (record.variant, record.baseline)
+    return getattr(record, name) is not None
 
 
 def condensed(table: Table) -> tuple[Table, str]:
@@ -233,18 +239,18 @@ def speed_notes(rows: Sequence[Measured[Speed]]) -> list[str]:
             f"p50 of {name} {shown(row.record.latency_ms_p50, 1)} ms, of it {_stages(row.record.stages)}"
             for name, row in named
         ]
-    if first.stable and (baseline := _baseline(rows)):
+    if first.stable and (baseline := _baselines(rows)):
         notes.append(f"speed-up and merge efficiency are against the faster dense network: {baseline}")
     if first.reading:
         notes.append(f"before that, in no time above, for a photo: {_stages(first.reading)}")
     return notes + [f"{name} ran {told}" for name, row in named if (told := _executed(row.record))]
 
 
-def _baseline(rows: Sequence[Measured[Speed]]) -> str:
-    """Which dense network speed-ups are told against, where several were timed."""
-    dense = [row for row in rows if row.record.variant in DENSE_VARIANTS]
-    found = [row.record.baseline for row in rows if row.record.speedup is not None]
-    return variant_title(found[0]) if len(dense) > 1 and found else ""
+def _baselines(rows: Sequence[Measured[Speed]]) -> str:
+    """Which dense network speed-ups are told against, where a runtime has two; of runs that differ both."""
+    two = any(_has(row.record, "baseline") for row in rows)
+    found = dict.fromkeys(variant_title(row.record.baseline) for row in rows if row.record.speedup is not None)
+    return " or ".join(found) if two else ""
 
 
 def _executed(record: Speed) -> str:
@@ -452,7 +458,9 @@ def _token_cells(tokens: Sequence[MergeTokens], titles: Mapping[str, str], other
 
 
 def _speed_cell(record: Speed, name: str, digits: int | None) -> str:
-    value: Any = variant_title(record.variant) if name == "variant" else getattr(record, name)
+    value: Any = getattr(record, name)
+    if name in ("variant", "baseline"):
+        return UNKNOWN if name == "baseline" and record.speedup is None else variant_title(value)
     if not record.stable and isinstance(value, float) and name != "gmacs_per_window_mean":
         return "not stable"
     spread = record.merge_efficiency_by_round if name == "merge_efficiency" else None

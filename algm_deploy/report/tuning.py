@@ -28,9 +28,9 @@ from algm_deploy.report.gallery import Example
 from algm_deploy.report.html import render
 from algm_deploy.report.plans import budget_words
 from algm_deploy.report.plots import Histogram, Scatter, Series
-from algm_deploy.report.tables import shown, text_table, with_difference
+from algm_deploy.report.tables import UNKNOWN, shown, text_table, with_difference
 from algm_deploy.tuning.search import Goal
-from algm_deploy.wording import counted, dataset_title, merge_titles
+from algm_deploy.wording import counted, dataset_title, merge_titles, variant_title, without_merging
 
 Search = ThresholdTuning | BudgetTuning | PositionTuning
 Marks = Sequence[tuple[float, float, str]]  # x, y, label
@@ -350,7 +350,8 @@ def _point_table(found: Search, part: TunedOn, what: str = "") -> Table:
 
     def row(name: str, mark: str, point: Point) -> tuple[str, ...]:
         tokens = {index: one.mean for index, one in enumerate(point.tokens)}
-        speed = (shown(point.throughput_img_per_s, 1), shown(point.speedup, 2))
+        against = variant_title(point.baseline) if point.speedup else UNKNOWN
+        speed = (shown(point.throughput_img_per_s, 1), shown(point.speedup, 2), against)
         return (
             name,
             mark,
@@ -365,7 +366,7 @@ def _point_table(found: Search, part: TunedOn, what: str = "") -> Table:
     marks = {found.marked.value: _state(found)}
     rows = [row(f"{one.value:g}", marks.get(one.value, ""), one) for one in part.candidates]
     tokens = (f"tokens after {title}" for title in titles.values())
-    speed = ("img/s", "times as fast") if timed else ()
+    speed = ("img/s", "times as fast", "against") if timed else ()
     return Table(
         f"{_photos(part)}: {what}every measured candidate, with tokens and multiply-adds in 10^9 of a window",
         (_names(found).knob, "", "mIoU %", "to dense", *slices, "GMACs", *tokens, *speed),
@@ -430,8 +431,10 @@ def _precision_verdict(found: PrecisionTuning) -> str:
     setting = f"{one.precision} at {_names(one.search).knob} {one.search.marked.value:g}"
     if not one.search.reached:
         return f"no precision qualifies to {_aim(one.search)}; nearest: {setting} with {_figures(one.search.marked)}"
-    first, ms = _dense_ms(found.searches[0].search), _ms(one.search.marked)
-    times = f", {first / ms:.2f} times as fast as {found.searches[0].precision} without merging" if first and ms else ""
+    first, ms = found.searches[0], _ms(one.search.marked)
+    base = _baseline_ms(first.search)
+    dense = f"{first.precision} {without_merging(first.search.marked.baseline)}"
+    times = f", {base / ms:.2f} times as fast as {dense}" if base and ms else ""
     return (
         f"{setting} is the fastest of {', '.join(o.precision for o in found.searches)} on {found.runtime} to "
         f"{_aim(one.search)}: {_figures(one.search.marked)}{times}"
@@ -451,7 +454,10 @@ def _to_reference(one: PrecisionSearch) -> str:
 
 
 def _precision_tables(found: PrecisionTuning) -> list[Table]:
-    """Two rows for each precision, with its threshold and cost, and mIoU with the difference to the first's dense."""
+    """Two rows for each precision, with its threshold and cost, and mIoU with the difference to the first's dense.
+
+    One row more tells the time of a dense network with cuDNN's attention, where that is the faster: none was evaluated.
+    """
     knob, tables = _names(found.best.search).knob, []
     for held_out in (False, True):
         parts = [one.search.held_out if held_out else one.search.tuned_on for one in found.searches]
@@ -467,6 +473,9 @@ def _precision_tables(found: PrecisionTuning) -> list[Table]:
                 value = "" if variant == "dense" else f"{one.search.marked.value:g}"
                 differences = (with_difference(_miou(point, n), _miou(base, n), point is base) for n in names)
                 rows.append((one.precision, variant, value, shown(ms, 2), *differences))
+            if (variant := one.search.marked.baseline) != "dense":
+                ms = _baseline_ms(one.search)
+                rows.append((one.precision, variant_title(variant), "", shown(ms, 2), *[UNKNOWN] * len(names)))
         what, first = "held out, " if held_out else "", found.searches[0].precision
         tables.append(
             Table(
@@ -503,10 +512,15 @@ def precision_plots(found: PrecisionTuning) -> list[Scatter]:
     return plots
 
 
-def _dense_ms(found: ThresholdTuning) -> float | None:
-    """Milliseconds of the network without merging, which was timed in turns with the marked one."""
+def _baseline_ms(found: ThresholdTuning) -> float | None:
+    """Milliseconds of the network without merging that gains are told against, timed in turns with the marked one."""
     ms = _ms(found.marked)
     return ms * found.marked.speedup if ms and found.marked.speedup else None
+
+
+def _dense_ms(found: ThresholdTuning) -> float | None:
+    """The same, where it is the network that was evaluated without merging: no other has an mIoU to stand beside."""
+    return _baseline_ms(found) if found.marked.baseline == "dense" else None
 
 
 def trade_offs(found: Search) -> list[Scatter]:

@@ -73,6 +73,7 @@ from algm_deploy.timing.timers import (
 from algm_deploy.timing.variants import (
     VARIANTS,
     executables,
+    faster_dense,
     may_attend_by_cudnn,
     planned,
     variant_bundle,
@@ -90,7 +91,7 @@ class Request:
 
     `thresholds` instead of the bundle's, by input name. `variants` stand beside each other; a bundle that merges
     nothing has only itself. Where others are held to a dense network that cuDNN's attention may make faster, that is
-    timed as well.
+    timed as well, unless `against` names the dense network to be held to: the faster, as an earlier run told.
     """
 
     protocol: ProtocolName
@@ -99,6 +100,7 @@ class Request:
     effort: Effort = field(default_factory=Effort)
     thresholds: Mapping[str, float] = field(default_factory=dict)
     variants: tuple[VariantName, ...] = VARIANTS
+    against: VariantName | None = None
 
     def __post_init__(self) -> None:
         if self.protocol == "latency" and self.batch != 1:
@@ -283,9 +285,10 @@ def _bundles(
     if "dense" in found:
         _prove_dense(found["dense"], runtime, batch, bundle)
         check_verified(found["dense"], runtime)
-        if len(found) > 1 and may_attend_by_cudnn(bundle, runtime):
+        if len(found) > 1 and request.against != "dense" and may_attend_by_cudnn(bundle, runtime):
             found |= _attending_by_cudnn(bundle, runtime, batch)
-    return found
+    others = set(DENSE_VARIANTS) - {request.against} if request.against in found else set()
+    return {name: one for name, one in found.items() if name not in others}
 
 
 def _attending_by_cudnn(bundle: Bundle, runtime: str, batch: Array) -> dict[VariantName, Bundle]:
@@ -499,12 +502,10 @@ def _by_picture(recipe: Recipe, times: Times, tokens: NDArray[np.int64]) -> ByPi
 
 
 def _against_dense(variant: VariantName, typical: Mapping[str, float]) -> dict[str, Any]:
-    """Speed-up and merge efficiency, and the dense network they are told against: the faster, or they would say too
-    much of merging."""
-    timed = [name for name in DENSE_VARIANTS if name in typical]
-    if variant in DENSE_VARIANTS or not timed:
+    """Speed-up and merge efficiency, and the dense network they are told against."""
+    baseline = faster_dense(typical)
+    if variant in DENSE_VARIANTS or baseline is None:
         return {}
-    baseline = min(timed, key=lambda name: typical[name])
     found: dict[str, Any] = {"speedup": typical[baseline] / typical[variant], "baseline": baseline}
     if variant == "merged" and "truncated" in typical:
         found["merge_efficiency"] = merge_efficiency(typical[baseline], typical["merged"], typical["truncated"])

@@ -10,14 +10,14 @@ attend by cuDNN, which makes a plan for every count; a network without merging h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from msgspec import structs
 
 from algm_deploy.bundle.files import ONNX, WEIGHTS
 from algm_deploy.bundle.manifest import MANIFEST
-from algm_deploy.bundle.records import VariantName, VariantOrigin
+from algm_deploy.bundle.records import DENSE_VARIANTS, VariantName, VariantOrigin
 from algm_deploy.bundle.signature import Signature, signature_of
 from algm_deploy.bundle.store import Bundle, BundleWriter
 from algm_deploy.errors import BundleError
@@ -128,6 +128,18 @@ def may_attend_by_cudnn(bundle: Bundle, runtime: str) -> bool:
     """Whether a runtime can leave the attention of a bundle's dense network to cuDNN, which has it in 16 bits alone."""
     row = row_of(runtime)
     return row.cudnn_attention and row.precision_of(bundle.recipe.precision) == "fp16"
+
+
+def faster_dense(ms: Mapping[str, float]) -> VariantName | None:
+    """The dense network that gains are told against: the faster, or they would say too much of merging.
+
+    Args:
+        ms: milliseconds of the same work by variant, taken in one run; others than dense ones may be among them.
+
+    Returns:
+        Its variant; this project's own of two that are as fast, None where no dense network was timed.
+    """
+    return min((name for name in DENSE_VARIANTS if name in ms), key=lambda name: ms[name], default=None)
 
 
 def variant_runner(bundle: Bundle, runtime: str, like: Bundle) -> Runner:

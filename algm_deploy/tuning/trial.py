@@ -84,7 +84,7 @@ def miou_of(evaluation: Evaluation) -> float:
 
 
 def _candidate(value: float, evaluation: Evaluation, speed: Speed | None = None) -> Candidate:
-    timed = ("throughput_img_per_s", "speedup", "stable") if speed else ()
+    timed = ("throughput_img_per_s", "speedup", "baseline", "stable") if speed else ()
     return Candidate(value=value, **_figures(evaluation), **{name: getattr(speed, name) for name in timed})
 
 

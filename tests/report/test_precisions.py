@@ -15,7 +15,7 @@ from algm_deploy.errors import BundleError, RuntimeUnavailableError
 from algm_deploy.evaluation.datasets import Dataset, open_dataset
 from algm_deploy.parity.pairwise import Standing
 from algm_deploy.pictures.shipped import scene
-from algm_deploy.report.precisions import precision_rows, precision_table, precision_words
+from algm_deploy.report.precisions import precision_notes, precision_rows, precision_table, precision_words
 
 TORCH = "torch"
 
@@ -66,8 +66,31 @@ def test_rows_tell_what_runs_decide_and_what_records_hold(recorded: list[Bundle]
     assert table.rows[3][-3:-1] == ("25.00", "4.00")
 
 
+@pytest.mark.parametrize(
+    ("img_per_s", "facts", "times", "said"),
+    [
+        (8.0, {}, [1, 2, 2, 4], "dense: 100.00 ms a picture"),
+        (25.0, {}, [0.4, 0.8, 0.8, 1.6], "dense, cuDNN attention: 40.00 ms a picture"),
+        (25.0, {"batch": 1}, [1, 2, 2, 4], "dense: 100.00 ms a picture"),
+        (25.0, {"stable": False}, [1, 2, 2, 4], "dense: 100.00 ms a picture"),
+    ],
+    ids=["slower", "faster", "of other batches", "not steady"],
+)
+def test_times_are_against_the_faster_dense_network(
+    recorded: list[Bundle], img_per_s: float, facts: dict[str, object], times: list[float], said: str
+) -> None:
+    """What merging gains over this project's own attention may be a loss against cuDNN's."""
+    recorded[0].record(speed(img_per_s, "dense_cudnn", **facts))
+    rows = precision_rows(compare_precisions(list(map(Bundle.open, (one.path for one in recorded))), TORCH, count=1))
+    assert [row.times_as_fast for row in rows] == pytest.approx(times)
+    assert [row.ms_a_picture for row in rows] == [100, 50, 50, 25], "each row's own, as its labels are"
+    assert precision_notes(rows)[1] == f"times as fast are against the first bundle's {said}"
+
+
 def test_what_no_record_tells_is_left_open(bundles: list[Bundle]) -> None:
-    table = precision_table(precision_rows(compare_precisions(bundles, TORCH, count=1)))
+    rows = precision_rows(compare_precisions(bundles, TORCH, count=1))
+    assert len(precision_notes(rows)) == 1
+    table = precision_table(rows)
     assert [(row[3], *row[-3:-1]) for row in table.rows] == [("-", "-", "-")] * 4
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,16 @@ import onnxruntime as ort
 import pytest
 import torch
 from msgspec import structs
+from PIL import Image
 
 from algm_deploy.bundle.records import OptimizedGraph, Parity, Speed
 from algm_deploy.bundle.store import Bundle
+from algm_deploy.cli import tuning
 from algm_deploy.deployment import bench, build, parity_windows, verify
 from algm_deploy.errors import BundleError, RuntimeUnavailableError
+from algm_deploy.evaluation.datasets import Dataset, Sample
 from algm_deploy.native_libraries import find_library
+from algm_deploy.pictures.shipped import scene
 from algm_deploy.report.records import artifact_of, rows_of
 from algm_deploy.report.tables import speed_notes, speed_table
 from algm_deploy.runners.contract import Runner, runner, runner_type
@@ -29,7 +34,7 @@ from algm_deploy.runners.onnxruntime.sessions import LIBRARY
 from algm_deploy.timing import protocols
 from algm_deploy.timing.protocols import Request
 from algm_deploy.timing.timers import Effort
-from algm_deploy.timing.variants import may_attend_by_cudnn, variant_bundle, variant_runner
+from algm_deploy.timing.variants import faster_dense, may_attend_by_cudnn, variant_bundle, variant_runner
 
 CPU, CUDA = "onnxruntime-cpu", "onnxruntime-cuda"
 QUICK = Effort(warmup=1, rounds=2, most_rounds=2)
@@ -67,6 +72,12 @@ def timed_as(monkeypatch: pytest.MonkeyPatch, **ms: float) -> None:
         return times, {name: {"network_ms_p50": 1.0} for name in contestants}
 
     monkeypatch.setattr(protocols, "times_of", told)
+
+
+def write_scene(path: Path) -> Path:
+    """A drawn scene as a photo."""
+    Image.fromarray(scene(0)[0]).save(path)
+    return path
 
 
 def timed(bundle: Bundle, request: Request = ONE) -> dict[str, Speed]:
@@ -116,7 +127,17 @@ def test_both_are_printed_by_name(verified: Bundle, monkeypatch: pytest.MonkeyPa
     notes = speed_notes(rows)
     assert "speed-up and merge efficiency are against the faster dense network: dense, cuDNN attention" in notes
     assert any(note.startswith("dense, cuDNN attention ran ") for note in notes)
-    assert not any("faster dense network" in note for note in speed_notes([rows[0], *rows[2:]]))
+    assert table.header[table.header.index("speed-up") + 1] == "against"
+    against = [row[table.header.index("against")] for row in table.rows]
+    assert against == ["-", "-", "dense, cuDNN attention", "dense, cuDNN attention"]
+    assert any("faster dense network" in note for note in speed_notes(rows[2:])), "its own row need not be there"
+
+
+def test_one_dense_network_needs_no_name(untried: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    timed_as(monkeypatch, dense=8.0, merged=5.0, truncated=4.0)
+    rows = rows_of(untried, [*timed(untried).values()])
+    assert "against" not in speed_table(rows).header
+    assert not any("faster dense network" in note for note in speed_notes(rows))
 
 
 @pytest.mark.usefixtures("two_attentions")
@@ -127,6 +148,58 @@ def test_its_time_stands_beside_no_accuracy(verified: Bundle, monkeypatch: pytes
     own, other = (artifact_of(verified, found[name]) for name in ("dense", "dense_cudnn"))
     assert own.plan == other.plan
     assert (own.cudnn_attention, other.cudnn_attention) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("ms", "expected"),
+    [
+        ({"dense": 8.0, "dense_cudnn": 7.0, "merged": 5.0}, "dense_cudnn"),
+        ({"dense": 7.0, "dense_cudnn": 7.0}, "dense"),
+        ({"dense": 7.0, "truncated": 4.0}, "dense"),
+        ({"merged": 5.0}, None),
+    ],
+)
+def test_the_faster_of_those_that_were_timed(ms: dict[str, float], expected: str | None) -> None:
+    assert faster_dense(ms) == expected
+
+
+@pytest.mark.usefixtures("two_attentions")
+@pytest.mark.parametrize("against", ["dense", "dense_cudnn"])
+def test_one_that_is_known_to_be_the_faster_is_timed_alone(
+    verified: Bundle, monkeypatch: pytest.MonkeyPatch, against: Any
+) -> None:
+    timed_as(monkeypatch, dense=8.0, dense_cudnn=8.0, merged=5.0)
+    request = Request("latency", count=1, effort=QUICK, variants=("dense", "merged"), against=against)
+    found = timed(verified, request)
+    assert list(found) == [against, "merged"]
+    assert (found["merged"].baseline, found["merged"].speedup) == (against, pytest.approx(1.6))
+
+
+@pytest.mark.usefixtures("two_attentions")
+def test_a_search_times_both_beside_its_first_steady_plan(
+    verified: Bundle, monkeypatch: pytest.MonkeyPatch, copied: Callable[..., Bundle], tmp_path: Path
+) -> None:
+    """The faster of both stands beside the plans to come, and may turn a gain into a loss."""
+    bundle, met = copied(verified), list[set[str]]()
+
+    def told(contestants: dict[str, Any], batches: list[Any], request: Request, progress: bool) -> Any:
+        ms = {"dense": 8.0, "dense_cudnn": 4.0, "merged": 5.0}
+        met.append(set(contestants))
+        times = {name: np.full((2, len(batches)), ms[name]) for name in contestants}
+        if len(met) == 1:
+            times["merged"][1] *= 2  # not steady
+        return times, {}
+
+    monkeypatch.setattr(protocols, "times_of", told)
+    photos = [Sample("a", write_scene(tmp_path / "a.png"), Path(), "a")]
+    dataset = Dataset("folder", "val", Path(), ("x",), ((0, 0, 0),), tuple(photos), np.zeros(256, np.int16))
+    speed_of = tuning._speeds(bundle, CPU, dataset)
+    plans = [replace(bundle.recipe.merging, clap_threshold=value) for value in (0.7, 0.8, 0.9)]
+    unsteady, *steady = map(speed_of, plans)
+    assert not unsteady.stable
+    assert [(one.baseline, one.speedup) for one in steady] == [("dense_cudnn", pytest.approx(0.8))] * 2
+    both = {"dense", "dense_cudnn", "merged"}
+    assert met == [both, both, both - {"dense"}]
 
 
 # --- when there is but one -------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec import structs
 from stand_ins import DEMO, evaluation, speed, trial
 
 from algm_deploy.bundle.records import Evaluation, Link, Parity, PrecisionTuning, Speed
@@ -91,6 +92,25 @@ def test_the_page_compares_with_the_first_network() -> None:
     assert [one.name for one in plot.series] == ["fp32", "bf16", "int8", "chosen"]
     assert plot.series[-1].points == [(1e3 / 140, pytest.approx(67.0), "int8, 0.8")]
     assert plot.series[0].points[-1][2] == "dense"
+
+
+def test_a_gain_over_one_dense_network_may_be_a_loss_against_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dense with cuDNN's attention is the faster; nobody evaluated it, so its time stands beside no mIoU."""
+    plain = timed
+
+    def against_cudnn(precision: str, plan: MergePlan) -> Speed:
+        return structs.replace(plain(precision, plan), speedup=0.8, baseline="dense_cudnn")
+
+    monkeypatch.setitem(globals(), "timed", against_cudnn)
+    found = tuned(69.95)
+    page = tuning_page(found)
+    assert page.lines[0].endswith("60.0 img/s, 0.80 times as fast as fp32 without merging (dense, cuDNN attention)")
+    here, held = page.tables
+    assert [row[1] for row in here.rows[:3]] == ["dense", "chosen", "dense, cuDNN attention"]
+    assert here.rows[0][3:5] == ("-", "70.00")
+    assert here.rows[2] == ("fp32", "dense, cuDNN attention", "", "13.33", "-", "-", "-")
+    assert held.rows[2] == here.rows[2]
+    assert "dense" not in {label for series in precision_plots(found)[0].series for _, _, label in series.points}
 
 
 def test_a_whole_curve_is_drawn_held_out_too() -> None:

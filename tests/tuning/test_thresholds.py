@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 import msgspec
 import pytest
+from msgspec import structs
 from stand_ins import DEMO, dataset_of, evaluation, speed, trial
 
 from algm_deploy.bundle.records import Aim, Candidate, Evaluation, ThresholdTuning
@@ -232,13 +233,22 @@ def test_variants_are_recorded_and_not_pictured() -> None:
     assert found.pictured is None
 
 
+def test_a_table_names_what_gains_are_against() -> None:
+    def timed(plan: MergePlan) -> Any:
+        return structs.replace(speed(100), speedup=0.8, baseline="dense_cudnn")
+
+    found = TUNE(trial(measured, Goal("throughput", 10)), speed_of=timed)
+    assert msgspec.convert(msgspec.to_builtins(found), ThresholdTuning) == found
+    assert tuning_page(found).tables[0].rows[0][-2:] == ("0.80", "dense, cuDNN attention")
+
+
 def test_unsteady_times_are_told() -> None:
     def timed(plan: MergePlan) -> Any:
         return speed(100 - 50 * plan.clap_threshold, stable=plan.clap_threshold < 0.99)
 
     page = tuning_page(TUNE(trial(measured, Goal("throughput", 10)), speed_of=timed))
     assert page.lines[-1].startswith("times were not steady at 0.995:")
-    assert page.tables[0].header[-2:] == ("img/s", "times as fast")
-    assert page.tables[0].rows[0][-2:] == ("75.0", "2.00")
-    assert page.tables[0].rows[-1][-2:] == ("-", "-")
+    assert page.tables[0].header[-3:] == ("img/s", "times as fast", "against")
+    assert page.tables[0].rows[0][-3:] == ("75.0", "2.00", "dense")
+    assert page.tables[0].rows[-1][-3:] == ("-", "-", "-")
     assert [plot.x_label for plot in page.plots[:-1]] == ["GMACs per window", "clap_threshold", "img/s"]
