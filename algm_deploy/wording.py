@@ -15,6 +15,12 @@ def counted(count: int, things: str) -> str:
     return f"{count} {things.removesuffix('s') if count == 1 else things}"
 
 
+def either(names: Sequence[str]) -> str:
+    """`a, b or c`."""
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last
+
+
 def first_few(items: Sequence[str], count: int = 3, separator: str = "; ") -> str:
     """The first of many, and how many more there are."""
     more = [f"{len(items) - count} more"] if len(items) > count else []

@@ -8,7 +8,9 @@ The tests run every family at toy size; this runs a recipe as it is, on random w
 a recipe one of each family. Random weights make patches less alike than training does, so a recipe may be given another
 threshold of CLAP. Every step is the command that a user types, in a process of its own, and `--jobs` rows are at work
 at a time: what an export does needs little more than one core. Seconds of such rows are those of a machine that is
-shared. Of the two CPU steps, the parity chain takes one synthetic scene
+shared. Rows side by side share the memory too, a GPU's included: one that fails for want of it, or that a signal ends,
+is made again at the end, when no other is at work. Its record is of that, beside the steps of the first time.
+What a command prints comes in one piece when it ends. Of the two CPU steps, the parity chain takes one synthetic scene
 and the engine is built and not executed; `--runtime` holds another runtime to the chain instead, such as one on a GPU,
 and `--reference cuda` lets PyTorch compute there what the runtime is held to. `--scenes`: one tells little of labels in
 16 bits, where a few decisions fall otherwise by noise and each moves labels.
@@ -21,12 +23,15 @@ import argparse
 import json
 import math
 import os
+import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
@@ -40,7 +45,7 @@ from trained import write
 from algm_deploy.bundle.records import Engine, Parity
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.environment import environment, usable_cores
-from algm_deploy.errors import RecipeError
+from algm_deploy.errors import RecipeError, out_of_memory
 from algm_deploy.models.checkpoints.weights import checkpoint_shapes
 from algm_deploy.recipe.network import Network
 from algm_deploy.recipe.reading import recipe, recipe_names
@@ -55,19 +60,50 @@ DEMO = "demo"  # its network is small
 SEED = 0
 BUNDLE = "bundle"
 KIB_PER_GIB = 2**20
+OUR_OWN = re.compile("expected enough (device )?memory")  # how this package says that it ran out; libraries differ
 
 
 def main() -> None:
     options = arguments()
     rows = json.loads(options.output.read_text(encoding="utf-8"))["rows"] if options.output.exists() else {}
     asked = [(argument, precision) for precision in options.precision for argument in options.recipes]
-    limit_threads(options.jobs)
-    with ThreadPoolExecutor(options.jobs) as pool:  # a thread waits for the processes of its row
-        running = [pool.submit(keyed_row, *one, options) for one in asked]
-        for done in tqdm(as_completed(running), total=len(running), unit="network"):
-            key, rows[key] = done.result()
-            tqdm.write(f"{key}: {outcome(rows[key])}")
+    with tqdm(total=len(asked), unit="network") as bar:
+        for key, found in made(asked, options):
+            rows[key] = found
             write({"schema_version": 2, "rows": rows}, options.output)
+            later = "; once more at the end, alone" if deserves_another(found) else ""
+            tqdm.write(f"{key}: {outcome(found)}{later}\n")
+            bar.update("beside_others" not in found)
+
+
+def made(asked: Sequence[tuple[str, str]], options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Rows by key as they are done: so many at a time, then those again, one by one, that may have lacked memory."""
+    again: list[tuple[tuple[str, str], dict[str, Any]]] = []
+    # A thread waits for the processes of its row.
+    with limited_threads(options.jobs), ThreadPoolExecutor(options.jobs) as pool:
+        running = {pool.submit(keyed_row, *one, options): one for one in asked}
+        for done in as_completed(running):
+            key, found = done.result()
+            found["rows_at_a_time"] = options.jobs
+            if deserves_another(found):
+                again.append((running[done], found))
+            yield key, found
+    for one, first in again:
+        key, found = keyed_row(*one, options)
+        beside = {name: first[name] for name in ("rows_at_a_time", "steps")}
+        yield key, found | {"rows_at_a_time": 1, "beside_others": beside}
+
+
+def deserves_another(found: dict[str, Any]) -> bool:
+    """Whether a row may have lacked the memory that its neighbours had: a step says so, or a signal ended it, of which
+    it could say nothing."""
+    failed = [taken for taken in found["steps"].values() if taken["exit_code"]]
+    lacked = any(one["exit_code"] < 0 or lacks_memory(one.get("error", "")) for one in failed)
+    return lacked and found["rows_at_a_time"] > 1
+
+
+def lacks_memory(error: str) -> bool:
+    return bool(OUR_OWN.search(error)) or out_of_memory(RuntimeError(error))
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -116,10 +152,18 @@ def name_of(argument: str) -> str:
     return argument.partition("=")[0]
 
 
-def limit_threads(jobs: int) -> None:
+@contextmanager
+def limited_threads(jobs: int) -> Iterator[None]:
     """Rows that run at a time share the cores: each of their processes would start threads for all of them."""
-    if jobs > 1:
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // jobs)))
+    name = "OMP_NUM_THREADS"
+    ours = jobs > 1 and name not in os.environ
+    if ours:
+        os.environ[name] = str(max(1, usable_cores() // jobs))
+    try:
+        yield
+    finally:
+        if ours:
+            del os.environ[name]
 
 
 def keyed_row(argument: str, precision: str, options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
@@ -129,7 +173,8 @@ def keyed_row(argument: str, precision: str, options: argparse.Namespace) -> tup
     settings = DENSE if options.dense else clap_settings(name, threshold or options.clap_threshold)
     with tempfile.TemporaryDirectory() as folder:
         proofs = () if options.export_only else proving(options, Path(folder))
-        return " ".join(filter(None, told)), row(name, settings, precision, options.runtime, Path(folder), proofs)
+        key = " ".join(filter(None, told))
+        return key, row(key, name, settings, precision, options.runtime, Path(folder), proofs)
 
 
 def clap_settings(name: str, threshold: str | None) -> list[str]:
@@ -139,10 +184,15 @@ def clap_settings(name: str, threshold: str | None) -> list[str]:
 
 def outcome(found: dict[str, Any]) -> str:
     """What became of a row, in words."""
-    failed = [name for name, taken in found["steps"].items() if taken["exit_code"]]
+    failed = [name + ended(taken["exit_code"]) for name, taken in found["steps"].items() if taken["exit_code"]]
     links = [name for name, link in found.get("links", {}).items() if not link["passed"]]
     said = f"FAILED: {', '.join(failed + links)}" if failed or links else "passed"
     return f"{said}, {sum(taken['seconds'] for taken in found['steps'].values()):.0f} s"
+
+
+def ended(code: int) -> str:
+    """What there is to say of an exit code, in brackets; of a signal, as the command could not."""
+    return f" (ended by {signal.Signals(-code).name})" if code < 0 else ""
 
 
 def proving(options: argparse.Namespace, folder: Path) -> tuple[list[str], ...]:
@@ -155,14 +205,21 @@ def proving(options: argparse.Namespace, folder: Path) -> tuple[list[str], ...]:
 
 
 def row(
-    name: str, settings: list[str], precision: str, runtime: str | None, folder: Path, proofs: Sequence[list[str]]
+    key: str,
+    name: str,
+    settings: list[str],
+    precision: str,
+    runtime: str | None,
+    folder: Path,
+    proofs: Sequence[list[str]],
 ) -> dict[str, Any]:
-    """Record of one recipe: what each command took, and what the bundle's manifest then says."""
+    """Record of one recipe: what each command took, and what the bundle's manifest then says; `key` is its heading."""
     checkpoint, parameters = checkpoint_apart(recipe(name).network, folder / "checkpoint")
     export = ["export", str(checkpoint), "--recipe", name, "--precision", precision, "-o", str(folder / BUNDLE)]
     steps = {}
     for command in (export + [part for setting in settings for part in ("--set", setting)], *proofs):
-        steps[command[0]] = step(command)
+        steps[command[0]], output = step(command)
+        tqdm.write(f"{key}: {command[0]}\n{readable(output, folder)}\n")
         if steps[command[0]]["exit_code"]:
             break
     result: dict[str, Any] = {
@@ -223,17 +280,31 @@ def random_weight(key: str, shape: tuple[int, ...], generator: torch.Generator) 
     return noise / 10 + float(key.endswith("weight"))
 
 
-def step(command: list[str]) -> dict[str, Any]:
-    """Runs one command of the product; its output is shown."""
+def readable(output: str, folder: Path) -> str:
+    """What a command printed, without the folder that goes with the row and what could be done next in it."""
+    lines = output.replace(f"{folder}{os.sep}", "").rstrip().splitlines()
+    return "\n".join(f"  {line}" for line in lines if not line.startswith("next: "))
+
+
+def step(command: list[str]) -> tuple[dict[str, Any], str]:
+    """Runs one command of the product; what it took, with its last line where it failed, and all that it printed."""
     start = time.perf_counter()
-    process = subprocess.Popen([sys.executable, "-c", MAIN, *command])  # noqa: S603  a list, no shell
+    words = [sys.executable, "-c", MAIN, *command]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # noqa: S603  a list, no shell
+    assert process.stdout is not None
+    with process.stdout as pipe:
+        output = pipe.read().decode(errors="replace")
     _, status, usage = os.wait4(process.pid, 0)
-    return {
-        "exit_code": os.waitstatus_to_exitcode(status),
+    process.returncode = os.waitstatus_to_exitcode(status)  # so that nobody waits for it again
+    taken = {
+        "exit_code": process.returncode,
         "seconds": round(time.perf_counter() - start, 1),
         "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 1),
         "peak_memory_gib": round(usage.ru_maxrss / KIB_PER_GIB, 2),
     }
+    if process.returncode > 0:  # what a signal ended could not say why
+        taken["error"] = output.rstrip().rpartition("\n")[2]
+    return taken, output
 
 
 if __name__ == "__main__":

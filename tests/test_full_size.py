@@ -6,17 +6,21 @@ import json
 import shutil
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 
 from algm_deploy.bundle.records import Link, Parity
 from algm_deploy.bundle.store import Bundle
+from algm_deploy.errors import RuntimeUnavailableError
 from algm_deploy.recipe.families import architectures
 from algm_deploy.recipe.reading import recipe
+from algm_deploy.runners.contract import runner_type
 
 TAKEN = {"exit_code": 0, "seconds": 1.0, "cpu_seconds": 1.0, "peak_memory_gib": 1.0}
 DEIT, SETR, PRUNED = "deit_vit_b16_ade20k", "setr_naive_vit_b16_cityscapes", "segvit_prune_vit_b16_ade20k"
@@ -34,7 +38,7 @@ def run(full_size: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     def rows(step: Callable[[list[str]], dict[str, Any]], *words: str) -> dict[str, Any]:
         monkeypatch.setattr(full_size, "checkpoint_apart", lambda _, target: (target, 7))
-        monkeypatch.setattr(full_size, "step", step)
+        monkeypatch.setattr(full_size, "step", lambda command: (step(command), f"{command[0]} said this"))
         monkeypatch.setattr(sys, "argv", ["full_size.py", *words, "-o", str(tmp_path / "record.json")])
         full_size.main()
         found: dict[str, Any] = json.loads((tmp_path / "record.json").read_text())
@@ -127,6 +131,120 @@ def test_a_step_that_fails_ends_its_recipe_alone(run: Callable[..., dict[str, An
 
     rows = run(step, DEIT, SETR)
     assert [list(row["steps"]) for row in rows.values()] == [["export"], ["export", "verify", "build"]]
+
+
+WANTS_MEMORY = "algm-deploy verify: expected enough memory for a batch of 1 on onnxruntime-cuda, got 'too much'"
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        {"exit_code": 2, "error": WANTS_MEMORY},
+        {"exit_code": 2, "error": "RuntimeError: CUDA out of memory. Tried to allocate 2 GiB"},
+        {"exit_code": -9},
+    ],
+    ids=["as this package says it", "as a library says it", "ended by a signal"],
+)
+def test_a_row_that_lacked_memory_is_made_again_alone(
+    run: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str], failure: dict[str, Any]
+) -> None:
+    """Its neighbour may take as long as it wants: it has ended before."""
+    at_work, beside, asked = set[str](), [], Counter[str]()
+    lock, other_is_there, it_failed = threading.Lock(), threading.Event(), threading.Event()
+
+    def step(command: list[str]) -> dict[str, Any]:
+        folder = after(command, "-o") if command[0] == "export" else command[1]
+        with lock:
+            if command[0] == "export":
+                at_work.add(folder)
+                asked[after(command, "--recipe")] += 1
+            if command[0] == "export" and after(command, "--recipe") == DEIT:
+                hungry.add(folder)
+        if folder not in hungry:
+            other_is_there.set()
+            assert it_failed.wait(timeout=30)
+            at_work.discard(folder)
+            return TAKEN
+        assert other_is_there.wait(timeout=30)
+        if command[0] == "export":
+            return TAKEN
+        beside.append(len(at_work) - 1)
+        at_work.discard(folder)
+        it_failed.set()
+        return TAKEN | (failure if beside[-1] else {})
+
+    hungry = set[str]()
+    rows = run(step, DEIT, SETR, "--jobs", "2", "--runtime", "torch")
+    row, other = (rows[f"{name} fp32 torch"] for name in (DEIT, SETR))
+    assert beside == [1, 0]
+    assert asked == {DEIT: 2, SETR: 1}
+    assert row["steps"] == {"export": TAKEN, "verify": TAKEN}
+    assert row["beside_others"] == {"rows_at_a_time": 2, "steps": {"export": TAKEN, "verify": TAKEN | failure}}
+    assert (row["rows_at_a_time"], other["rows_at_a_time"]) == (1, 2)
+    assert "beside_others" not in other
+    told = capsys.readouterr().out
+    assert "FAILED: verify" in told
+    assert "once more at the end, alone" in told
+    assert f"{DEIT} fp32 torch: passed, 2 s" in told
+
+
+@pytest.mark.parametrize(
+    ("jobs", "failure"),
+    [
+        ("2", {"exit_code": 1, "error": "algm-deploy verify: the parity chain failed"}),
+        ("2", {"exit_code": 2, "error": "algm-deploy build: expected a GPU"}),
+        ("1", {"exit_code": 2, "error": WANTS_MEMORY}),
+    ],
+    ids=["failed", "refused", "was alone"],
+)
+def test_no_other_row_is_made_again(run: Callable[..., dict[str, Any]], jobs: str, failure: dict[str, Any]) -> None:
+    calls: list[str] = []
+
+    def step(command: list[str]) -> dict[str, Any]:
+        calls.append(command[0])
+        return TAKEN | (failure if command[0] == "verify" else {})
+
+    rows = run(step, DEIT, "--jobs", jobs, "--runtime", "torch")
+    assert calls == ["export", "verify"]
+    assert rows[f"{DEIT} fp32 torch"]["steps"]["verify"] == TAKEN | failure
+
+
+def test_what_still_fails_alone_stands_as_it_is(run: Callable[..., dict[str, Any]]) -> None:
+    failed = TAKEN | {"exit_code": 2, "error": WANTS_MEMORY}
+    rows = run(lambda command: failed if command[0] == "verify" else TAKEN, DEIT, "--jobs", "4", "--runtime", "torch")
+    row = rows[f"{DEIT} fp32 torch"]
+    assert row["steps"] == row["beside_others"]["steps"] == {"export": TAKEN, "verify": failed}
+
+
+def test_the_words_of_this_package_are_known_as_a_want_of_memory(full_size: ModuleType, tiny_bundle: Bundle) -> None:
+    """They are cut where a library's own sentence is too long."""
+
+    class Short(runner_type("torch")):  # type: ignore[misc]
+        def _infer(self, *_: object) -> dict[str, Any]:
+            raise RuntimeError(f"CUDA out of memory{400 * '.'}")
+
+    with Short(tiny_bundle) as opened, pytest.raises(RuntimeUnavailableError) as caught:
+        opened.infer({"image": np.zeros((1, 3, *tiny_bundle.recipe.network.image_size), np.uint8)})
+    assert full_size.OUR_OWN.search(str(caught.value))
+
+
+def test_a_command_is_shown_in_one_piece_under_its_row(
+    run: Callable[..., dict[str, Any]], full_size: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    run(lambda _: TAKEN, DEIT, "--runtime", "torch")
+    assert f"{DEIT} fp32 torch: export\n  export said this\n" in capsys.readouterr().out
+    output = f"0.1 MB  {tmp_path}/bundle/model.onnx\nnext: algm-deploy verify {tmp_path}/bundle\n"
+    assert full_size.readable(output, tmp_path) == "  0.1 MB  bundle/model.onnx"
+
+
+def test_a_step_tells_how_it_ended(full_size: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken, output = full_size.step(["verify", "no/such/bundle"])
+    assert (taken["exit_code"], taken["error"]) == (2, output.splitlines()[-1])
+    assert taken["error"].startswith("algm-deploy verify: ")
+    monkeypatch.setattr(full_size, "MAIN", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
+    taken, output = full_size.step(["verify"])
+    assert (taken["exit_code"], output, "error" in taken) == (-11, "", False)
+    assert full_size.outcome({"steps": {"verify": taken}}).startswith("FAILED: verify (ended by SIGSEGV), ")
 
 
 def test_random_weights_are_made_in_a_process_of_their_own(full_size: ModuleType, tmp_path: Path) -> None:

@@ -39,9 +39,11 @@ from algm_deploy.errors import (
 from algm_deploy.native_libraries import say_once
 from algm_deploy.recipe.schema import Precision
 from algm_deploy.runners.registry import RUNTIMES, Runtime, row_of
+from algm_deploy.wording import either
 
 Array = NDArray[Any]
 CPU = torch.device("cpu")
+_MOST_SAID = 300  # characters of what a library says, in an error
 
 
 class Placement(NamedTuple):
@@ -120,8 +122,7 @@ class Runner(ABC):
         self._opened = True
         wanted = self.bundle.recipe.precision
         if (executed := self.row().precision_of(wanted)) != wanted:
-            rows = [row.name for row in RUNTIMES.values() if row.executes(wanted, self.bundle.calibrated)]
-            others = " or ".join(rows)
+            others = either([row.name for row in RUNTIMES.values() if row.executes(wanted, self.bundle.calibrated)])
             say_once(
                 f"{self.runtime}: runs the weights of this {wanted} bundle in {executed}; for {wanted} take "
                 f"--runtime {others} on a device that has it"
@@ -309,11 +310,12 @@ class Runner(ABC):
         try:
             yield
         except self.failures as error:
-            said = next(iter(str(error).splitlines()), type(error).__name__)[:300]
+            said = next(iter(str(error).splitlines()), type(error).__name__)
+            said = said if len(said) <= _MOST_SAID else f"{said[:_MOST_SAID]}..."
             if out_of_memory(error):
+                remedy = "send smaller batches" if images > 1 else "end other programs that use it"
                 raise RuntimeUnavailableError(
-                    f"expected enough memory for a batch of {images} on {self.runtime}, got {said!r}: send smaller "
-                    "batches"
+                    f"expected enough memory for a batch of {images} on {self.runtime}, got {said!r}: {remedy}"
                 ) from error
             raise ExecutionError(
                 f"expected {self.runtime} to run the network, it failed with {said!r}: export and build the bundle "

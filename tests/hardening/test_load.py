@@ -157,13 +157,24 @@ def failing(bundle: Bundle, action: Callable[[], None]) -> Runner:
         too_much_for_onnxruntime_on_a_gpu,
     ],
 )
-def test_memory_that_is_not_there_is_one_sentence(bundle: Bundle, action: Callable[[], None]) -> None:
-    picture = np.zeros((2, 3, 64, 64), np.uint8)
+@pytest.mark.parametrize(("images", "remedy"), [(2, "send smaller batches"), (1, "end other programs that use it")])
+def test_memory_that_is_not_there_is_one_sentence(
+    bundle: Bundle, action: Callable[[], None], images: int, remedy: str
+) -> None:
+    picture = np.zeros((images, 3, 64, 64), np.uint8)
     with failing(bundle, action) as run, pytest.raises(RuntimeUnavailableError) as caught:
         run.infer({"image": picture})
-    assert str(caught.value).startswith("expected enough memory for a batch of 2 on torch, got ")
-    assert str(caught.value).endswith(": send smaller batches")
+    assert str(caught.value).startswith(f"expected enough memory for a batch of {images} on torch, got ")
+    assert str(caught.value).endswith(f": {remedy}")
     assert "\n" not in str(caught.value)
+
+
+def test_what_a_library_says_is_cut_visibly(bundle: Bundle) -> None:
+    def long_winded() -> None:
+        raise RuntimeError(f"CUDA out of memory{400 * '!'}")
+
+    with failing(bundle, long_winded) as run, pytest.raises(RuntimeUnavailableError, match=r"!\.\.\.': send smaller"):
+        run.infer({"image": np.zeros((2, 3, 64, 64), np.uint8)})
 
 
 def test_a_runtime_that_fails_is_one_sentence(bundle: Bundle) -> None:
