@@ -218,8 +218,10 @@ def row(
     export = ["export", str(checkpoint), "--recipe", name, "--precision", precision, "-o", str(folder / BUNDLE)]
     steps = {}
     for command in (export + [part for setting in settings for part in ("--set", setting)], *proofs):
-        steps[command[0]], output = step(command)
-        tqdm.write(f"{key}: {command[0]}\n{readable(output, folder)}\n")
+        taken, printed = step(command)
+        printed = readable(printed, folder)
+        steps[command[0]] = taken | reason(taken["exit_code"], printed)
+        tqdm.write(f"{key}: {command[0]}\n{printed}\n")
         if steps[command[0]]["exit_code"]:
             break
     result: dict[str, Any] = {
@@ -286,10 +288,19 @@ def readable(output: str, folder: Path) -> str:
     return "\n".join(f"  {line}" for line in lines if not line.startswith("next: "))
 
 
+def reason(code: int, printed: str) -> dict[str, str]:
+    """The line that says why a command failed: the product's own, or the last of a traceback. A gate that is missed has
+    none, nor has what a signal ended."""
+    lines = [line.strip() for line in printed.splitlines()] if code > 0 else []
+    own = [line for line in lines if line.startswith("algm-deploy ")]
+    traced = lines[-1:] if any(line.startswith("Traceback ") for line in lines) else []
+    return {"error": (own or traced)[-1]} if own or traced else {}
+
+
 def step(command: list[str]) -> tuple[dict[str, Any], str]:
-    """Runs one command of the product; what it took, with its last line where it failed, and all that it printed."""
+    """Runs one command of the product; what it took, and what it printed."""
     start = time.perf_counter()
-    words = [sys.executable, "-c", MAIN, *command]
+    words = [sys.executable, "-u", "-c", MAIN, *command]  # unbuffered: results and errors come in their order
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # noqa: S603  a list, no shell
     assert process.stdout is not None
     with process.stdout as pipe:
@@ -302,8 +313,6 @@ def step(command: list[str]) -> tuple[dict[str, Any], str]:
         "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 1),
         "peak_memory_gib": round(usage.ru_maxrss / KIB_PER_GIB, 2),
     }
-    if process.returncode > 0:  # what a signal ended could not say why
-        taken["error"] = output.rstrip().rpartition("\n")[2]
     return taken, output
 
 

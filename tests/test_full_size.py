@@ -239,12 +239,32 @@ def test_a_command_is_shown_in_one_piece_under_its_row(
 
 def test_a_step_tells_how_it_ended(full_size: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     taken, output = full_size.step(["verify", "no/such/bundle"])
-    assert (taken["exit_code"], taken["error"]) == (2, output.splitlines()[-1])
-    assert taken["error"].startswith("algm-deploy verify: ")
+    assert taken["exit_code"] == 2
+    assert full_size.reason(2, output) == {"error": output.splitlines()[-1]}
+    assert output.splitlines()[-1].startswith("algm-deploy verify: ")
     monkeypatch.setattr(full_size, "MAIN", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
     taken, output = full_size.step(["verify"])
-    assert (taken["exit_code"], output, "error" in taken) == (-11, "", False)
+    assert (taken["exit_code"], output) == (-11, "")
     assert full_size.outcome({"steps": {"verify": taken}}).startswith("FAILED: verify (ended by SIGSEGV), ")
+
+
+@pytest.mark.parametrize(
+    ("code", "lines", "said"),
+    [
+        (
+            2,
+            ["algm-deploy verify: expected a bundle", "  seconds: network 1.0"],
+            "algm-deploy verify: expected a bundle",
+        ),
+        (1, ["Traceback (most recent call last):", "  File", "RuntimeError: no"], "RuntimeError: no"),
+        (1, ["2 synthetic scenes; FAILED", "seconds: network 1.0"], None),
+        (-11, ["algm-deploy build: a warning"], None),
+        (0, ["algm-deploy build: a warning"], None),
+    ],
+    ids=["our own", "a fault", "a gate", "a signal", "none"],
+)
+def test_only_a_line_that_says_why_is_a_reason(full_size: ModuleType, code: int, lines: list[str], said: str) -> None:
+    assert full_size.reason(code, "\n".join(lines)) == ({"error": said} if said else {})
 
 
 def test_random_weights_are_made_in_a_process_of_their_own(full_size: ModuleType, tmp_path: Path) -> None:
