@@ -175,7 +175,8 @@ def hand_out(model: ir.Model) -> dict[str, str]:
     for node in model.graph:
         if found := NODE.fullmatch(str(node.name)):
             # The sum that a fused residual makes is what enters the norm.
-            value = node.outputs[3] if node.op_type == "SkipLayerNormalization" else node.inputs[0]
+            fused = node.op_type in ("SkipLayerNormalization", "skip_layer_norm")
+            value = node.outputs[-1] if fused else node.inputs[0]
             entering[found["layer"]].append(value)
     values: dict[str, ir.Value] = numbered(entering)
     given = set(model.graph.outputs)

@@ -5,7 +5,8 @@
 | `algm.attention` behind a linear layer | `com.microsoft.Attention`, that layer included; key lengths, no mask |
 | the same after a product in int8, CPU | `com.microsoft.MultiHeadAttention`; the product stays as it is |
 | attention in fp16, heads of 64, CUDA | custom operator `packed_attention` where the library is there |
-| residual + bias + LayerNormalization | CUDA: `com.microsoft.SkipLayerNormalization` |
+| residual + bias + LayerNormalization | CUDA: `com.microsoft.SkipLayerNormalization`; in fp16 custom operator
+`skip_layer_norm` where the library is there |
 | bias + GELU | `com.microsoft.BiasGelu`; in fp16 on CUDA custom operator `gelu` where the library is there |
 | patch embedding | CUDA: one matrix product instead of a strided convolution, in fp16 of custom operator `patches` |
 | rows scaled to length one | CUDA: `SimplifiedLayerNormalization` |
@@ -61,7 +62,17 @@ Provider = Literal["cpu", "cuda"]
 CUSTOM_OPERATORS: dict[Provider, frozenset[str]] = {
     "cpu": frozenset({"label_map", "deformable_attention"}),
     "cuda": frozenset(
-        {"clap", "gbm", "unmerge", "label_map", "deformable_attention", "packed_attention", "gelu", "patches"},
+        {
+            "clap",
+            "gbm",
+            "unmerge",
+            "label_map",
+            "deformable_attention",
+            "packed_attention",
+            "gelu",
+            "skip_layer_norm",
+            "patches",
+        },
     ),
 }
 HEAD = 64  # the width of heads that `packed_attention` multiplies on tensor cores
@@ -122,8 +133,8 @@ def rewrite(
 
     Returns:
         How often each rewrite fired: `attention`, `multi_head_attention`, `skip_layer_norm`, `bias_gelu`,
-        `patch_embedding`, `unit_rows`, and the custom operators by name, `packed_attention`, `gelu` and
-        `patches` among them.
+        `patch_embedding`, `unit_rows`, and the custom operators by name, those among them that the portable graph has
+        not.
 
     Raises:
         ExportError: an attention whose queries, keys and values do not come from one linear layer.
@@ -134,7 +145,7 @@ def rewrite(
     _attention(model.graph, provider, custom_operators and own_attention, single, counts)
     _bias_gelu(model.graph, provider == "cuda" and custom_operators, counts)
     if provider == "cuda":
-        _skip_layer_norm(model.graph, counts)
+        _skip_layer_norm(model.graph, custom_operators, counts)
         patch_embedding(model.graph, custom_operators, counts)
         _unit_rows(model.graph, counts)
     custom = _custom_operators(model.graph, CUSTOM_OPERATORS[provider], counts) if custom_operators else frozenset()
@@ -239,7 +250,7 @@ def _bias_gelu(graph: ir.Graph, own: bool, counts: Counter[str]) -> None:
         if linear is None or None in numbers or other(out, half.outputs[0]) is not x:
             continue
         if np.allclose(np.array(numbers, float), (math.sqrt(2), 1, 0.5), rtol=1e-3):
-            is_own = own and _fits_gelu(linear)
+            is_own = own and _fits_rows(linear)
             name, domain = ("gelu", DOMAIN) if is_own else ("BiasGelu", CONTRIB)
             bias = _fp32(graph, out, linear.bias) if is_own else linear.bias
             new = ir.node(name, [linear.product, bias], domain=domain, name=out.name)
@@ -249,14 +260,14 @@ def _bias_gelu(graph: ir.Graph, own: bool, counts: Counter[str]) -> None:
                 counts["bias_gelu"] += 1
 
 
-def _fits_gelu(linear: Linear) -> bool:
-    """Whether the library's GELU is for it: rows of 16-bit values."""
+def _fits_rows(linear: Linear) -> bool:
+    """Whether what the library computes of its rows is for it: those of 16-bit values."""
     rows = linear.product.shape is not None and len(linear.product.shape) == 3
     return rows and linear.x.dtype == ir.DataType.FLOAT16
 
 
-def _skip_layer_norm(graph: ir.Graph, counts: Counter[str]) -> None:
-    """LayerNormalization(residual + (product + bias)); the sum goes on as the fourth output."""
+def _skip_layer_norm(graph: ir.Graph, own: bool, counts: Counter[str]) -> None:
+    """LayerNormalization(residual + (product + bias)), and the sum. `own`: the library's operator in 16 bits."""
     for norm in nodes_of(graph, "LayerNormalization"):
         total = norm.inputs[0]
         add = total.producer() if total is not None else None
@@ -266,17 +277,34 @@ def _skip_layer_norm(graph: ir.Graph, counts: Counter[str]) -> None:
             linear = linear_of(branch)
             if linear is None or len(list(branch.uses())) > 1 or is_constant(residual):
                 continue
-            epsilon = {"epsilon": norm.attributes["epsilon"].as_float()}
-            inputs = [residual, linear.product, *norm.inputs[1:], linear.bias]
-            new = ir.node("SkipLayerNormalization", inputs, epsilon, domain=CONTRIB, num_outputs=4, name=norm.name)
-            for index in (1, 2):
-                new.outputs[index].name = ""
+            if own and _fits_rows(linear):
+                new = _own_norm(graph, add, norm, linear, residual)
+            else:
+                new = _contrib_norm(norm, linear, residual)
+                counts["skip_layer_norm"] += 1
             graph.insert_before(add, new)
             stand_in(norm.outputs[0], new.outputs[0])
             graph.remove(norm, safe=True)
-            stand_in(total, new.outputs[3])
-            counts["skip_layer_norm"] += 1
+            stand_in(total, new.outputs[-1])
             break
+
+
+def _own_norm(graph: ir.Graph, before: ir.Node, norm: ir.Node, linear: Linear, residual: ir.Value) -> ir.Node:
+    add = Chain(graph, before, str(norm.name))
+    parameters = (value for value in (linear.bias, *norm.inputs[1:]) if value is not None)
+    bias, weight, shift = (add("Cast", value, to=ir.DataType.FLOAT) for value in parameters)
+    inputs = [linear.product, bias, residual, weight, shift]
+    epsilon = {"epsilon": norm.attributes["epsilon"].as_float()}
+    return ir.node("skip_layer_norm", inputs, epsilon, domain=DOMAIN, num_outputs=2, name=norm.name)
+
+
+def _contrib_norm(norm: ir.Node, linear: Linear, residual: ir.Value) -> ir.Node:
+    inputs = [residual, linear.product, *norm.inputs[1:], linear.bias]
+    epsilon = {"epsilon": norm.attributes["epsilon"].as_float()}
+    new = ir.node("SkipLayerNormalization", inputs, epsilon, domain=CONTRIB, num_outputs=4, name=norm.name)
+    for index in (1, 2):
+        new.outputs[index].name = ""
+    return new
 
 
 def _unit_rows(graph: ir.Graph, counts: Counter[str]) -> None:

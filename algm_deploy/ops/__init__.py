@@ -21,6 +21,7 @@ from algm_deploy.ops.packed_attention import packed_attention
 from algm_deploy.ops.patches import patches
 from algm_deploy.ops.proportional_attention import proportional_attention
 from algm_deploy.ops.remerge import remerge
+from algm_deploy.ops.skip_layer_norm import skip_layer_norm
 from algm_deploy.ops.tome import tome
 from algm_deploy.ops.unmerge import unmerge
 
@@ -43,6 +44,7 @@ __all__ = [
     "patches",
     "proportional_attention",
     "remerge",
+    "skip_layer_norm",
     "tome",
     "unmerge",
 ]

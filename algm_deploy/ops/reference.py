@@ -38,6 +38,7 @@ from algm_deploy.ops.packed_attention import reference as packed_attention
 from algm_deploy.ops.patches import reference as patches
 from algm_deploy.ops.proportional_attention import reference as proportional_attention
 from algm_deploy.ops.remerge import reference as remerge
+from algm_deploy.ops.skip_layer_norm import reference as skip_layer_norm
 from algm_deploy.ops.tome import reference as tome
 from algm_deploy.ops.tome import reference_order as tome_order
 from algm_deploy.ops.unmerge import reference as unmerge
@@ -79,6 +80,7 @@ __all__ = [
     "patches",
     "proportional_attention",
     "remerge",
+    "skip_layer_norm",
     "squared_distances",
     "tome",
     "tome_order",

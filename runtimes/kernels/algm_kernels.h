@@ -143,6 +143,12 @@ typedef struct {
 } algm_gelu_params;
 
 typedef struct {
+    int64_t rows, width; /* of all images together; D */
+    float epsilon;
+    int32_t dtype;
+} algm_skip_layer_norm_params;
+
+typedef struct {
     int64_t images, height, width, side; /* B, H and W as multiples of the side of a patch */
     float centre, scale;                 /* a pixel becomes (pixel - centre) * scale */
     int32_t dtype;
@@ -277,6 +283,12 @@ ALGM_BOTH(int, apart,
 /* product (rows,C) + bias (C) in fp32 -> its GELU: out (rows,C), which may be the product itself. */
 ALGM_BOTH(int, gelu,
           (const algm_gelu_params *params, const void *product, const float *bias, void *out, void *stream))
+
+/* residual (rows,D) + (product (rows,D) + bias (D) in fp32) -> total (rows,D), rounded once, and its layer normalisation
+ * with weight (D) and shift (D) in fp32: normed (rows,D). */
+ALGM_BOTH(int, skip_layer_norm,
+          (const algm_skip_layer_norm_params *params, const void *product, const float *bias, const void *residual,
+           const float *weight, const float *shift, void *normed, void *total, void *stream))
 
 /* ---- after the network ------------------------------------------------------------------------------------------ */
 

@@ -28,6 +28,19 @@ OrtStatus* guarded(Work&& work) noexcept {
     }
 }
 
+// Lets all outputs have the type and the shape of the first input. ONNX Runtime finds the type itself where one input
+// alone has that of the tokens.
+template <size_t COUNT>
+OrtStatus* likeTheFirst(OrtCustomOp const*, OrtShapeInferContext* context) {
+    return guarded([&] {
+        OrtTensorTypeAndShapeInfo* first{};  // stays the context's
+        check(*g_api, g_api->ShapeInferContext_GetInputTypeShape(context, 0, &first));
+        for (size_t i = 0; i < COUNT; ++i) {
+            check(*g_api, g_api->ShapeInferContext_SetOutputTypeShape(context, i, first));
+        }
+    });
+}
+
 // An operator for a provider, in the form that ONNX Runtime asks for: a struct of functions.
 template <class Operator, Backend const& backend>
 struct Definition : OrtCustomOp {
@@ -46,6 +59,9 @@ struct Definition : OrtCustomOp {
         GetInputMemoryType = [](OrtCustomOp const*, size_t) { return OrtMemTypeDefault; };
         GetStartVersion = [](OrtCustomOp const*) { return 1; };
         GetEndVersion = [](OrtCustomOp const*) { return INT_MAX; };
+        if constexpr (Operator::kTokenInputs > 1) {
+            InferOutputShapeFn = likeTheFirst<Operator::kOutputCount>;
+        }
         CreateKernelV2 = [](OrtCustomOp const*, OrtApi const*, OrtKernelInfo const* info, void** kernel) {
             return guarded([&] { *kernel = new Operator(ReadAttribute(*g_api, info)); });
         };
@@ -75,6 +91,7 @@ void addAll(OrtCustomOpDomain* domain) {
     add<Reframe, backend>(domain);
     add<Apart, backend>(domain);
     add<Gelu, backend>(domain);
+    add<SkipLayerNorm, backend>(domain);
     add<Patches, backend>(domain);
     add<Node<Unmerge>, backend>(domain);
     add<Node<Labels>, backend>(domain);

@@ -26,7 +26,7 @@ class Node {
 public:
     static constexpr char const* kName = Operator::kName;
     static constexpr size_t kInputCount = Operator::kInputs.size(), kOutputCount = Operator::kOutputs.size();
-    static constexpr size_t kRequiredCount = kInputCount;
+    static constexpr size_t kRequiredCount = kInputCount, kTokenInputs = 1;
 
     static ONNXTensorElementDataType inputType(size_t index) { return typeOf(Operator::kInputs[index].type); }
     static ONNXTensorElementDataType outputType(size_t index) { return typeOf(Operator::kOutputs[index].type); }
@@ -182,6 +182,7 @@ private:
 template <Type... TYPES>
 struct OnTokens {
     static constexpr size_t kInputCount = 1 + sizeof...(TYPES), kRequiredCount = kInputCount, kOutputCount = 1;
+    static constexpr size_t kTokenInputs = 1 + ((TYPES == Type::kTokens ? 1 : 0) + ... + 0);
 
     static ONNXTensorElementDataType inputType(size_t index) {
         constexpr Type types[]{Type::kTokens, TYPES...};
@@ -296,6 +297,38 @@ struct Gelu : OnTokens<Type::kFloat> {
                                        call.output(0, product.shape), call.stream),
              "computing GELU");
     }
+};
+
+// product (B,S,D), bias (D) in fp32, residual (B,S,D), weight (D) and shift (D) in fp32 -> normed (B,S,D), total (B,S,D).
+struct SkipLayerNorm : OnTokens<Type::kFloat, Type::kTokens, Type::kFloat, Type::kFloat> {
+    static constexpr char const* kName = "skip_layer_norm";
+    static constexpr size_t kOutputCount = 2;
+
+    explicit SkipLayerNorm(ReadAttribute const& read) { read("epsilon", epsilon_); }
+
+    void run(Call const& call) const {
+        Tensor const product = call.input(0, 3), residual = call.input(2, 3);
+        auto const& shape = product.shape;
+        for (size_t axis = 0; axis < 3; ++axis) {
+            expectEqual(residual.shape[axis], shape[axis], "a dimension of residual (product)");
+        }
+        auto const parameters = [&](size_t index, char const* what) {
+            Tensor const found = call.input(index, 1);
+            expectEqual(found.shape[0], shape[2], what);
+            return static_cast<float const*>(found.data);
+        };
+        float const *bias = parameters(1, "values of bias"), *weight = parameters(3, "values of weight"),
+                    *shift = parameters(4, "values of shift");
+        algm_skip_layer_norm_params const p{shape[0] * shape[1], shape[2], epsilon_, product.dtype()};
+        void *normed = call.output(0, shape), *total = call.output(1, shape);
+        done(call,
+             call.backend.kernels.skipLayerNorm(&p, product.data, bias, residual.data, weight, shift, normed, total,
+                                                call.stream),
+             "normalising");
+    }
+
+private:
+    float epsilon_{};
 };
 
 // image (B,3,H,W) -> (B,N,3*side*side).

@@ -185,19 +185,22 @@ def test_deformable_attention_is_left_to_the_library(exported_toy: Any, ort_libr
 
 @pytest.fixture
 def any_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library's patches, attention and GELU wherever they can stand: small networks are fp32, with narrow heads."""
+    """What the library computes of rows wherever it can stand: small networks are fp32, with narrow heads."""
     monkeypatch.setattr(onnxruntime, "_fits_packed_attention", lambda node, linear: True)
-    monkeypatch.setattr(onnxruntime, "_fits_gelu", lambda linear: len(linear.product.shape) == 3)
+    monkeypatch.setattr(onnxruntime, "_fits_rows", lambda linear: len(linear.product.shape) == 3)
     monkeypatch.setattr(patterns, "_fits_patches", lambda weight: True)
 
 
 def test_heads_of_64_in_fp16_get_own_attention(tiny_export: Callable[..., Bundle], tiny_bundle: Bundle) -> None:
-    """Those of the decoder alone; GELU and patches are the library's everywhere. Without it, or in fp32, nothing is."""
+    """Those of the decoder alone; all else is the library's everywhere. Without it, or in fp32, nothing is."""
     half = tiny_export({"precision": "fp16"})
     model, counts = rewritten(half, "cuda", custom=True)
     assert (counts["attention"], counts["packed_attention"]) == (4, 2)
     assert (counts["bias_gelu"], counts["gelu"]) == (0, BLOCKS)
     assert (counts["patch_embedding"], counts["patches"]) == (1, 1)
+    norms = histogram(model)
+    assert norms["algm.skip_layer_norm"] == counts["skip_layer_norm"] > 0
+    assert "com.microsoft.SkipLayerNormalization" not in norms
     (cut,) = [node for node in model.graph if node.op_type == "patches"]
     assert {name: value.value for name, value in cut.attributes.items()} == {
         "side": 16,
@@ -206,8 +209,9 @@ def test_heads_of_64_in_fp16_get_own_attention(tiny_export: Callable[..., Bundle
     }
     assert cut.inputs[0].producer().op_type == "Cast", "pixels are centred and scaled there"
     for bundle, custom, provider in ((half, False, "cuda"), (half, True, "cpu"), (tiny_bundle, True, "cuda")):
-        _, counts = rewritten(bundle, provider, custom=custom)
+        model, counts = rewritten(bundle, provider, custom=custom)
         assert not {"packed_attention", "gelu", "patches"} & set(counts)
+        assert "algm.skip_layer_norm" not in histogram(model)
 
 
 # EVA's blocks are those of ViT-Adapter, and its graph is by far the largest; what DToP prunes has those of SegViT.
@@ -226,6 +230,7 @@ def test_the_librarys_layers_compute_the_same_in_every_family(
     assert counts["packed_attention"] > counts["attention"] == 0
     assert counts["gelu"] > counts["bias_gelu"] == 0
     assert counts["patches"] == 1
+    assert histogram(graph)["algm.skip_layer_norm"] == counts["skip_layer_norm"] > 0
     ir.save(graph, tmp_path / "own.onnx")
     found = run(tmp_path / "own.onnx", images, clap=TAU, library=ort_library)
     assert len(set(expected["token_counts"][:, 0])) > 1, "nothing was padded"

@@ -22,6 +22,7 @@ from algm_deploy.ops.kernel_library import (
     label_map_params,
     patches_params,
     reframe_params,
+    skip_layer_norm_params,
     unmerge_params,
 )
 
@@ -206,6 +207,24 @@ class Kernels:
         out = self.memory.empty(*kind)
         self.call("gelu", params, self.put(product), self.put(bias), out)
         return self.memory.fetch(out, *kind)
+
+    def skip_layer_norm(
+        self,
+        product: np.ndarray,
+        bias: np.ndarray,
+        residual: np.ndarray,
+        weight: np.ndarray,
+        shift: np.ndarray,
+        *,
+        epsilon: float,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        params = skip_layer_norm_params(product.shape, product.dtype.name, epsilon)
+        kind = product.shape, product.dtype
+        outputs = self.memory.empty(*kind), self.memory.empty(*kind)
+        inputs = [self.put(value) for value in (product, bias, residual, weight, shift)]
+        self.call("skip_layer_norm", params, *inputs, *outputs)
+        normed, total = (self.memory.fetch(out, *kind) for out in outputs)
+        return normed, total
 
     # --- unmerge, label_map ---
 

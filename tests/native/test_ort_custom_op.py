@@ -66,9 +66,9 @@ def write(folder: Path, op: str, inputs: Mapping[str, np.ndarray], outputs: int,
     node = helper.make_node(op, list(inputs), names, domain="algm", **attributes)
     kinds = {name: helper.np_dtype_to_tensor_dtype(x.dtype) for name, x in inputs.items()}
     token = next(iter(kinds.values()))
-    output_kinds = {"label_map": [onnx.TensorProto.UINT8]}.get(
-        op, [token, 1, 7, 7, 7, onnx.TensorProto.UINT8][:outputs]
-    )
+    of_merges = [token, 1, 7, 7, 7, onnx.TensorProto.UINT8]
+    known = {"label_map": [onnx.TensorProto.UINT8], "skip_layer_norm": [token, token]}
+    output_kinds = known.get(op, of_merges[:outputs])
     graph = helper.make_graph(
         [node],
         op,
@@ -228,6 +228,23 @@ def test_gelu(run: Any, dtype: Any) -> None:
     np.testing.assert_allclose(found, reference.gelu(product, bias), rtol=tolerance, atol=1e-6)
     with pytest.raises(RuntimeError, match="values of bias should be 8, got 7"):
         run("gelu", [product, bias[:7]], 1)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_skip_layer_norm(run: Any, dtype: Any) -> None:
+    rng = np.random.default_rng(9)
+    product, residual = (rng.standard_normal((2, 3, 8)).astype(dtype) for _ in range(2))
+    bias, weight, shift = (rng.standard_normal(8).astype(np.float32) for _ in range(3))
+    inputs = [product, bias, residual, weight, shift]
+    found = run("skip_layer_norm", inputs, 2, epsilon=1e-5)
+    tolerance = 2e-6 if dtype == np.float32 else 2.0**-10  # kernel and reference each round to 16 bits
+    for one, expected in zip(found, reference.skip_layer_norm(*inputs, epsilon=1e-5), strict=True):
+        np.testing.assert_allclose(one, expected, rtol=tolerance, atol=2e-6)
+    for place, said in ((1, "values of bias should be 8, got 7"), (4, "values of shift should be 8, got 7")):
+        with pytest.raises(RuntimeError, match=said):
+            run("skip_layer_norm", [x[:7] if i == place else x for i, x in enumerate(inputs)], 2, epsilon=1e-5)
+    with pytest.raises(RuntimeError, match=r"a dimension of residual \(product\) should be 3, got 2"):
+        run("skip_layer_norm", [product, bias, residual[:, :2], weight, shift], 2, epsilon=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])

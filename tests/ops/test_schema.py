@@ -24,6 +24,7 @@ OTHERS = {
     "proportional_attention": {"heads": 2, "scale": 0.5},
     "gelu": {},
     "packed_attention": {"heads": 2, "scale": 0.5},
+    "skip_layer_norm": {"epsilon": 1e-5},
     "patches": {"side": 2, "centre": 0.5, "scale": 2.0},
     "unmerge": {"prefix": 1},
     "elvit": {
@@ -68,6 +69,9 @@ INPUT_RANKS = {
     "product": 3,
     "image": 4,
     "bias": 1,
+    "residual": 3,
+    "weight": 1,
+    "shift": 1,
     "values": 3,
     "score": 2,
     "confidence": 3,

@@ -1,0 +1,71 @@
+"""The end of a block's branch and the norm before the next: bias, residual and layer normalisation.
+
+    skip_layer_norm(product (B,S,D), bias (D) fp32, residual (B,S,D), weight (D) fp32, shift (D) fp32)
+        -> normed (B,S,D), total (B,S,D)
+
+`total` = `residual` + (`product` + `bias`), where `product` is what a linear layer computes before it adds its bias;
+`normed` is `total` normalised over its last axis, times `weight` plus `shift` (attribute `epsilon`, below the root).
+Computed in fp32: the sum is rounded once, and what is normalised is what was rounded. ONNX Runtime's operator of that
+name adds in 16 bits, each time rounded, and so leaves an error that all rows share in every block. Product and residual
+are fp32, fp16 or bf16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch.nn.functional as F
+from torch import Tensor
+
+from algm_deploy.ops.bodies import Body, Value, body_of
+from algm_deploy.ops.schema import operator
+
+
+@operator("product:T bias:f32 residual:T weight:f32 shift:f32", "normed:T total:T")
+def skip_layer_norm(
+    product: Tensor, bias: Tensor, residual: Tensor, weight: Tensor, shift: Tensor, epsilon: float
+) -> tuple[Tensor, Tensor]:
+    """The sum of a linear layer and the residual, normalised and as it is."""
+    total = (residual.float() + (product.float() + bias)).to(product.dtype)
+    return F.layer_norm(total.float(), weight.shape, weight, shift, epsilon).to(product.dtype), total
+
+
+@skip_layer_norm.register_fake
+def _(product: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return product.new_empty(product.shape), product.new_empty(product.shape)
+
+
+@body_of("skip_layer_norm")
+def onnx_body(
+    body: Body,
+    attributes: Mapping[str, Any],
+    product: Value,
+    bias: Value,
+    residual: Value,
+    weight: Value,
+    shift: Value,
+) -> list[Value]:
+    """By ONNX's own layer normalisation."""
+    total = body.like(body("Add", body.fp32(residual), body("Add", body.fp32(product), bias)), product)
+    normed = body(
+        "LayerNormalization", body.fp32(total), weight, shift, axis=-1, epsilon=attributes["epsilon"], stash_type=1
+    )
+    return [body.like(normed, product), total]
+
+
+def reference(
+    product: np.ndarray,
+    bias: np.ndarray,
+    residual: np.ndarray,
+    weight: np.ndarray,
+    shift: np.ndarray,
+    *,
+    epsilon: float,
+) -> tuple[np.ndarray, np.ndarray]:
+    """NumPy definition in fp64."""
+    total = (residual.astype(np.float64) + (product.astype(np.float64) + bias)).astype(product.dtype)
+    centred = total - total.mean(-1, keepdims=True, dtype=np.float64)
+    normed = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + epsilon) * weight + shift
+    return normed.astype(product.dtype), total

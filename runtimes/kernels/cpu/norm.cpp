@@ -1,0 +1,47 @@
+// Bias, residual and layer normalisation behind the product of a linear layer.
+#include "arithmetic.hpp"
+
+using namespace algm;
+using namespace algm::cpu;
+
+namespace {
+
+template <class T>
+void norm_row(int64_t width, float epsilon, const T *product, const float *bias, const T *residual, const float *weight,
+              const float *shift, T *normed, T *total) {
+    double sum = 0, squares = 0;
+    for (int64_t i = 0; i < width; ++i) {
+        total[i] = from_float<T>(to_float(residual[i]) + (to_float(product[i]) + bias[i]));
+        sum += to_float(total[i]);
+    }
+    const double mean = sum / static_cast<double>(width);
+    for (int64_t i = 0; i < width; ++i) {
+        const double centred = to_float(total[i]) - mean;
+        squares += centred * centred;
+    }
+    const double scale = 1 / std::sqrt(squares / static_cast<double>(width) + epsilon);
+    for (int64_t i = 0; i < width; ++i)
+        normed[i] = from_float<T>(static_cast<float>((to_float(total[i]) - mean) * scale * weight[i] + shift[i]));
+}
+
+}  // namespace
+
+int algm_cpu_skip_layer_norm(const algm_skip_layer_norm_params *params, const void *product, const float *bias,
+                             const void *residual, const float *weight, const float *shift, void *normed, void *total,
+                             void *) {
+    if (const int status = check(params)) return status;
+    const algm_skip_layer_norm_params &p = *params;
+    if (is_missing(product, p.rows) || is_missing(residual, p.rows) || any_null(bias, weight, shift) ||
+        is_missing(normed, p.rows) || is_missing(total, p.rows))
+        return ALGM_INVALID_ARGUMENT;
+    with_dtype(p.dtype, [&](auto type) {
+        using T = decltype(type);
+        for (int64_t row = 0; row < p.rows; ++row) {
+            const int64_t first = row * p.width;
+            norm_row(p.width, p.epsilon, static_cast<const T *>(product) + first, bias,
+                     static_cast<const T *>(residual) + first, weight, shift, static_cast<T *>(normed) + first,
+                     static_cast<T *>(total) + first);
+        }
+    });
+    return ALGM_OK;
+}
