@@ -1,8 +1,9 @@
-"""Attention and GELU in ONNX Runtime on a GPU: the library's against ONNX Runtime's own, by the time of whole networks.
+"""Attention, GELU and norms in ONNX Runtime on a GPU: the library's against ONNX Runtime's own, by the time of whole networks.
 
     python benchmarks/ort_layers.py CHECKPOINT PHOTOS --recipe segmenter_vit_s16_camvid -o ort_layers.json
 
-The graphs differ in nothing else; in all of them the library cuts patches, which the committed record is older than.
+The graphs differ in nothing else; in all of them the library cuts patches. The committed record is older than
+that, and than the library's norms.
 fp16, label maps out, milliseconds on the device between two events, launched kernel by kernel, the ways of one network
 in turn. The dense network runs with every attention there is. The merging one leaves cuDNN's out, which makes a plan
 for each token count; `duplicate` is the first photo repeated, `mixed` different photos.
@@ -13,7 +14,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -40,18 +42,20 @@ from runtimes import measured
 
 
 class Way(NamedTuple):
-    """Whose attention and GELU: the library's, or ONNX Runtime's, by flash kernels unless by cuDNN's."""
+    """Whose layers: the library's, or ONNX Runtime's, attention by flash kernels unless by cuDNN's."""
 
     attention: bool = True
     gelu: bool = True
+    norm: bool = True
     cudnn: bool = False
 
 
 WAYS = {
     "the library's": Way(),
     "ONNX Runtime's GELU": Way(gelu=False),
+    "ONNX Runtime's norms": Way(norm=False),
     "flash attention": Way(attention=False),
-    "flash attention, ONNX Runtime's GELU": Way(attention=False, gelu=False),
+    "all of ONNX Runtime": Way(attention=False, gelu=False, norm=False),
     "cuDNN's attention": Way(attention=False, cudnn=True),
 }
 
@@ -73,7 +77,7 @@ def main() -> None:
         for name, run in record["runs"].items()
         for way, row in run.items()
     ]
-    print(text_table(("network", "attention and GELU", "duplicate ms", "mixed ms"), rows))
+    print(text_table(("network", "layers", "duplicate ms", "mixed ms"), rows))
 
 
 def timed(bundle: Bundle, name: str, batch: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -115,11 +119,15 @@ def session(bundle: Bundle, way: Way) -> Iterator[tuple[CudaSession, dict[str, i
 def graph(bundle: Bundle, way: Way) -> tuple[ir.Model, dict[str, int]]:
     """The network's graph with these layers, and how often each rewrite fired."""
     model = load_portable(bundle.file(ONNX))
-    kept = {"_fits_packed_attention": way.attention, "_fits_gelu": way.gelu}
     with ExitStack() as stack:
-        for name in [name for name, own in kept.items() if not own]:
-            stack.enter_context(patch.object(onnxruntime, name, lambda *_: False))
-        return model, dict(onnxruntime.rewrite(model, "cuda", True, False))
+        for name in [name for name, own in {"_bias_gelu": way.gelu, "_skip_layer_norm": way.norm}.items() if not own]:
+            stack.enter_context(patch.object(onnxruntime, name, by_onnxruntime(getattr(onnxruntime, name))))
+        return model, dict(onnxruntime.rewrite(model, "cuda", True, False, way.attention))
+
+
+def by_onnxruntime(rewrite: Callable[[ir.Graph, bool, Counter[str]], None]) -> Callable[..., None]:
+    """A rewrite that leaves the library out."""
+    return lambda graph, own, counts: rewrite(graph, False, counts)
 
 
 if __name__ == "__main__":
