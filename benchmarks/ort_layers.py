@@ -1,4 +1,4 @@
-"""Attention, GELU and norms in ONNX Runtime on a GPU: the library's against ONNX Runtime's own, by the time of whole networks.
+"""Layers in ONNX Runtime on a GPU: attention, GELU and norms of the library against its own, by whole networks' time.
 
     python benchmarks/ort_layers.py CHECKPOINT PHOTOS --recipe segmenter_vit_s16_camvid -o ort_layers.json
 
