@@ -13,7 +13,7 @@ import torch
 from toys import FAMILIES, PATCHES, checkpoint_state, toy
 
 from algm_deploy.bundle.store import Bundle
-from algm_deploy.deployment import export, parity_windows
+from algm_deploy.deployment import build, export, parity_windows
 from algm_deploy.errors import CheckpointError
 from algm_deploy.parity.chain import verify
 from algm_deploy.recipe.families import architectures
@@ -22,6 +22,7 @@ from algm_deploy.recipe.plan import MergePlan, fresh_merges
 from algm_deploy.recipe.reading import flatten
 from algm_deploy.recipe.schema import Precision, Protocol, Recipe
 from algm_deploy.runners.contract import runner
+from algm_deploy.runners.onnxruntime import runner as onnxruntime
 from algm_deploy.runners.registry import row_of
 
 # The mask transformer's chain is walked in tests/parity, that of DToP's SegViT apart.
@@ -109,6 +110,32 @@ def test_the_parity_chain_holds(
     assert all((counts[:, i] < before[i]).all() for i in range(1, len(before)))
     assert (counts[:, 0] < patches).any()
     record_property("support", f"algm {family}/{decoder} onnxruntime-cpu verified")
+
+
+@pytest.mark.parametrize(("family", "decoder", "precision"), [("setr", "mla", "fp32"), ("dinov2", "linear_ms", "fp16")])
+def test_labels_of_a_grid_are_left_to_the_library(
+    bundle_of: Callable[..., Bundle],
+    ort_library: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    decoder: str,
+    precision: Precision,
+) -> None:
+    """A whole bundle, built with it, has the labels of its portable graph, but where two scores are as high."""
+    bundle = bundle_of(family, decoder, "labels", precision=precision)
+    images = parity_windows(bundle.recipe, [], IMAGES)
+    with runner(bundle, "onnxruntime-cpu") as run:
+        portable = run.infer({"image": images})
+        assert run.custom_operators == ()
+    for name in ("find_library", "require_library"):
+        monkeypatch.setattr(onnxruntime, name, lambda _: ort_library)
+    build(bundle, "onnxruntime-cpu")
+    with runner(bundle, "onnxruntime-cpu") as run:
+        own = run.infer({"image": images})
+        assert run.custom_operators == ("label_map",)
+    np.testing.assert_array_equal(own["token_counts"], portable["token_counts"])
+    assert len(np.unique(portable["labels"])) > 1
+    assert (own["labels"] == portable["labels"]).mean() > 0.999
 
 
 @pytest.mark.skipif(not row_of("openvino").installed(), reason="needs OpenVINO: algm-deploy[openvino]")
