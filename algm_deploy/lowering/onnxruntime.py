@@ -54,13 +54,14 @@ from algm_deploy.lowering.patterns import (
 )
 from algm_deploy.lowering.portable import fix_batch, has_budget, load_portable
 from algm_deploy.ops.schema import SCHEMAS
+from algm_deploy.recipe.plan import MergePlan
 from algm_deploy.recipe.schema import Recipe
 
 CONTRIB = "com.microsoft"
 Provider = Literal["cpu", "cuda"]
 # What the library is used for. On the CPU the bodies of the others are as fast (Segmenter-S: 182 against 184 ms); a
 # label map of 150 classes takes 136 ms by its body and 28 ms by the library, an extractor of ViT-Adapter-B 111 and 43.
-# Of scores on a grid of 128 x 128 cells Resize and ArgMax take 261 ms on one core and the library 24, of 32 x 32 176 and 2.
+# For a grid of 128 x 128 cells Resize and ArgMax take 261 ms on one core, the library 24; for 32 x 32 cells 176 and 2.
 CUSTOM_OPERATORS: dict[Provider, frozenset[str]] = {
     "cpu": frozenset({"label_map", "deformable_attention"}),
     "cuda": frozenset(
@@ -88,6 +89,18 @@ def single_image(recipe: Recipe, provider: Provider) -> bool:
     return provider == "cpu" and recipe.merging.batch == "per_image"
 
 
+def comes_in_segments(plan: MergePlan, provider: Provider) -> bool:
+    """Whether a plan's graph can be cut for CUDA graphs: every merge is one of the library's operators, which waits for
+    no host, and lets images decide alone or by budgets.
+
+    Merges of other methods are bodies, which ask the host for sizes. What comes with those that count tokens is in
+    bodies too, also where nothing merges, so none of their networks is cut.
+    """
+    merges = {plan.merge_in(layer) for layer in plan.layers}
+    alone = plan.batch == "per_image" or plan.static
+    return merges <= CUSTOM_OPERATORS[provider] and alone and not plan.row.counts_in
+
+
 def write_onnxruntime_onnx(
     bundle: Bundle,
     provider: Provider,
@@ -98,8 +111,8 @@ def write_onnxruntime_onnx(
 ) -> tuple[Counter[str], int]:
     """Adds the provider's graph to the bundle; returns how often each rewrite fired, and the number of segments.
 
-    With custom operators and images that decide alone, the graph is added once more in segments for CUDA graphs: with
-    budgets the whole as a single one. ToMe has no custom operator, and its body asks the host for a size.
+    With custom operators, the graph of a plan that `comes_in_segments` is added once more in those, for CUDA graphs:
+    with budgets the whole as a single one.
 
     Args:
         bundle: to read the portable graph from, and to add to.
@@ -114,8 +127,7 @@ def write_onnxruntime_onnx(
     model = load_portable(bundle.file(ONNX))
     counts = rewrite(model, provider, custom_operators, single_image(bundle.recipe, provider), own_attention)
     files = {file: model}
-    plan = bundle.recipe.merging
-    if segment_files and custom_operators and (plan.batch == "per_image" or plan.static) and not plan.row.counts_in:
+    if segment_files and custom_operators and comes_in_segments(bundle.recipe.merging, provider):
         files |= {segment_files.replace("*", str(index)): part for index, part in enumerate(segments(model))}
     made_from = {ONNX: bundle.files[ONNX].sha256}
     for name, written in files.items():

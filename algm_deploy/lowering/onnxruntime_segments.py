@@ -35,7 +35,8 @@ def segments(model: ir.Model) -> list[ir.Model]:
     the mean of an image, rounded up to `STEP`, but no more than the rows that went into the merge.
 
     Raises:
-        ExportError: a merge that is no custom operator (ToMe never is), or one that lets images decide together.
+        ExportError: a merge that is no custom operator, as those of ALGM alone can be, or one that lets images decide
+            together.
     """
     graph = model.clone().graph
     bodies = {name for _, name, _ in model.functions}

@@ -226,8 +226,11 @@ class OnnxRuntimeCudaRunner(OnnxRuntimeRunner):
 
     @property
     def execution(self) -> dict[str, str]:
-        """How many CUDA graphs there are, where batches are small enough for them, and which batches are one graph."""
+        """How many CUDA graphs there are, where batches are small enough for them, and which batches are one graph; or
+        that every operator is launched, where the network is not there in segments."""
         told = super().execution
+        if self._whole is not None and self._segmented is None:
+            told["launched"] = "operator by operator"
         if self._segmented is not None and self._segmented.graphs is not None:
             told["cuda_graphs"] = str(len(self._segmented.graphs))
             if joined := self._segmented.joined:

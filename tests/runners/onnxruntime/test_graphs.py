@@ -410,6 +410,11 @@ def test_a_runner_tells_of_its_graphs(
     assert (cuda.execution, cuda.captures) == ({"cuda_graphs": "7"}, 9)
     monkeypatch.setattr(session, "_joined", {8: None, 1: None})
     assert cuda.execution == {"cuda_graphs": "7", "batches of 1, 8": "one graph, no wait for a count"}
+    cuda._whole = cast("CudaSession", object())
+    assert "launched" not in cuda.execution, "larger batches alone are"
+    cuda._segmented = None
+    assert (cuda.execution, cuda.captures) == ({"launched": "operator by operator"}, 0)
+    cuda._whole = None
 
 
 class Kept(list[int]):
