@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from algm_deploy.ops import reference
+
 Array = np.ndarray
 KINDS = ("signs", "few", "constant", "pairs", "zeros")
 # Attributes as the published program has them, for one class token before the patches.
@@ -71,3 +73,36 @@ def places_error(value: Array, shares: Array, shapes: Any, rounding: float = 0.0
     side, corners = int(np.max(shapes)), 4 * shares.shape[3] * shares.shape[4]
     total = np.abs(np.nan_to_num(shares)).sum((3, 4), dtype=np.float64) * np.abs(value.astype(np.float64)).max()
     return np.asarray(total * (2.0**-24 * (12 * side + 7 + corners) + 2 * rounding))
+
+
+def mask_inputs(
+    rng: np.random.Generator, shape: tuple[int, int, int, int], classes: int, dtype: Any, reach: float
+) -> tuple[Array, Array]:
+    """Masks of a shape (B,Q,h,w) within `reach`, and probabilities (B,Q,K) of all but one class more."""
+    masks = (reach * rng.uniform(-1, 1, shape)).astype(dtype)
+    parts = np.exp(rng.uniform(1, 6) * rng.standard_normal((*shape[:2], classes + 1)))
+    return masks, (parts / parts.sum(-1, keepdims=True))[..., :-1].astype(np.float32)
+
+
+def assert_mask_labels(labels: Array, masks: Array, classes: Array, rounding: float = 2.0**-24) -> float:
+    """Labels are those of the highest sums, or of ones that are as high but for rounding; returns how many must be the
+    reference's.
+
+    An interpolated mask errs by eight units of 2^-24 of the largest around, and its sigmoid by as much of itself, for
+    what lies far below zero. Sums of positive numbers err by as many units of themselves as they have members, and by
+    a few for the sigmoid. What is below 1e-37 may be zero.
+
+    Args:
+        rounding: unit of factors, where they are rounded to less than fp32.
+    """
+    scores = reference.mask_scores(masks, classes, labels.shape[1:])
+    queries, largest = masks.shape[1], float(np.abs(masks.astype(np.float64)).max())
+    off = np.expm1(min(8 * 2.0**-24 * (largest + queries + 8) + 2 * rounding, 700))
+    chosen = np.take_along_axis(scores, labels[:, None].astype(np.int64), 1)[:, 0]
+    below = np.sort(scores, axis=1)
+    best, second = below[:, -1], below[:, -2] if scores.shape[1] > 1 else np.zeros_like(below[:, -1])
+    floor = queries * 1e-37
+    assert (best * (1 - off) - chosen * (1 + off) <= floor).all(), "a class that has less"
+    clear = best * (1 - off) > second * (1 + off) + floor
+    np.testing.assert_array_equal(labels[clear], scores.argmax(1)[clear])
+    return float(clear.mean())

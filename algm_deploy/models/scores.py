@@ -12,6 +12,7 @@ import algm_deploy.ops  # noqa: F401  registers torch.ops.algm
 from algm_deploy.models.vit import Merged
 from algm_deploy.ops._rows import wide
 from algm_deploy.ops.label_map import label_dtype
+from algm_deploy.ops.mask_labels import covered
 from algm_deploy.recipe.network import Size
 
 
@@ -91,13 +92,6 @@ def scores_of_masks(masks: Tensor, classes: Tensor, size: Size) -> Tensor:
     Every mask is enlarged and weighted with its query's probabilities; the last class stands for no object.
     """
     return torch.einsum("bqk,bqhw->bkhw", probabilities(classes), covered(resize(wide(masks), size)))
-
-
-def covered(masks: Tensor) -> Tensor:
-    """The sigmoid of masks, at least fp32."""
-    # In full: ONNX Runtime's own on a CPU is 17 % off at -15 and zero below -18, and where no query has a mask such
-    # values decide. No exponent is positive: in an fp16 engine exp(12) is infinite.
-    return masks.clamp(max=0).exp() / ((-masks.abs()).exp() + 1)
 
 
 def probabilities(classes: Tensor) -> Tensor:

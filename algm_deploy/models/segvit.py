@@ -20,8 +20,9 @@ from algm_deploy.models.auxiliary import Auxiliary
 from algm_deploy.models.multiply_adds import NORM, attention, mlp
 from algm_deploy.models.naming import Naming, dropped, mmseg_encoder
 from algm_deploy.models.readout import PLAIN, Level, ReadNetwork, Readout, Steps
-from algm_deploy.models.scores import GridScores, MaskScores, covered, on_canvas, on_grid, probabilities, to_grid
+from algm_deploy.models.scores import GridScores, MaskScores, on_canvas, on_grid, probabilities, to_grid
 from algm_deploy.models.vit import Attention, Tokens
+from algm_deploy.ops.mask_labels import covered
 from algm_deploy.recipe.network import Network
 
 ENCODER_EPS = 1e-6

@@ -30,6 +30,8 @@ from algm_deploy.ops.gbm import reference_similarity as gbm_similarity
 from algm_deploy.ops.gbm import reference_split as gbm_split
 from algm_deploy.ops.gelu import reference as gelu
 from algm_deploy.ops.label_map import reference as label_map
+from algm_deploy.ops.mask_labels import reference as mask_labels
+from algm_deploy.ops.mask_labels import reference_scores as mask_scores
 from algm_deploy.ops.mpm import reference as mpm
 from algm_deploy.ops.mpm import reference_pairs as mpm_pairs
 from algm_deploy.ops.mpm import reference_rows as mpm_rows
@@ -68,6 +70,8 @@ __all__ = [
     "gbm_split",
     "gelu",
     "label_map",
+    "mask_labels",
+    "mask_scores",
     "most_similar",
     "mpm",
     "mpm_pairs",

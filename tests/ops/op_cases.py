@@ -55,7 +55,8 @@ def run_onnx(op: str, inputs: Arrays, processor: bool = False, **attributes: Any
     kinds = tuple(None if x is None else (np.asarray(x).dtype, np.ndim(x)) for x in inputs)
     if op == "gbm" and attributes["rule"] == "budget":  # which is for one number of rows
         kinds = tuple(None if x is None else (np.asarray(x).dtype, np.shape(x)) for x in inputs)
-    labels = "label_map" in op and np.shape(inputs[0])[2] > 255
+    counted = {"label_map": 0, "mask_labels": 1}  # the input whose third axis are classes
+    labels = op in counted and np.shape(inputs[counted[op]])[2] > 255
     session = _session(op, key, kinds, labels, processor)
     names = [parameter.name for parameter in SCHEMAS[op].inputs]
     feeds = {name: np.asarray(x) for name, x in zip(names, inputs, strict=False) if x is not None}

@@ -83,6 +83,11 @@ def test_opcheck_of_label_map() -> None:
     torch.library.opcheck(torch.ops.algm.label_map.default, arguments, {"prefix": 1, "grid": [2, 2], "size": [6, 6]})
 
 
+def test_opcheck_of_mask_labels() -> None:
+    arguments = torch.randn(2, 3, 2, 2), torch.rand(2, 3, 5)
+    torch.library.opcheck(torch.ops.algm.mask_labels.default, arguments, {"size": [6, 6]})
+
+
 @pytest.mark.parametrize("op", CASES)
 def test_gradients_equal_finite_differences(op: str) -> None:
     """Far from a threshold the decisions hold still, so differences show the gradient of the merge alone."""

@@ -46,6 +46,7 @@ OTHERS = {
     "dtop": {"prefix": 1, "keep": 2},
     "deformable_attention": {"shapes": [4, 4, 2, 2]},
     "remerge": {"prefix": 1},
+    "mask_labels": {"size": [8, 8]},
     "label_map": {"prefix": 1, "grid": [4, 4], "size": [8, 8]},
 }
 
@@ -76,6 +77,8 @@ INPUT_RANKS = {
     "score": 2,
     "confidence": 3,
     "scores": 3,
+    "masks": 4,
+    "classes": 3,
     "weights": 3,
     "value": 4,
     "locations": 6,

@@ -182,7 +182,7 @@ def test_a_runner_tells_what_it_is(run: Runner) -> None:
     assert run.row() is row
     assert run.executable == row.own, "it was built"
     assert run.bundle.file(run.executable).is_file()
-    known = {"clap", "gbm", "unmerge", "label_map", "deformable_attention"}
+    known = {"clap", "gbm", "unmerge", "label_map", "mask_labels", "deformable_attention"}
     known |= {"packed_attention", "gelu", "skip_layer_norm", "patches"}
     assert set(run.custom_operators) <= known
     assert run.provider is None or run.provider.endswith("ExecutionProvider")

@@ -94,7 +94,7 @@ class OnnxRuntimeRunner(Runner):
     def _gains(cls, bundle: Bundle) -> bool:
         """Whether the bundle's network has steps that custom operators do faster."""
         recipe = bundle.recipe
-        absent = {"label_map"} if recipe.output == "scores" else set()
+        absent = {"label_map", "mask_labels"} if recipe.output == "scores" else set()
         if not recipe.network.architecture.adapter:
             absent.add("deformable_attention")
         return bool(CUSTOM_OPERATORS[cls.target] - absent)
