@@ -51,6 +51,7 @@ struct Kernels {
     decltype(&algm_cpu_patches) patches;
     decltype(&algm_cpu_unmerge) unmerge;
     decltype(&algm_cpu_label_map) labelMap;
+    decltype(&algm_cpu_mask_labels) maskLabels;
     decltype(&algm_cpu_deformable_attention) deformableAttention;
 };
 
@@ -61,7 +62,7 @@ struct Kernels {
             algm_##device##_gbm_apply, algm_##device##_attention, algm_##device##_reframe,         \
             algm_##device##_apart, algm_##device##_gelu, algm_##device##_skip_layer_norm,          \
             algm_##device##_patches, algm_##device##_unmerge, algm_##device##_label_map,           \
-            algm_##device##_deformable_attention                                                   \
+            algm_##device##_mask_labels, algm_##device##_deformable_attention                      \
     }
 
 // Types of inputs and outputs. Tokens have one of three, the same for all of a node.

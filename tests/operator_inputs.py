@@ -88,7 +88,7 @@ def assert_mask_labels(labels: Array, masks: Array, classes: Array, rounding: fl
     """Labels are those of the highest sums, or of ones that are as high but for rounding; returns how many must be the
     reference's.
 
-    An interpolated mask errs by eight units of 2^-24 of the largest around, and its sigmoid by as much of itself, for
+    An interpolated mask errs by twelve units of 2^-24 of the largest around, and its sigmoid by as much of itself, for
     what lies far below zero. Sums of positive numbers err by as many units of themselves as they have members, and by
     a few for the sigmoid. What is below 1e-37 may be zero.
 
@@ -97,7 +97,7 @@ def assert_mask_labels(labels: Array, masks: Array, classes: Array, rounding: fl
     """
     scores = reference.mask_scores(masks, classes, labels.shape[1:])
     queries, largest = masks.shape[1], float(np.abs(masks.astype(np.float64)).max())
-    off = np.expm1(min(8 * 2.0**-24 * (largest + queries + 8) + 2 * rounding, 700))
+    off = np.expm1(min(2.0**-24 * (12 * largest + queries + 8) + 2 * rounding, 700))
     chosen = np.take_along_axis(scores, labels[:, None].astype(np.int64), 1)[:, 0]
     below = np.sort(scores, axis=1)
     best, second = below[:, -1], below[:, -2] if scores.shape[1] > 1 else np.zeros_like(below[:, -1])

@@ -10,6 +10,7 @@
 | bias + GELU | `com.microsoft.BiasGelu`; in fp16 on CUDA custom operator `gelu` where the library is there |
 | patch embedding | CUDA: one matrix product instead of a strided convolution, in fp16 of custom operator `patches` |
 | rows scaled to length one | CUDA: `SimplifiedLayerNormalization` |
+| masks of queries to labels | custom operator `mask_labels` where the library is there |
 | label_map, deformable_attention, on CUDA clap, gbm, unmerge | custom operators where the library is there, else their
 function bodies |
 | scores on a grid, enlarged to the picture, the class of the highest | custom operator `label_map`, a row a cell |
@@ -44,6 +45,7 @@ from algm_deploy.lowering.patterns import (
     is_constant,
     is_quantized,
     linear_of,
+    mask_tail,
     nodes_of,
     number,
     only_user,
@@ -63,19 +65,10 @@ Provider = Literal["cpu", "cuda"]
 # label map of 150 classes takes 136 ms by its body and 28 ms by the library, an extractor of ViT-Adapter-B 111 and 43.
 # For a grid of 128 x 128 cells Resize and ArgMax take 261 ms on one core, the library 24; for 32 x 32 cells 176 and 2.
 CUSTOM_OPERATORS: dict[Provider, frozenset[str]] = {
-    "cpu": frozenset({"label_map", "deformable_attention"}),
+    "cpu": frozenset({"label_map", "mask_labels", "deformable_attention"}),
     "cuda": frozenset(
-        {
-            "clap",
-            "gbm",
-            "unmerge",
-            "label_map",
-            "deformable_attention",
-            "packed_attention",
-            "gelu",
-            "skip_layer_norm",
-            "patches",
-        },
+        {"clap", "gbm", "unmerge", "label_map", "mask_labels", "deformable_attention"}
+        | {"packed_attention", "gelu", "skip_layer_norm", "patches"},
     ),
 }
 # Fewest pixels along a side of a cell for which labels are the library's: at two a processor gains nothing, as it then
@@ -167,6 +160,7 @@ def rewrite(
         _unit_rows(model.graph, counts)
     if custom_operators:
         _labels_of_grids(model.graph, SMALLEST_CELL[provider])
+        mask_tail(model.graph)
     custom = _custom_operators(model.graph, CUSTOM_OPERATORS[provider], counts) if custom_operators else frozenset()
     RemoveUnusedNodesPass()(model)
     _keep_functions(model, {node.op_type for node in model.graph if node.domain == DOMAIN} - custom)

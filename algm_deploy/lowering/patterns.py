@@ -118,6 +118,80 @@ class Chain:
         return self.constant(np.array(sizes, np.int64))
 
 
+def mask_tail(graph: ir.Graph) -> None:
+    """From masks of queries to 8-bit labels in one node of the library instead of a dozen, which write every mask and
+    every class's scores at the size of the picture. The library's labels have 8 bits."""
+    for argmax in nodes_of(graph, "ArgMax"):
+        cast = only_user(argmax.outputs[0], "Cast")
+        weighted = _produced(argmax.inputs[0], "Einsum")
+        if cast is None or weighted is None or cast.outputs[0].dtype != ir.DataType.UINT8:
+            continue
+        takes_first = argmax.attributes.get_int("select_last_index", 0) == 0
+        of_classes = argmax.attributes.get_int("axis", 0) == 1 and argmax.attributes.get_int("keepdims", 1) == 0
+        if not takes_first or not of_classes or weighted.attributes["equation"].as_string() != "bqk,bqhw->bkhw":
+            continue
+        classes, share = pair(weighted)
+        enlarged = _sigmoid_of(share)
+        masks, size = _resized(enlarged)
+        if masks is None or classes.dtype != ir.DataType.FLOAT:
+            continue
+        add = Chain(graph, cast, str(cast.name))
+        stand_in(cast.outputs[0], add("mask_labels", masks, classes, domain=DOMAIN, size=size))
+
+
+def _produced(value: ir.Value | None, op_type: str) -> ir.Node | None:
+    """The node that computes a value, if it is of this type and nobody else wants the value."""
+    node = value.producer() if value is not None else None
+    if value is None or node is None or node.op_type != op_type or value.is_graph_output():
+        return None
+    return node if len(list(value.uses())) == 1 else None
+
+
+def _behind(value: ir.Value | None, *op_types: str) -> tuple[ir.Value | None, list[ir.Node]]:
+    """The first input of a chain of nodes of these types, the last first, and the nodes; None where it is another."""
+    nodes: list[ir.Node] = []
+    for op_type in op_types:
+        node = _produced(value, op_type)
+        if node is None:
+            return None, []
+        nodes.append(node)
+        value = node.inputs[0]
+    return value, nodes
+
+
+def _sigmoid_of(share: ir.Value) -> ir.Value | None:
+    """What a value is the sigmoid of, in full: exp(min(x, 0)) / (exp(-|x|) + 1)."""
+    quotient = _produced(share, "Div")
+    if quotient is None:
+        return None
+    above, below = pair(quotient)
+    x, least = _behind(above, "Exp", "Min")
+    same, plus = _behind(below, "Add", "Exp", "Neg", "Abs")
+    if x is None or x is not same or number(pair(least[-1])[1]) != 0 or number(pair(plus[0])[1]) != 1:
+        return None
+    return x if len(list(x.uses())) == 2 and not x.is_graph_output() else None
+
+
+def _resized(value: ir.Value | None) -> tuple[ir.Value | None, list[int]]:
+    """What a value is resized from, bilinear between centres of pixels, and height and width; before it has been made
+    fp32."""
+    node = value.producer() if value is not None else None
+    if value is None or value.shape is None or node is None or node.op_type != "Resize":
+        return None, []
+    words = {"mode": "nearest", "coordinate_transformation_mode": "half_pixel"}
+    said = [node.attributes.get_string(name, default) for name, default in words.items()]
+    size, masks = [side for side in list(value.shape)[2:] if isinstance(side, int)], node.inputs[0]
+    known = len(value.shape) == 4 and len(size) == 2
+    if said != ["linear", "half_pixel"] or node.attributes.get_int("antialias", 0) != 0 or not known or masks is None:
+        return None, []
+    widened = masks.producer()
+    if widened is not None and widened.op_type == "Cast" and widened.inputs[0] is not None:
+        narrow = widened.inputs[0]
+        if narrow.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16):
+            masks = narrow
+    return masks, size
+
+
 def patch_embedding(graph: ir.Graph, own: bool, counts: Counter[str]) -> None:
     """Conv with stride = kernel, Reshape, Transpose: cuDNN's convolution took a sixth of the time of Segmenter-S, and
     OpenVINO turns the image's axes for its own. `own`: the library's operator where it is faster.

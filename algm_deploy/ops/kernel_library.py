@@ -45,6 +45,10 @@ PatchesParams = _struct("PatchesParams", "images height width side", "dtype", fl
 UnmergeParams = _struct("UnmergeParams", "batch rows width patches prefix", "dtype")
 LabelMapParams = _struct("LabelMapParams", "batch rows classes grid_h grid_w height width prefix", "dtype label_type")
 
+MaskLabelsParams = _struct(
+    "MaskLabelsParams", "batch queries classes grid_h grid_w height width first lines", "dtype label_type"
+)
+
 
 class DeformableAttentionParams(ctypes.Structure):
     """`sides` has room for more levels than there are."""
@@ -153,6 +157,14 @@ def label_map_params(
 ) -> ctypes.Structure:
     """Of labelling scores of a shape (B, S, K) and a type; labels are int32 if `wide`, else uint8."""
     return LabelMapParams(*shape, *grid, *size, prefix, DTYPES[dtype], int(wide))
+
+
+def mask_labels_params(
+    shape: Sequence[int], dtype: str, classes: int, size: Sequence[int], wide: bool
+) -> ctypes.Structure:
+    """Of labelling all lines by masks of a shape (B, Q, h, w) and a type; labels are int32 if `wide`, else uint8."""
+    images, queries, *grid = shape
+    return MaskLabelsParams(images, queries, classes, *grid, *size, 0, size[0], DTYPES[dtype], int(wide))
 
 
 def deformable_attention_params(

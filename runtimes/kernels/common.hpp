@@ -129,6 +129,20 @@ inline int check(const algm_label_map_params *p) {
     return countable && p->prefix <= kMaxRows ? ALGM_OK : ALGM_UNSUPPORTED;
 }
 
+inline int check(const algm_mask_labels_params *p) {
+    if (p == nullptr || p->batch < 1 || p->queries < 1 || p->classes < 1 || p->grid_h < 1 || p->grid_w < 1 ||
+        p->height < 1 || p->width < 1 || p->first < 0 || p->lines < 1 || !is_dtype(p->dtype) ||
+        !is_one_of_two(p->label_type))
+        return ALGM_INVALID_ARGUMENT;
+    if (p->label_type == ALGM_LABEL_UINT8 && p->classes > 256) return ALGM_INVALID_ARGUMENT;
+    if (!fits(p->grid_h, p->grid_w) || !fits(p->height, p->width)) return ALGM_UNSUPPORTED;
+    if (p->first >= p->height || p->lines > p->height - p->first) return ALGM_INVALID_ARGUMENT;
+    // One image's masks and probabilities are counted in int32; the host rounds classes up.
+    const bool countable = fits(p->queries, p->grid_h * p->grid_w) && p->classes <= kMaxRows / 2 &&
+                           fits(p->queries, 2 * p->classes);
+    return countable && p->batch <= kMaxRows ? ALGM_OK : ALGM_UNSUPPORTED;
+}
+
 inline int check(const algm_deformable_attention_params *p) {
     if (p == nullptr || p->batch < 1 || p->cells < 1 || p->heads < 1 || p->width < 1 || p->queries < 1 ||
         p->points < 1 || p->levels < 1 || p->levels > ALGM_MAX_LEVELS || !is_dtype(p->dtype))

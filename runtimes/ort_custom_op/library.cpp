@@ -95,6 +95,7 @@ void addAll(OrtCustomOpDomain* domain) {
     add<Patches, backend>(domain);
     add<Node<Unmerge>, backend>(domain);
     add<Node<Labels>, backend>(domain);
+    add<MaskLabels, backend>(domain);
     add<Looking, backend>(domain);
 }
 

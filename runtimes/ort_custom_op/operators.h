@@ -361,6 +361,60 @@ private:
     float centre_{}, scale_{};
 };
 
+// masks (B,Q,h,w), classes (B,Q,K) in fp32 -> 8-bit labels (B,H,W). On the CPU lines are shared among the session's threads.
+struct MaskLabels : OnTokens<Type::kFloat> {
+    static constexpr char const* kName = "mask_labels";
+
+    static ONNXTensorElementDataType outputType(size_t) { return typeOf(Type::kLabels); }
+
+    explicit MaskLabels(ReadAttribute const& read) { read("size", size_, 1); }
+
+    void run(Call const& call) const {
+        Tensor const masks = call.input(0, 4), classes = call.input(1, 3);
+        auto const& m = masks.shape;
+        expectEqual(classes.shape[0], m[0], "images of classes");
+        expectEqual(classes.shape[1], m[1], "queries of classes");
+        if (classes.shape[2] > kMostClasses) {
+            fail("8-bit labels hold ", kMostClasses, " classes, got ", classes.shape[2]);
+        }
+        algm_mask_labels_params const p{m[0],     m[1], classes.shape[2], m[2], m[3], size_[0], size_[1], 0,
+                                        size_[0], masks.dtype(), ALGM_LABEL_UINT8};
+        auto* const labels = static_cast<uint8_t*>(call.output(0, {m[0], size_[0], size_[1]}));
+        auto const* shares = static_cast<float const*>(classes.data);
+        int const status = call.backend.wait != nullptr
+                               ? call.backend.kernels.maskLabels(&p, masks.data, shares, labels, call.stream)
+                               : onThreads(call, p, static_cast<char const*>(masks.data), shares, labels);
+        done(call, status, "labelling pixels by masks");
+    }
+
+private:
+    static constexpr int64_t kMostClasses = 255, kLines = 32;  // lines of a part
+
+    static int onThreads(Call const& call, algm_mask_labels_params const& whole, char const* masks, float const* classes,
+                         uint8_t* labels) {
+        int64_t const parts = (whole.height + kLines - 1) / kLines;
+        int64_t const bytes = whole.queries * whole.grid_h * whole.grid_w * dtype_bytes(whole.dtype);
+        std::atomic<int> failed{ALGM_OK};
+        auto work = [&](size_t part) {
+            int64_t const image = static_cast<int64_t>(part) / parts;
+            algm_mask_labels_params p = whole;
+            p.batch = 1;
+            p.first = static_cast<int64_t>(part) % parts * kLines;
+            p.lines = std::min(kLines, whole.height - p.first);
+            int const status = call.backend.kernels.maskLabels(
+                &p, masks + image * bytes, classes + image * whole.queries * whole.classes,
+                labels + (image * whole.height + p.first) * whole.width, nullptr);
+            if (status != ALGM_OK) {
+                failed = status;
+            }
+        };
+        call.forEach(static_cast<size_t>(whole.batch * parts), work);
+        return failed;
+    }
+
+    int32_t size_[2]{};
+};
+
 // 8-bit labels, for up to 255 classes; graphs with more keep the function body.
 using Labels = LabelMap<ALGM_LABEL_UINT8>;
 

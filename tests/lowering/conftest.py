@@ -108,10 +108,10 @@ def exported(golden_segmenter: Callable[[str], Any], translated: Callable[..., i
 def exported_toy(translated: Callable[..., ir.Model]) -> Callable[[str, str], Exported]:
     """The toy of a family and decoder, exported."""
 
-    def make(family: str, decoder: str) -> Exported:
+    def make(family: str, decoder: str, output: Output = "scores", half: bool = False) -> Exported:
         network, plan = toy(family, decoder)
-        deployed = deployed_toy(network, plan)
-        return Exported(deployed, Configuration(plan), translated(deployed, plan))
+        deployed = deployed_toy(network, plan, output, torch.float16 if half else torch.float32)
+        return Exported(deployed, Configuration(plan, output, half=half), translated(deployed, plan))
 
     return make
 

@@ -183,6 +183,90 @@ def test_deformable_attention_is_left_to_the_library(exported_toy: Any, ort_libr
             np.testing.assert_array_equal(found[name], value, err_msg=name)
 
 
+OF_MASKS = [("segvit", "atm"), ("eomt", "queries")]
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize(("family", "decoder"), OF_MASKS)
+def test_the_tail_of_masks_is_left_to_the_library(exported_toy: Any, family: str, decoder: str, half: bool) -> None:
+    """One node by both providers, that takes masks as they come, and nothing of the picture's size is left."""
+    exported = exported_toy(family, decoder, "labels", half)
+    providers: tuple[Provider, ...] = ("cuda", "cpu")
+    for provider in providers:
+        graph = exported.portable.clone()
+        assert rewrite(graph, provider, custom_operators=True, single=False)["mask_labels"] == 1
+        (tail,) = [node for node in graph.graph if node.op_type == "mask_labels"]
+        assert tail.outputs[0] is graph.graph.outputs[0]
+        assert tail.attributes["size"].as_ints() == (64, 96)
+        masks, classes = tail.inputs
+        assert classes.dtype == ir.DataType.FLOAT
+        # SegViT adds its masks up in fp32.
+        assert masks.dtype == (ir.DataType.FLOAT16 if half and family == "eomt" else ir.DataType.FLOAT)
+        assert not {"Resize", "ArgMax"} & {node.op_type for node in graph.graph}
+        without = rewrite(exported.portable.clone(), provider, custom_operators=False, single=False)
+        assert "mask_labels" not in without
+
+
+@pytest.mark.parametrize(("family", "decoder"), OF_MASKS)
+def test_labels_of_masks_are_those_of_the_portable_graph(
+    exported_toy: Any, ort_library: Path, tmp_path: Path, family: str, decoder: str
+) -> None:
+    """But for two classes that are as good up to rounding."""
+    exported, with_scores = (exported_toy(family, decoder, output) for output in ("labels", "scores"))
+    images = pictures(exported.deployed.network)
+    models = {"own": exported.portable.clone(), "portable": exported.portable, "scores": with_scores.portable}
+    for name, model in models.items():
+        surer(model)
+        if name == "own":
+            assert rewrite(model, "cpu", custom_operators=True, single=False)["mask_labels"] == 1
+        ir.save(model, tmp_path / f"{name}.onnx")
+    found, expected, scored = (run(tmp_path / f"{n}.onnx", images, clap=TAU, library=ort_library) for n in models)
+    labels, wanted = found.pop("labels"), expected.pop("labels")
+    for name, value in expected.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+    assert (labels.shape, labels.dtype) == (wanted.shape, wanted.dtype)
+    assert len(np.unique(wanted)) > 1
+    chosen, best = (np.take_along_axis(scored["scores"], x[:, None].astype(np.int64), 1) for x in (labels, wanted))
+    np.testing.assert_allclose(chosen, best, rtol=4e-6)
+
+
+def surer(model: ir.Model) -> None:
+    """Makes queries surer of their classes, so that not all pixels of a network of random weights have the same."""
+    weight = model.graph.initializers["decoder.classes.constant"]
+    weight.const_value = ir.tensor(12 * weight.const_value.numpy(), name=weight.name)
+
+
+def test_other_tails_are_no_tails_of_masks(exported_toy: Any) -> None:
+    """Scores; masks that are weighted before they are enlarged; labels of more than eight bits; another sigmoid."""
+    portable = exported_toy("segvit", "atm", "labels").portable
+    cases = {
+        "scores": exported_toy("segvit", "atm").portable,
+        "enlarged later": exported_toy("eva", "mask2former", "labels").portable,
+        "int32": changed(
+            portable, "Cast", lambda node: setattr(node.outputs[0], "type", ir.TensorType(ir.DataType.INT32))
+        ),
+        "last of equals": changed(portable, "ArgMax", lambda node: put(node, "select_last_index", 1)),
+        "corners": changed(portable, "Resize", lambda n: put(n, "coordinate_transformation_mode", "align_corners")),
+        "equation": changed(portable, "Einsum", lambda node: put(node, "equation", "bqk,bqhw->bkwh")),
+        "half of it": changed(portable, "Min", lambda node: node.replace_input_with(1, node.inputs[0])),
+    }
+    for name, model in cases.items():
+        counts = rewrite(model.clone(), "cuda", custom_operators=True, single=False)
+        assert "mask_labels" not in counts, name
+    assert rewrite(portable.clone(), "cuda", custom_operators=True, single=False)["mask_labels"] == 1
+
+
+def changed(model: ir.Model, op_type: str, change: Callable[[ir.Node], None]) -> ir.Model:
+    """A copy in which the last node of a type is changed."""
+    model = model.clone()
+    change([node for node in model.graph if node.op_type == op_type][-1])
+    return model
+
+
+def put(node: ir.Node, name: str, value: str | int) -> None:
+    node.attributes[name] = ir.AttrString(name, value) if isinstance(value, str) else ir.AttrInt64(name, value)
+
+
 @pytest.fixture
 def any_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the library computes of rows wherever it can stand: small networks are fp32, with narrow heads."""

@@ -20,6 +20,7 @@ from algm_deploy.ops.kernel_library import (
     gbm_params,
     gelu_params,
     label_map_params,
+    mask_labels_params,
     patches_params,
     reframe_params,
     skip_layer_norm_params,
@@ -239,6 +240,17 @@ class Kernels:
         wide = scores.shape[2] > 255
         params = label_map_params(scores.shape, scores.dtype.name, prefix, grid, size, wide)
         return self._tail("label_map", params, scores, map, (len(scores), *size), np.int32 if wide else np.uint8)
+
+    def mask_labels(
+        self, masks: np.ndarray, classes: np.ndarray, *, size: tuple[int, int], lines: tuple[int, int] | None = None
+    ) -> np.ndarray:
+        """`lines`: only those of every picture, from one up to another."""
+        first, end = lines or (0, size[0])
+        wide = classes.shape[2] > 255
+        params = mask_labels_params(masks.shape, masks.dtype.name, classes.shape[2], size, wide)
+        params.first, params.lines = first, end - first
+        shape, dtype = (len(masks), end - first, size[1]), np.int32 if wide else np.uint8
+        return self._tail("mask_labels", params, masks, classes, shape, dtype)
 
     def _tail(self, name: str, params: Any, values: np.ndarray, map: np.ndarray, shape: Any, dtype: Any) -> np.ndarray:
         out = self.memory.empty(shape, dtype)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 from kernel_arrays import Kernels, Outputs
 from kernel_memory import DTYPES
-from operator_inputs import CLAP, GBM, KINDS, exact_tokens, ones, places_error
+from operator_inputs import CLAP, GBM, KINDS, assert_mask_labels, exact_tokens, ones, places_error
 
 from algm_deploy.ops import reference
 from algm_deploy.ops.clap import window_members
@@ -435,6 +435,30 @@ LABEL_SHAPES = (
     ((2, 3), (64, 96), 300),  # int32 labels, more classes than a list holds
     ((2, 2), (80, 80), 1),
 )
+
+
+MASK_SHAPES = (
+    # queries, grid, size, classes
+    (150, (5, 4), (80, 64), 150),  # as SegViT has them
+    (100, (16, 12), (64, 48), 150),  # as EoMT has them
+    (1, (3, 3), (9, 100), 1),
+    (1, (2, 2), (16, 16), 255),
+    (17, (1, 1), (5, 33), 19),
+    (33, (3, 5), (21, 37), 171),  # no whole ratio
+    (40, (9, 70), (9, 70), 21),  # no larger than the masks
+    (16, (40, 70), (17, 33), 60),  # smaller
+    (8, (3, 40), (6, 2), 24),  # fewer columns than a cell of it has masks
+    (5, (2, 3), (64, 96), 300),  # int32 labels
+    (300, (2, 2), (24, 40), 88),
+)
+
+
+def check_mask_labels(kernels: Kernels, masks: np.ndarray, classes: np.ndarray, size: tuple[int, int]) -> None:
+    """Labels of the largest sums; on a device factors are two bf16 each, of 16 digits or more together."""
+    labels = kernels.mask_labels(masks, classes, size=size)
+    assert labels.dtype == (np.uint8 if classes.shape[2] <= 255 else np.int32)
+    assert labels.shape == (len(masks), *size)
+    assert_mask_labels(labels, masks, classes, 2.0 ** (-24 if kernels.memory.device == "cpu" else -17))
 
 
 def label_inputs(

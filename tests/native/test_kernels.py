@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from kernel_arrays import INVALID_ARGUMENT, INVALID_MAP, UNSUPPORTED, KernelError, Kernels
 from kernel_memory import DTYPES
-from operator_inputs import CLAP, GBM, exact_tokens, ones
+from operator_inputs import CLAP, GBM, exact_tokens, mask_inputs, ones
 
 from algm_deploy.errors import ExecutionError
 from algm_deploy.ops import kernel_library, reference
@@ -23,6 +23,7 @@ from algm_deploy.ops.kernel_library import (
     clap_params,
     deformable_attention_params,
     gbm_params,
+    mask_labels_params,
 )
 from algm_deploy.ops.schema import WORDS
 
@@ -291,6 +292,49 @@ def test_label_ties_and_nan(kernels: Kernels) -> None:
     assert (kernels.label_map(scores, patch_map, **attributes) == 4).all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("queries", "grid", "size", "classes"), cases.MASK_SHAPES)
+def test_mask_labels(
+    kernels: Kernels, queries: int, grid: tuple[int, int], size: tuple[int, int], classes: int, dtype: Any
+) -> None:
+    """On masks about zero, on some that are all far below it somewhere, and on some that are steps."""
+    rng = np.random.default_rng(classes)
+    for reach in (4.0, 30.0, 1e4):
+        masks, shares = mask_inputs(rng, (2, queries, *grid), classes, np.float32, reach)
+        masks[1] -= reach / 2
+        cases.check_mask_labels(kernels, masks.astype(dtype), shares, size)
+
+
+def test_lines_of_a_picture_are_those_of_the_whole(kernels: Kernels) -> None:
+    masks, classes = mask_inputs(np.random.default_rng(0), (2, 20, 5, 7), 30, np.float32, 5.0)
+    whole = kernels.mask_labels(masks, classes, size=(40, 63))
+    for first, end in ((0, 1), (0, 39), (3, 17), (39, 40)):
+        some = kernels.mask_labels(masks, classes, size=(40, 63), lines=(first, end))
+        np.testing.assert_array_equal(some, whole[:, first:end])
+
+
+def test_mask_labels_ties_and_nothing_there(kernels: Kernels) -> None:
+    classes = np.float32([[[0.25, 0.5, 0.5, 0.25], [0.5, 0.25, 0.25, 0.5]]])
+    masks = np.float32([[[[2, -2]], [[-2, 2]]]])
+    assert kernels.mask_labels(masks, classes, size=(1, 2)).tolist() == [[[1, 0]]]
+    assert not kernels.mask_labels(np.full((1, 2, 3, 3), -2e4, np.float32), classes, size=(7, 40)).any()
+    same = np.full((1, 40, 200), 0.004, np.float32)
+    assert not kernels.mask_labels(np.zeros((1, 40, 2, 2), np.float32), same, size=(9, 33)).any()
+
+
+def test_mask_labels_of_what_is_no_number_are_labels(kernels: Kernels) -> None:
+    """Any, but one that there is; where all masks around are finite they are as ever."""
+    masks, classes = mask_inputs(np.random.default_rng(4), (1, 9, 4, 4), 12, np.float32, 5.0)
+    clean = kernels.mask_labels(masks, classes, size=(32, 32))
+    for value in (np.nan, np.inf, -np.inf):
+        masks[0, 3, 1, 1] = value
+        found = kernels.mask_labels(masks, classes, size=(32, 32))
+        assert (found < 12).all()
+        np.testing.assert_array_equal(found[0, 20:], clean[0, 20:])
+    assert (kernels.mask_labels(masks, -classes, size=(32, 32)) < 12).all()
+    assert (kernels.mask_labels(masks, classes * np.float32("nan"), size=(32, 32)) < 12).all()
+
+
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 
@@ -320,6 +364,33 @@ def test_contradictions_are_refused(kernels: Kernels, field: str, value: int, st
         kernels.call("clap_similarity", params, buffer, buffer)
     assert caught.value.status == status
     assert "check the shapes" in str(caught.value) or "smaller batch" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "status"),
+    [
+        ("queries", 0, INVALID_ARGUMENT),
+        ("classes", 257, INVALID_ARGUMENT),
+        ("first", -1, INVALID_ARGUMENT),
+        ("first", 16, INVALID_ARGUMENT),
+        ("lines", 17, INVALID_ARGUMENT),
+        ("lines", 1 << 62, INVALID_ARGUMENT),
+        ("dtype", 3, INVALID_ARGUMENT),
+        ("label_type", 2, INVALID_ARGUMENT),
+        ("grid_w", 1 << 40, UNSUPPORTED),
+        ("queries", 1 << 40, UNSUPPORTED),
+        ("batch", 1 << 40, UNSUPPORTED),
+    ],
+)
+def test_contradicting_masks_are_refused(kernels: Kernels, field: str, value: int, status: int) -> None:
+    params = mask_labels_params((1, 3, 4, 4), "float32", 5, (16, 16), False)
+    buffer = kernels.memory.empty((4096,), np.uint8)
+    with pytest.raises(KernelError, match=f"status {INVALID_ARGUMENT}"):
+        kernels.call("mask_labels", params, buffer, None, buffer)
+    setattr(params, field, value)
+    with pytest.raises(KernelError) as caught:
+        kernels.call("mask_labels", params, buffer, buffer, buffer)
+    assert caught.value.status == status
 
 
 def test_windows_of_one_patch_null_pointers_and_more_classes_than_fit_are_refused(kernels: Kernels) -> None:
@@ -398,6 +469,7 @@ def declared_fields(header: str, struct: str) -> Iterator[tuple[str, str]]:
         "PatchesParams",
         "UnmergeParams",
         "LabelMapParams",
+        "MaskLabelsParams",
         "DeformableAttentionParams",
     ],
 )

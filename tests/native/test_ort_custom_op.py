@@ -19,7 +19,7 @@ import onnx
 import pytest
 from kernel_cases import check_places, pick_from, places_case, random_tokens
 from onnx import helper
-from operator_inputs import CLAP, GBM, exact_tokens, ones
+from operator_inputs import CLAP, GBM, assert_mask_labels, exact_tokens, mask_inputs, ones
 
 from algm_deploy.ops import reference
 from algm_deploy.ops.schema import WORDS
@@ -67,7 +67,8 @@ def write(folder: Path, op: str, inputs: Mapping[str, np.ndarray], outputs: int,
     kinds = {name: helper.np_dtype_to_tensor_dtype(x.dtype) for name, x in inputs.items()}
     token = next(iter(kinds.values()))
     of_merges = [token, 1, 7, 7, 7, onnx.TensorProto.UINT8]
-    known = {"label_map": [onnx.TensorProto.UINT8], "skip_layer_norm": [token, token]}
+    labels = [onnx.TensorProto.UINT8]
+    known = {"label_map": labels, "mask_labels": labels, "skip_layer_norm": [token, token]}
     output_kinds = known.get(op, of_merges[:outputs])
     graph = helper.make_graph(
         [node],
@@ -269,6 +270,30 @@ def test_label_map(run: Any) -> None:
     inputs = [rng.standard_normal((2, 9, 6)).astype(np.float32), rng.integers(0, 9, (2, 12))]
     plan = {"prefix": 0, "grid": [3, 4], "size": [48, 64]}
     assert_equal(run("label_map", inputs, 1, **plan), [reference.label_map(*inputs, **plan)])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_mask_labels(run: Any, dtype: Any) -> None:
+    """More lines than the part of a thread, in several pictures."""
+    masks, classes = mask_inputs(np.random.default_rng(6), (3, 20, 6, 5), 30, dtype, 5.0)
+    (labels,) = run("mask_labels", [masks, classes], 1, size=[75, 61])
+    assert labels.dtype == np.uint8
+    assert labels.shape == (3, 75, 61)
+    assert_mask_labels(labels, masks, classes)
+
+
+def test_masks_that_contradict_are_refused(run: Any) -> None:
+    masks, classes = np.zeros((2, 3, 4, 4), np.float32), np.zeros((2, 3, 5), np.float32)
+    for given, said in (
+        ([masks, classes[:1]], "images of classes should be 2, got 1"),
+        ([masks[:, :2], classes], "queries of classes should be 2, got 3"),
+        ([masks, np.zeros((2, 3, 256), np.float32)], "8-bit labels hold 255 classes, got 256"),
+        ([masks[0], classes], "input 0 should have 4 axes, got 3"),
+    ):
+        with pytest.raises(RuntimeError, match=said):
+            run("mask_labels", given, 1, size=[8, 8])
+    with pytest.raises(RuntimeError, match="attribute size should lie in 1 to"):
+        run("mask_labels", [masks, classes], 1, size=[0, 8])
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
