@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 from kernel_arrays import Kernels, Outputs
 from kernel_memory import DTYPES
-from operator_inputs import CLAP, GBM, KINDS, assert_mask_labels, exact_tokens, ones, places_error
+from operator_inputs import CLAP, GBM, KINDS, assert_mask_labels, exact_tokens, mask_inputs, ones, places_error
 
 from algm_deploy.ops import reference
 from algm_deploy.ops.clap import window_members
@@ -459,6 +459,29 @@ def check_mask_labels(kernels: Kernels, masks: np.ndarray, classes: np.ndarray, 
     assert labels.dtype == (np.uint8 if classes.shape[2] <= 255 else np.int32)
     assert labels.shape == (len(masks), *size)
     assert_mask_labels(labels, masks, classes, 2.0 ** (-24 if kernels.memory.device == "cpu" else -17))
+
+
+def check_random_masks(kernels: Kernels, pick: Pick, rng: np.random.Generator, dtype: Any) -> None:
+    """Of few and many queries and classes, larger and smaller than the picture."""
+    queries, classes = pick((1, 7, 16, 17, 48, 100)), pick((1, 2, 19, 24, 25, 88, 89, 152, 153, 171, 255, 300))
+    grid, size = pick(((1, 1), (3, 4), (9, 2), (20, 33))), pick(((1, 1), (8, 31), (16, 64), (33, 97), (5, 300)))
+    shape = pick((1, 3)), queries, *grid
+    masks, shares = mask_inputs(rng, shape, classes, np.float32, pick((1.0, 8.0, 60.0, 1e4)))
+    check_mask_labels(kernels, (masks - pick((0.0, 10.0))).astype(dtype), shares, size)
+
+
+def check_masks_like(
+    kernels: Kernels, other: Kernels, masks: np.ndarray, classes: np.ndarray, size: tuple[int, int]
+) -> None:
+    """Labels differ from those of another implementation, exact to fp32, only where both classes are as good."""
+    mine, theirs = (run.mask_labels(masks, classes, size=size) for run in (kernels, other))
+    down, across = (interpolation_matrix(g, s).astype(np.float64) for g, s in zip(masks.shape[2:], size, strict=True))
+    places = np.argwhere(mine != theirs)
+    assert len(places) < mine.size // 500, "far more than there are ties up to rounding"
+    for image, y, x in places:
+        mask = np.einsum("r,qrc,c->q", down[y], masks[image].astype(np.float64), across[x])
+        scores = 1 / (1 + np.exp(-mask)) @ classes[image].astype(np.float64)
+        assert scores[mine[image, y, x]] >= scores[theirs[image, y, x]] * (1 - 2.0**-15)
 
 
 def label_inputs(

@@ -19,7 +19,7 @@ import torch
 from kernel_arrays import UNSUPPORTED, KernelError, Kernels
 from kernel_code import EARLIER_CARDS, code_in, library_for
 from kernel_memory import DTYPES, DeviceMemory, HostMemory
-from operator_inputs import CLAP, GBM, exact_tokens, ones
+from operator_inputs import CLAP, GBM, exact_tokens, mask_inputs, ones
 
 from algm_deploy.ops.clap import window_members
 from algm_deploy.ops.kernel_library import clap_params, gbm_params
@@ -269,6 +269,43 @@ def test_a_sequence_longer_than_a_grid_is_refused(kernels: Kernels) -> None:
     with pytest.raises(KernelError) as caught:
         kernels.call("gbm_similarity", params, buffer, buffer, buffer, buffer, buffer)
     assert caught.value.status == UNSUPPORTED
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_mask_labels_of_random_masks(kernels: Kernels, dtype: Any) -> None:
+    cases.many(dtype, lambda pick, rng: cases.check_random_masks(kernels, pick, rng, dtype), cases.CASES // 5)
+
+
+# As SegViT has them, as EoMT, in two groups of classes, for a kernel without tensor cores on any card, in few pixels.
+FULL_SIZES = [
+    (150, 40, 640, 150, np.float32),
+    (100, 128, 512, 150, np.float16),
+    (100, 64, 512, 171, np.float16),
+    (100, 256, 256, 19, np.float16),
+    (1000, 32, 128, 150, np.float32),
+    (200, 130, 56, 133, np.float32),
+]
+
+
+@pytest.mark.parametrize(("queries", "grid", "size", "classes", "dtype"), FULL_SIZES)
+def test_mask_labels_at_full_size(
+    kernels: Kernels, library: Path, queries: int, grid: int, size: int, classes: int, dtype: Any
+) -> None:
+    """Device and host agree on masks of smooth shapes; an image has the same bits alone, in a batch, and once more."""
+    rng = np.random.default_rng(queries)
+    places, radius = rng.uniform(0, grid, (2, 3, queries, 1, 1)), rng.uniform(0.05, 0.3, (3, queries, 1, 1)) * grid
+    down, across = np.mgrid[:grid, :grid]
+    far = np.hypot(down - places[0], across - places[1]) - radius
+    masks = (-60 / grid * far + 0.3 * rng.standard_normal(far.shape)).astype(dtype)
+    _, shares = mask_inputs(rng, (3, queries, 1, 1), classes, np.float32, 1.0)
+    cases.check_masks_like(kernels, Kernels(library, HostMemory()), masks, shares, (size, size))
+    together = kernels.mask_labels(masks, shares, size=(size, size))
+    np.testing.assert_array_equal(kernels.mask_labels(masks, shares, size=(size, size)), together)
+    for image in (0, 2):
+        one = slice(image, image + 1)
+        np.testing.assert_array_equal(
+            kernels.mask_labels(masks[one], shares[one], size=(size, size))[0], together[image]
+        )
 
 
 def test_a_thousand_classes_fit_and_ten_thousand_are_refused(kernels: Kernels) -> None:

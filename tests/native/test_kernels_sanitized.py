@@ -22,11 +22,12 @@ import pytest
 from kernel_arrays import UNSUPPORTED, KernelError, Kernels
 from kernel_memory import DTYPES, HostMemory
 from native_build import locked
-from operator_inputs import CLAP, GBM, ones
+from operator_inputs import CLAP, GBM, mask_inputs, ones
 
 from algm_deploy.native_libraries import cache_folder
 from algm_deploy.ops.kernel_library import (
     LabelMapParams,
+    MaskLabelsParams,
     UnmergeParams,
     attention_params,
     clap_params,
@@ -140,6 +141,15 @@ def test_labels_and_unmerge(kernels: Kernels, dtype: Any) -> None:
         np.testing.assert_array_equal(found, np.take_along_axis(scores, patch_map[:, :, None] - 1, axis=1))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_mask_labels(kernels: Kernels, dtype: Any) -> None:
+    cases.many(dtype, lambda pick, rng: cases.check_random_masks(kernels, pick, rng, dtype), 15)
+    masks, classes = mask_inputs(np.random.default_rng(0), (1, 5, 3, 3), 9, np.float32, 4.0)
+    for value in (np.nan, np.inf):
+        masks[0, :, 1] = value
+        assert (kernels.mask_labels(masks, classes, size=(20, 9), lines=(3, 20)) < 9).all()
+
+
 def test_deformable_attention_of_all_that_memory_can_hold(kernels: Kernels) -> None:
     def check(pick: cases.Pick, rng: np.random.Generator) -> None:
         case = cases.places_case(pick, rng, np.float16, exact=True)
@@ -160,6 +170,7 @@ def test_huge_numbers_are_refused_before_anything_is_multiplied(kernels: Kernels
         ("gbm_decide", gbm_params((1, 17, 16), "float32", 16, **GBM), 9),
         ("unmerge", UnmergeParams(1, 17, 16, 16, 1, 0), 3),
         ("label_map", LabelMapParams(1, 17, 5, 4, 4, 8, 8, 1, 0, 1), 3),
+        ("mask_labels", MaskLabelsParams(1, 3, 5, 4, 4, 8, 8, 0, 8, 0, 1), 3),
         ("attention", attention_params((1, 17, 24), "float32", 2, 0.5), 4),
         ("gelu", gelu_params((1, 17, 16), "float32"), 3),
         ("skip_layer_norm", skip_layer_norm_params((1, 17, 16), "float32", 1e-6), 7),

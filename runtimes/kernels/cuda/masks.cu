@@ -137,6 +137,226 @@ __global__ void __launch_bounds__(kPlainWarps *kWarp)
     }
 }
 
+// ---- on tensor cores ------------------------------------------------------------------------------------------------
+
+// Products are those of numbers cut into two of bf16 each, high and low, without the two low ones: that keeps the range of
+// fp32 and 16 binary digits of it, as tiny values decide where no query has a mask.
+//
+// A warp labels 32 neighbours of a line. It interpolates the two lines of cells around them to one, in shared memory, and
+// computes sigmoids where the matrix instruction takes them, in registers; probabilities lie cut in shared memory, for as
+// many classes as a warp has sums of in registers, and serve all pixels of a block.
+
+constexpr int kMaskWarps = 8;
+constexpr int kMaskPixels = 32;               // of a warp at a time
+constexpr int kMaskStep = 16;                 // queries of one product
+constexpr int kMaskTiles = 4;                 // times 32 pixels by a warp, one after the other
+constexpr int kShareBytes = kMaskStep * 4;    // of a class in one step: 8 + 8 high parts, 8 + 8 low ones
+constexpr int kMaskRows = kMaskPixels / 8;    // pixels of a lane
+
+struct Tiling {
+    int steps;   // of queries
+    int stride;  // of cells in shared memory, in floats: 16 more than a multiple of all banks, so that neighbours differ
+    int cells;   // most that 32 pixels lie between
+    int strips;  // 32 pixels wide, of a picture
+    int groups;  // of classes
+    int tiles;   // of a warp
+
+    Tiling(const algm_mask_labels_params &p, int classes)
+        : steps(static_cast<int>(ceil_div(p.queries, kMaskStep))),
+          stride(kMaskStep * (steps + (steps % 2 == 0))),
+          strips(static_cast<int>(ceil_div(p.width, kMaskPixels))),
+          groups(static_cast<int>(ceil_div(p.classes, classes))),
+          tiles(groups == 1 ? kMaskTiles : 1) {
+        const double between = static_cast<double>(kMaskPixels - 1) * p.grid_w / p.width;
+        const int64_t most = static_cast<int64_t>(between + 0.5) + 3;  // with those at both ends, however places round
+        cells = static_cast<int>(most < p.grid_w ? most : p.grid_w);
+    }
+
+    int64_t bytes(int classes) const {
+        return int64_t{steps} * classes * kShareBytes + int64_t{kMaskWarps} * cells * stride * 4;
+    }
+    int64_t blocks(int64_t lines) const { return ceil_div(int64_t{strips} * lines, kMaskWarps * tiles); }
+};
+
+// Two numbers as bf16, and what they lack.
+__device__ inline void cut(float first, float second, unsigned &high, unsigned &low) {
+    const __nv_bfloat162 rounded = __floats2bfloat162_rn(first, second);
+    high = *reinterpret_cast<const unsigned *>(&rounded);
+    const float2 there = to_floats(high, __nv_bfloat16{});
+    const __nv_bfloat162 rest = __floats2bfloat162_rn(first - there.x, second - there.y);
+    low = *reinterpret_cast<const unsigned *>(&rest);
+}
+
+// Where 16 bytes of a class in a step lie, of four: so that eight classes beside each other fill all banks.
+__device__ inline int share_at(int step, int classes, int k, int chunk) {
+    return (step * classes + k) * kShareBytes + (chunk ^ (k / 2 % 4)) * 16;
+}
+
+// Cuts the probabilities of CLASSES classes from `first` on; zeros for queries and classes that there are none of. The
+// fourth of a step's queries which a lane computes are neighbours, so a product's order of queries is another: 0, 1, 4, 5,
+// 8, 9, 12, 13, then 2, 3, 6, 7, 10, 11, 14, 15.
+template <int CLASSES>
+__device__ void cut_shares(const Plan &plan, int steps, const float *shares, int first, unsigned char *to) {
+    for (int i = threadIdx.x; i < steps * (kMaskStep / 2) * CLASSES; i += blockDim.x) {
+        const int k = i % CLASSES, q = i / CLASSES * 2, own = q % kMaskStep;
+        const bool there = first + k < plan.classes;
+        const float *from = shares + int64_t{q} * plan.classes + first + k;
+        const float one = there && q < plan.queries ? from[0] : 0.0f;
+        const float two = there && q + 1 < plan.queries ? from[plan.classes] : 0.0f;
+        unsigned high, low;
+        cut(one, two, high, low);
+        const int chunk = own % 4 / 2, beside = own / 4 * 4;
+        *reinterpret_cast<unsigned *>(to + share_at(q / kMaskStep, CLASSES, k, chunk) + beside) = high;
+        *reinterpret_cast<unsigned *>(to + share_at(q / kMaskStep, CLASSES, k, chunk + 2) + beside) = low;
+    }
+}
+
+// Exponents of `count` cells from `first` on at a line of pixels, all queries of a cell side by side; zeros for queries
+// that there are none of.
+template <class T>
+__device__ void load_exponents(const Plan &plan, const Tiling &tiling, const T *masks, int line, int first, int count,
+                               float *to) {
+    constexpr int kCells = 8, kQueries = kWarp / kCells, kTogether = 2 * kMaskStep / kQueries;
+    const Place y(plan.down, plan.first + line);
+    const T *upper = masks + y.low * plan.across.cells + first, *lower = masks + y.high * plan.across.cells + first;
+    const int queries = tiling.steps * kMaskStep;
+    for (int base = 0; base < count; base += kCells) {
+        const int c = base + lane_index() % kCells;
+        for (int start = lane_index() / kCells; start < queries; start += kTogether * kQueries) {
+            float value[kTogether];
+#pragma unroll
+            for (int i = 0; i < kTogether; ++i) {
+                const int q = start + i * kQueries;
+                value[i] = 0;
+                if (c < count && q < plan.queries) {
+                    const int at = q * plan.cells() + c;
+                    value[i] = kExponent * between(to_float(upper[at]), to_float(lower[at]), y.weight);
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < kTogether; ++i) {
+                const int q = start + i * kQueries;
+                if (c < count && q < queries) to[c * tiling.stride + q] = value[i];
+            }
+        }
+    }
+}
+
+// Sums of 32 pixels for 8 N classes: those of a lane's pixels 8 i + lane / 4, in [i / 2][tile of classes][i % 2 * 2 + j]
+// the class 2 (lane % 4) + j of the tile.
+template <int N>
+__device__ void add_products(const Tiling &tiling, const unsigned char *shares, const float *exponents,
+                             const int (&left)[kMaskRows], const int (&right)[kMaskRows],
+                             const float (&weight)[kMaskRows], float (&sum)[2][N][4]) {
+    const int lane = lane_index();
+    const unsigned char *matrix = shares + share_at(0, 8 * N, lane % 8, lane / 8);
+    const float *own = exponents + lane % 4 * 4;
+    for (int step = 0; step < tiling.steps; ++step) {
+        unsigned high[2][4], low[2][4];
+#pragma unroll
+        for (int i = 0; i < kMaskRows; ++i) {
+            const float4 a = *reinterpret_cast<const float4 *>(own + left[i]);
+            const float4 b = *reinterpret_cast<const float4 *>(own + right[i]);
+            const float w = weight[i];
+            cut(sigmoid_of(between(a.x, b.x, w)), sigmoid_of(between(a.y, b.y, w)), high[i / 2][i % 2],
+                low[i / 2][i % 2]);
+            cut(sigmoid_of(between(a.z, b.z, w)), sigmoid_of(between(a.w, b.w, w)), high[i / 2][i % 2 + 2],
+                low[i / 2][i % 2 + 2]);
+        }
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+            unsigned b[4];
+            load_matrices(b, matrix + n * 8 * kShareBytes);
+#pragma unroll
+            for (int m = 0; m < 2; ++m) multiply(sum[m][n], high[m], b[0], b[1], __nv_bfloat16{});
+#pragma unroll
+            for (int m = 0; m < 2; ++m) multiply(sum[m][n], low[m], b[0], b[1], __nv_bfloat16{});
+#pragma unroll
+            for (int m = 0; m < 2; ++m) multiply(sum[m][n], high[m], b[2], b[3], __nv_bfloat16{});
+        }
+        own += kMaskStep;
+        matrix += 8 * N * kShareBytes;
+    }
+}
+
+// The best of 8 N classes from `first` on at the pixel 8 (lane % 4) + lane / 4.
+template <int N>
+__device__ Best best_of(const float (&sum)[2][N][4], int first, int classes) {
+    const int quarter = lane_index() % 4;
+    Best own = {-INFINITY, INT32_MAX};
+#pragma unroll
+    for (int i = 0; i < kMaskRows; ++i) {
+        Best best = {-INFINITY, INT32_MAX};
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                const int k = first + n * 8 + quarter * 2 + j;
+                const float score = sum[i / 2][n][i % 2 * 2 + j];
+                if (k < classes && score > best.score) best = {score, k};
+            }
+#pragma unroll
+        for (int offset = 1; offset < 4; offset *= 2)
+            best.take(__shfl_xor_sync(kAllLanes, best.score, offset), __shfl_xor_sync(kAllLanes, best.label, offset));
+        if (quarter == i) own = best;
+    }
+    return own;
+}
+
+template <int N, class T>
+__global__ void __launch_bounds__(kMaskWarps *kWarp)
+    tensor_mask_kernel(Plan plan, Tiling tiling, const T *masks, const float *classes, void *labels, bool wide) {
+    extern __shared__ __align__(16) unsigned char shares[];
+    const int image = blockIdx.y, lane = lane_index();
+    float *exponents = reinterpret_cast<float *>(shares + tiling.steps * 8 * N * kShareBytes) +
+                       warp_index() * tiling.cells * tiling.stride;
+    const T *from = plan.masks_of(masks, image);
+    const float *probabilities = classes + int64_t{image} * plan.queries * plan.classes;
+    Best best = {-INFINITY, INT32_MAX};
+    for (int group = 0; group < tiling.groups; ++group) {
+        if (group > 0) __syncthreads();
+        cut_shares<8 * N>(plan, tiling.steps, probabilities, group * 8 * N, shares);
+        __syncthreads();
+        for (int tile = 0; tile < tiling.tiles; ++tile) {
+            // Lines first: what they lie between is the same for several.
+            const int index = (blockIdx.x * tiling.tiles + tile) * kMaskWarps + warp_index();
+            const int line = index % plan.lines, start = index / plan.lines * kMaskPixels;
+            if (start >= plan.across.pixels) break;
+            const int last = plan.across.pixels - 1;
+            const int first_cell = Place(plan.across, start).low;
+            const int last_cell = Place(plan.across, min(start + kMaskPixels - 1, last)).high;
+            __syncwarp();
+            load_exponents(plan, tiling, from, line, first_cell, min(last_cell - first_cell + 1, tiling.cells),
+                           exponents);
+            __syncwarp();
+            int left[kMaskRows], right[kMaskRows];
+            float weight[kMaskRows], sum[2][N][4] = {};
+#pragma unroll
+            for (int i = 0; i < kMaskRows; ++i) {
+                const Place x(plan.across, min(start + 8 * i + lane / 4, last));
+                left[i] = (x.low - first_cell) * tiling.stride;
+                right[i] = (x.high - first_cell) * tiling.stride;
+                weight[i] = x.weight;
+            }
+            add_products<N>(tiling, shares, exponents, left, right, weight, sum);
+            const Best found = best_of<N>(sum, group * 8 * N, plan.classes);
+            if (group == 0) best = {-INFINITY, INT32_MAX};
+            best.take(found.score, found.label);
+            const int column = start + 8 * (lane % 4) + lane / 4;
+            if (group < tiling.groups - 1 || column > last) continue;
+            const int label = best.label < plan.classes ? best.label : 0;  // where no sum is a number, any will do
+            const int64_t to = plan.label_at(image, line, column);
+            if (wide)
+                static_cast<int32_t *>(labels)[to] = label;
+            else
+                static_cast<uint8_t *>(labels)[to] = static_cast<uint8_t>(label);
+        }
+    }
+}
+
+// Tiles of eight classes that kernels have sums for: 24, 88 and 152 classes at once.
+constexpr int kFewClasses = 3, kSomeClasses = 11, kManyClasses = 19;
+
 struct MaskLaunch {
     const algm_mask_labels_params &p;
     const void *masks;
@@ -151,10 +371,53 @@ struct MaskLaunch {
                      Plan(p), warps, static_cast<const T *>(masks), classes, static_cast<Label *>(labels));
     }
 
+    template <int N, class T>
+    int tensor(int shared_bytes) const {
+        const Tiling tiling(p, 8 * N);
+        const auto kernel = tensor_mask_kernel<N, T>;
+        const dim3 grid(static_cast<unsigned>(tiling.blocks(p.lines)), static_cast<unsigned>(p.batch));
+        // Of every launch the same: as much as there is.
+        const cudaError_t error =
+            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+        if (error != cudaSuccess) return status_of(error);
+        return launch<false>(kernel, {grid, kMaskWarps * kWarp, static_cast<int>(tiling.bytes(8 * N))}, stream, Plan(p),
+                             tiling, static_cast<const T *>(masks), classes, labels, p.label_type == ALGM_LABEL_INT32);
+    }
+
     template <class T>
     int with_type() const {
+        bool has = false;
+        int shared_bytes = 0;
+        if (const int status = has_tensor_cores(tensor_mask_kernel<kFewClasses, T>, true, &has)) return status;
+        if (const int status = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, &shared_bytes)) return status;
+#ifdef ALGM_SHARED_BYTES  // the tests try what a smaller card would do
+        shared_bytes = ALGM_SHARED_BYTES - 1024;  // which a block has without asking
+#endif
+        switch (has ? tiles_of_classes(shared_bytes) : 0) {
+            case kFewClasses: return tensor<kFewClasses, T>(shared_bytes);
+            case kSomeClasses: return tensor<kSomeClasses, T>(shared_bytes);
+            case kManyClasses: return tensor<kManyClasses, T>(shared_bytes);
+        }
         return p.label_type == ALGM_LABEL_UINT8 ? plain<T, uint8_t>() : plain<T, int32_t>();
     }
+
+    // How many tiles of classes a kernel shall have sums for; 0 where no kernel fits. Every group of classes costs the
+    // sigmoids of all pixels once more, as much as products with about eight tiles.
+    int tiles_of_classes(int shared_bytes) const {
+        constexpr int kSigmoids = 8;
+        int chosen = 0;
+        int64_t least = INT64_MAX;
+        for (const int tiles : {kFewClasses, kSomeClasses, kManyClasses}) {
+            const Tiling tiling(p, 8 * tiles);
+            const int64_t cost = int64_t{tiling.groups} * (tiles + kSigmoids);
+            if (tiling.bytes(8 * tiles) <= shared_bytes && cost < least) {
+                chosen = tiles;
+                least = cost;
+            }
+        }
+        return chosen;
+    }
+
 };
 
 }  // namespace
