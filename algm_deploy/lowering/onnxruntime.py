@@ -62,8 +62,9 @@ from algm_deploy.recipe.schema import Recipe
 CONTRIB = "com.microsoft"
 Provider = Literal["cpu", "cuda"]
 # What the library is used for. On the CPU the bodies of the others are as fast (Segmenter-S: 182 against 184 ms); a
-# label map of 150 classes takes 136 ms by its body and 28 ms by the library, an extractor of ViT-Adapter-B 111 and 43.
-# For a grid of 128 x 128 cells Resize and ArgMax take 261 ms on one core, the library 24; for 32 x 32 cells 176 and 2.
+# label map of 150 classes takes 136 ms by its body and 28 ms by the library, an extractor of ViT-Adapter-B 111 and 43,
+# labels of SegViT's masks 440 and 22. For a grid of 128 x 128 cells Resize and ArgMax take 261 ms on one core, the
+# library 24; for 32 x 32 cells 176 and 2.
 CUSTOM_OPERATORS: dict[Provider, frozenset[str]] = {
     "cpu": frozenset({"label_map", "mask_labels", "deformable_attention"}),
     "cuda": frozenset(

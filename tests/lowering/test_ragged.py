@@ -18,6 +18,7 @@ from algm_deploy.lowering import onnxruntime, onnxruntime_segments
 from algm_deploy.lowering.onnxruntime import rewrite
 from algm_deploy.lowering.onnxruntime_segments import TOGETHER, segments
 from algm_deploy.lowering.ragged import make_ragged
+from algm_deploy.recipe.schema import Output
 from algm_deploy.runners.onnxruntime import graphs as graphs_module
 from algm_deploy.runners.onnxruntime.graphs import SegmentedSession
 
@@ -26,13 +27,14 @@ THRESHOLDS = {"clap_threshold": 0.8, "gbm_threshold": 0.5}
 APART = {"segvit"}
 # Where the library has attention for a network, and two networks for which it has none; `prune` has no segments.
 CASES = [
-    *((*case, True) for case in FAMILIES if case[1] != "prune"),
-    *((*case, False) for case in (("segvit", "atm"), ("eomt", "queries"))),
+    *((*case, True, "scores") for case in FAMILIES if case[1] != "prune"),
+    *((*case, False, "scores") for case in (("segvit", "atm"), ("eomt", "queries"))),
+    *((*case, True, "labels") for case in (("segvit", "atm"), ("eomt", "queries"))),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "decoder", "library"), CASES)
+@pytest.mark.parametrize(("family", "decoder", "library", "output"), CASES)
 def test_every_family_computes_the_same(
     monkeypatch: pytest.MonkeyPatch,
     exported_toy: Any,
@@ -41,19 +43,22 @@ def test_every_family_computes_the_same(
     family: str,
     decoder: str,
     library: bool,
+    output: Output,
 ) -> None:
     """SegViT's masks, which are boolean, cross into the last segment. Joined as well, but where a segment reads rows of
     an earlier merge, SegViT's."""
     monkeypatch.setattr(onnxruntime, "_fits_packed_attention", lambda *_: library)
     for module in (onnxruntime_segments, graphs_module):
         monkeypatch.setattr(module, "STEP", 8)  # several sizes of a toy
-    exported = exported_toy(family, decoder)
+    exported = exported_toy(family, decoder, output)
     image, graph = pictures(exported.deployed.network), exported.portable.clone()
     rewrite(graph, "cuda", custom_operators=True, single=False)
     parts = segments(graph)
     counts = [output.name for part in parts for output in part.graph.outputs if output.name.startswith(TOGETHER)]
     assert len(counts) == (2 if library and family not in APART else 0)
     assert len(parts) == 3
+    tails = [sum(node.op_type == "mask_labels" for node in part.graph) for part in parts]
+    assert tails == [0, 0, int(output == "labels")]
     options = ort.SessionOptions()
     options.log_severity_level = 3
     options.register_custom_ops_library(str(ort_library))
