@@ -10,10 +10,9 @@
 | bias + GELU | `com.microsoft.BiasGelu`; in fp16 on CUDA custom operator `gelu` where the library is there |
 | patch embedding | CUDA: one matrix product instead of a strided convolution, in fp16 of custom operator `patches` |
 | rows scaled to length one | CUDA: `SimplifiedLayerNormalization` |
-| masks of queries to labels | custom operator `mask_labels` where the library is there |
 | label_map, deformable_attention, on CUDA clap, gbm, unmerge | custom operators where the library is there, else their
 function bodies |
-| scores on a grid, enlarged to the picture, the class of the highest | custom operator `label_map`, a row a cell |
+| labels of scores on a grid, or of masks | custom operators where the library is there: see `labels` |
 
 `com.microsoft.Attention` takes queries, keys and values from one packed weight in the very layout the network has;
 where another layout is needed, the session turns the weight. So no weight is written anew: every graph refers to the
@@ -38,6 +37,7 @@ from algm_deploy.bundle.files import ONNX, ONNX_DATA
 from algm_deploy.bundle.graphs import DOMAIN, VERSION
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import ExportError
+from algm_deploy.lowering.labels import labels_by_library
 from algm_deploy.lowering.onnxruntime_segments import segments, sized_merge
 from algm_deploy.lowering.patterns import (
     Chain,
@@ -45,7 +45,6 @@ from algm_deploy.lowering.patterns import (
     is_constant,
     is_quantized,
     linear_of,
-    mask_tail,
     nodes_of,
     number,
     only_user,
@@ -160,8 +159,7 @@ def rewrite(
         patch_embedding(model.graph, custom_operators, counts)
         _unit_rows(model.graph, counts)
     if custom_operators:
-        _labels_of_grids(model.graph, SMALLEST_CELL[provider])
-        mask_tail(model.graph)
+        labels_by_library(model.graph, SMALLEST_CELL[provider])
     custom = _custom_operators(model.graph, CUSTOM_OPERATORS[provider], counts) if custom_operators else frozenset()
     RemoveUnusedNodesPass()(model)
     _keep_functions(model, {node.op_type for node in model.graph if node.domain == DOMAIN} - custom)
@@ -343,73 +341,6 @@ def _unit_rows(graph: ir.Graph, counts: Counter[str]) -> None:
         unit = add("SimplifiedLayerNormalization", x, scale, axis=-1, epsilon=1e-24 / width, stash_type=1)
         stand_in(out.outputs[0], unit)
         counts["unit_rows"] += 1
-
-
-def _labels_of_grids(graph: ir.Graph, least: int) -> None:
-    """Scores (B, K, h, w), enlarged, and the class of the highest: label_map, every cell being a token of its own.
-
-    Nothing is as large as the picture but the labels. `least`: see `SMALLEST_CELL`. Counted with other label maps.
-    """
-    for resize in nodes_of(graph, "Resize"):
-        best = only_user(resize.outputs[0], "ArgMax")
-        labels = only_user(best.outputs[0], "Cast") if best else None
-        maps = resize.inputs[0]
-        if maps is None or best is None or labels is None or labels.outputs[0].dtype != ir.DataType.UINT8:
-            continue
-        before, after = _sides(maps), _sides(resize.outputs[0])
-        if not (_is_bilinear(resize) and _is_of_classes(best) and _enlarges(before, after, least)):
-            continue
-        add = Chain(graph, labels, labels.name)
-        rows, map = _cells(add, maps, before)
-        new = add("label_map", rows, map, domain=DOMAIN, prefix=0, grid=before[1:], size=after[1:])
-        stand_in(labels.outputs[0], new)
-
-
-def _is_bilinear(resize: ir.Node) -> bool:
-    """Whether it interpolates as label_map does: in fp32, between centres of cells, to a size that is given."""
-    maps, _, scales, sizes = [*resize.inputs, None, None, None][:4]
-    told = {"coordinate_transformation_mode": "half_pixel", "keep_aspect_ratio_policy": "stretch"}
-    told |= {name: attribute.value for name, attribute in resize.attributes.items()}
-    return (
-        maps is not None
-        and maps.dtype == ir.DataType.FLOAT
-        and scales is None
-        and sizes is not None
-        and told.get("mode") == "linear"
-        and told["coordinate_transformation_mode"] == "half_pixel"
-        and told["keep_aspect_ratio_policy"] == "stretch"
-        and not any(told.get(name) for name in ("antialias", "exclude_outside", "axes"))
-    )
-
-
-def _is_of_classes(best: ir.Node) -> bool:
-    """Whether ArgMax tells the class of each pixel, the lowest of equals."""
-    told = {"axis": 0, "keepdims": 1, "select_last_index": 0} | {k: a.value for k, a in best.attributes.items()}
-    return told == {"axis": 1, "keepdims": 0, "select_last_index": 0}
-
-
-def _sides(value: ir.Value) -> list[int]:
-    """The sides behind the batch, those that are numbers."""
-    sides = [] if value.shape is None else list(value.shape)[1:]
-    return [side for side in sides if isinstance(side, int)]
-
-
-def _enlarges(before: list[int], after: list[int], least: int) -> bool:
-    """Whether maps (K, h, w) become as many maps of at least so many times their sides."""
-    if len(before) != 3 or len(after) != 3 or before[0] != after[0]:
-        return False
-    return all(side >= least * cells for cells, side in zip(before[1:], after[1:], strict=True))
-
-
-def _cells(add: Chain, maps: ir.Value, sides: list[int]) -> tuple[ir.Value, ir.Value]:
-    """Maps (B, K, h, w) as rows (B, h w, K), in 16 bits if they come from there, and the token map that names each."""
-    widened = maps.producer()
-    source = widened.inputs[0] if widened is not None and widened.op_type == "Cast" else None
-    maps = source if source is not None and source.dtype == ir.DataType.FLOAT16 else maps
-    images, count = add("Shape", maps, start=0, end=1), math.prod(sides[1:])
-    rows = add("Transpose", add("Reshape", maps, add.shape([0, sides[0], count])), perm=[0, 2, 1])
-    cells = add.constant(np.arange(count, dtype=np.int64)[None])
-    return rows, add("Expand", cells, add("Concat", images, add.shape([count]), axis=0))
 
 
 def _custom_operators(graph: ir.Graph, operators: frozenset[str], counts: Counter[str]) -> frozenset[str]:
