@@ -210,10 +210,19 @@ def _set_ragged(merge: ir.Node, side: str) -> None:
 
 
 def _constant(value: ir.Value) -> ir.Value | None:
-    """The initializer that a value is, if need be in another type."""
+    """The constant that a value is, if need be in another type."""
     producer = value.producer()
     source = producer.inputs[0] if producer is not None and producer.op_type == "Cast" else value
-    return source if is_constant(source) else None
+    return source if source is not None and _is_fixed(source) else None
+
+
+def _is_fixed(value: ir.Value) -> bool:
+    """Whether it is an initializer, or what nodes make of such alone: the exporter computes that only where it is small,
+    and 150 class tokens are not."""
+    producer = value.producer()
+    if producer is None:
+        return is_constant(value)
+    return all(source is None or _is_fixed(source) for source in producer.inputs)
 
 
 def _sides(value: ir.Value) -> list[int]:
@@ -231,7 +240,7 @@ def _same_for_all_images(value: ir.Value | None) -> ir.Value | None:
     """The constant of which every image gets a copy, if a value is such copies."""
     expand = value.producer() if value is not None else None
     front = expand.inputs[0] if expand is not None and expand.op_type == "Expand" else None
-    if value is None or value.shape is None or front is None or not is_constant(front):
+    if value is None or value.shape is None or front is None or _constant(front) is None:
         return None
     sides = _sides(front)
     copies = len(sides) >= 2 and all(side == 1 for side in sides[:-2]) and list(value.shape)[-2:] == sides[-2:]
