@@ -7,7 +7,7 @@
 | attention in fp16, heads of 64, CUDA | custom operator `packed_attention` where the library is there |
 | residual + bias + LayerNormalization | CUDA: `com.microsoft.SkipLayerNormalization`; in fp16 custom operator
 `skip_layer_norm` where the library is there |
-| bias + GELU | `com.microsoft.BiasGelu`; in fp16 on CUDA custom operator `gelu` where the library is there |
+| bias + GELU | `com.microsoft.BiasGelu`; in fp16 on CUDA custom operator `gelu` where the library is there, of maps too |
 | patch embedding | CUDA: one matrix product instead of a strided convolution, in fp16 of custom operator `patches` |
 | rows scaled to length one | CUDA: `SimplifiedLayerNormalization` |
 | label_map, deformable_attention, on CUDA clap, gbm, unmerge | custom operators where the library is there, else their
@@ -258,10 +258,16 @@ def _bias_gelu(graph: ir.Graph, own: bool, counts: Counter[str]) -> None:
             continue
         x, root = pair(scaled)
         numbers = [number(v) for v in (root, other(plus, erf.outputs[0]), other(half, plus.outputs[0]))]
-        linear = linear_of(x)
-        if linear is None or None in numbers or other(out, half.outputs[0]) is not x:
+        if None in numbers or other(out, half.outputs[0]) is not x:
             continue
-        if np.allclose(np.array(numbers, float), (math.sqrt(2), 1, 0.5), rtol=1e-3):
+        if not np.allclose(np.array(numbers, float), (math.sqrt(2), 1, 0.5), rtol=1e-3):
+            continue
+        linear = linear_of(x)
+        if linear is None:
+            cells = _cells_of_maps(x)
+            if own and cells and x.dtype == ir.DataType.FLOAT16:
+                stand_in(out.outputs[0], _gelu_of_maps(Chain(graph, out, str(out.name)), x, cells))
+        else:
             is_own = own and _fits_rows(linear)
             name, domain = ("gelu", DOMAIN) if is_own else ("BiasGelu", CONTRIB)
             bias = _fp32(graph, out, linear.bias) if is_own else linear.bias
@@ -270,6 +276,20 @@ def _bias_gelu(graph: ir.Graph, own: bool, counts: Counter[str]) -> None:
             stand_in(out.outputs[0], new.outputs[0])
             if not is_own:
                 counts["bias_gelu"] += 1
+
+
+def _gelu_of_maps(add: Chain, x: ir.Value, cells: int) -> ir.Value:
+    """GELU of 16-bit maps, as they come from convolutions. Node by node, an error function that is rounded to 16 bits
+    before it is added to one leaves little of what GELU makes of numbers below zero."""
+    none = add.constant(np.zeros(cells, np.float32))
+    rows = add("gelu", add("Reshape", x, add.shape([1, -1, cells])), none, domain=DOMAIN)
+    return add("Reshape", rows, add("Shape", x))
+
+
+def _cells_of_maps(x: ir.Value) -> int:
+    """Rows times columns of maps (B, C, h, w) whose sides are known; 0 of anything else."""
+    sides = [side for side in list(x.shape or [])[2:] if isinstance(side, int)]
+    return math.prod(sides) if x.shape is not None and len(x.shape) == 4 and len(sides) == 2 else 0
 
 
 def _fits_rows(linear: Linear) -> bool:

@@ -26,6 +26,7 @@ from algm_deploy.lowering.onnxruntime import (
     rewrite,
     write_onnxruntime_onnx,
 )
+from algm_deploy.ops import reference
 from algm_deploy.ops.bodies import Body
 from algm_deploy.pictures.shipped import scene
 
@@ -296,6 +297,44 @@ def test_heads_of_64_in_fp16_get_own_attention(tiny_export: Callable[..., Bundle
         model, counts = rewritten(bundle, provider, custom=custom)
         assert not {"packed_attention", "gelu", "patches"} & set(counts)
         assert "algm.skip_layer_norm" not in histogram(model)
+
+
+def gelu_of_maps(sides: list[Any]) -> ir.Model:
+    """GELU of 16-bit maps (B, *sides), as the exporter writes it."""
+    half = ir.DataType.FLOAT16
+    tape = ir.tape.Tape()
+    x = ir.Value(name="x", shape=ir.Shape(["batch", *sides]), type=ir.TensorType(half))
+    root, one, share = (
+        tape.initializer(ir.tensor(np.float16(value)), name) for name, value in (("r", 2**0.5), ("o", 1), ("h", 0.5))
+    )
+    normal = tape.op("Mul", [tape.op("Add", [tape.op("Erf", [tape.op("Div", [x, root])]), one]), share])
+    out = tape.op("Mul", [x, normal])
+    out.name, out.shape, out.type = "out", x.shape, x.type
+    for number, node in enumerate(tape.nodes):
+        node.name = f"node_{number}"
+    graph = ir.Graph([x], [out], nodes=tape.nodes, initializers=tape.initializers, opset_imports={"": 18}, name="g")
+    return ir.Model(graph, ir_version=10)
+
+
+def test_gelu_of_maps_is_rounded_once(ort_library: Path, tmp_path: Path) -> None:
+    """One by one, operators of 16 bits make -0.00090 of -3.668, where GELU is -0.00045."""
+    model = gelu_of_maps([2, 4, 8])
+    assert rewrite(model, "cuda", custom_operators=True, single=False)["gelu"] == 1
+    ir.save(model, tmp_path / "maps.onnx")
+    options = ort.SessionOptions()
+    options.register_custom_ops_library(str(ort_library))
+    session = ort.InferenceSession(tmp_path / "maps.onnx", options, providers=["CPUExecutionProvider"])
+    x = np.linspace(-6, 6, 3 * 64).reshape(3, 2, 4, 8).astype(np.float16)
+    (found,) = session.run(None, {"x": x})
+    expected = reference.gelu(x.reshape(1, 6, 32).astype(np.float64), np.zeros(32)).reshape(x.shape)
+    np.testing.assert_allclose(found, expected, rtol=2.0**-10, atol=1e-6)
+
+
+@pytest.mark.parametrize("sides", [[2, "h", 8], [8]])
+def test_gelu_of_maps_whose_sides_are_not_known_stays(sides: list[Any]) -> None:
+    model = gelu_of_maps(sides)
+    assert rewrite(model, "cuda", custom_operators=True, single=False)["gelu"] == 0
+    assert "Erf" in {node.op_type for node in model.graph}
 
 
 # EVA's blocks are those of ViT-Adapter, and its graph is by far the largest; what DToP prunes has those of SegViT.
