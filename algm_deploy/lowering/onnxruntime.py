@@ -7,7 +7,8 @@
 | attention in fp16, heads of 64, CUDA | custom operator `packed_attention` where the library is there |
 | residual + bias + LayerNormalization | CUDA: `com.microsoft.SkipLayerNormalization`; in fp16 custom operator
 `skip_layer_norm` where the library is there |
-| bias + GELU | `com.microsoft.BiasGelu`; in fp16 on CUDA custom operator `gelu` where the library is there, of maps too |
+| bias + GELU | `com.microsoft.BiasGelu`; in fp16 on CUDA custom operator `gelu` where the library is there |
+| GELU of maps | in fp16 on CUDA custom operator `gelu` where the library is there |
 | patch embedding | CUDA: one matrix product instead of a strided convolution, in fp16 of custom operator `patches` |
 | rows scaled to length one | CUDA: `SimplifiedLayerNormalization` |
 | label_map, deformable_attention, on CUDA clap, gbm, unmerge | custom operators where the library is there, else their

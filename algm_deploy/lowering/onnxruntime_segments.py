@@ -24,15 +24,18 @@ STEP = 32  # rows
 # What the output that counts a merge's rows is called, before the name of their axis: those of the longest image, and
 # those of all images together.
 LONGEST, TOGETHER = f"counted_by_{STEP}_", f"summed_by_{STEP}_"
+CONVOLUTIONS = "convolutions"  # the note in a segment of how many there are
+_CONVOLUTIONS = ("Conv", "ConvTranspose")
 
 
 def segments(model: ir.Model) -> list[ir.Model]:
     """The segments of a CUDA graph whose merges, if any, are custom operators that let images decide alone, or merge by
     budgets, whose sizes are known: those end no segment.
 
-    Every segment but the last has one more output, an int64 scalar: `LONGEST` and the name of the token axis behind its
-    merge, the rows of the longest image, or `TOGETHER` and that name, the rows of all images. The axis is the first, or
-    the mean of an image, rounded up to `STEP`, but no more than the rows that went into the merge.
+    Each has a note `CONVOLUTIONS`. Every segment but the last has one more output, an int64 scalar: `LONGEST` and the
+    name of the token axis behind its merge, the rows of the longest image, or `TOGETHER` and that name, the rows of all
+    images. The axis is the first, or the mean of an image, rounded up to `STEP`, but no more than the rows that went
+    into the merge.
 
     Raises:
         ExportError: a merge that is no custom operator, as those of ALGM alone can be, or one that lets images decide
@@ -53,7 +56,10 @@ def segments(model: ir.Model) -> list[ir.Model]:
     parts = Cut(_ends_a_segment, _counted_rows, between=False).parts(graph)
     for part in parts:
         _state_padding(part)
-    return [ir.Model(part, ir_version=model.ir_version, functions=_functions(model, part)) for part in parts]
+    return [
+        ir.Model(part, ir_version=model.ir_version, functions=_functions(model, part), metadata_props=_notes(part))
+        for part in parts
+    ]
 
 
 def _ends_a_segment(node: ir.Node) -> bool:
@@ -96,6 +102,10 @@ def _state_padding(part: ir.Graph) -> None:
             for value in node.outputs[:2]:
                 assert value.shape is not None
                 value.shape = ir.Shape([*list(value.shape)[:1], tokens.shape[1], *list(value.shape)[2:]])
+
+
+def _notes(part: ir.Graph) -> dict[str, str]:
+    return {CONVOLUTIONS: str(sum(node.op_type in _CONVOLUTIONS for node in part))}
 
 
 def _functions(model: ir.Model, graph: ir.Graph) -> list[ir.Function]:

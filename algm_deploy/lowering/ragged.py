@@ -217,8 +217,8 @@ def _constant(value: ir.Value) -> ir.Value | None:
 
 
 def _is_fixed(value: ir.Value) -> bool:
-    """Whether it is an initializer, or what nodes make of such alone. The exporter computes that only where it is small,
-    which 150 class tokens are not."""
+    """Whether it is an initializer, or what nodes make of such alone. The exporter computes that only where it is
+    small, which 150 class tokens are not."""
     producer = value.producer()
     if producer is None:
         return is_constant(value)

@@ -10,6 +10,10 @@ picks the next segment, and the host waits for nothing.
 The graphs are this project's own, captured around a run of each session: those of ONNX Runtime belong to the thread
 that captured them, cannot be dropped, and cannot be joined. What a run must be so that it can be captured: fixed
 addresses, all nodes on the CUDA provider, no copies to or from the host.
+
+Where a network convolves, a session is for batches of one size. cuDNN compiles kernels for some plans of convolutions,
+such as depthwise ones in fp32, and ONNX Runtime keeps the plan of the last size alone. A graph of another size would
+start kernels that are gone, and the process would end by a segmentation fault (seen with 1.31 on an H200).
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ import torch
 
 from algm_deploy.bundle.signature import CLAP_THRESHOLD, GBM_THRESHOLD
 from algm_deploy.errors import BuildError, BundleError, ExecutionError, RuntimeUnavailableError
-from algm_deploy.lowering.onnxruntime_segments import LONGEST, STEP, TOGETHER
+from algm_deploy.lowering.onnxruntime_segments import CONVOLUTIONS, LONGEST, STEP, TOGETHER
 from algm_deploy.native_libraries import REBUILD, require_library, say_once, usable_library
 from algm_deploy.ops import native_kernels
 from algm_deploy.ops.kernel_library import KernelLibrary
@@ -66,6 +70,8 @@ class _Segment:
         # The output that counts rows, and the token axis it is named for; the last segment has none.
         self.rows = next((name for name in self.outputs if name.startswith((LONGEST, TOGETHER))), "")
         self.axis = self.rows.removeprefix(LONGEST).removeprefix(TOGETHER)
+        # Segments of earlier versions do not tell.
+        self.convolves = session.get_modelmeta().custom_metadata_map.get(CONVOLUTIONS) != "0"
         self.token_axes = sorted({d for s in self.inputs.values() for d in s if isinstance(d, str)} - {"batch"})
 
     def key(self, axes: Mapping[str, int]) -> Key:
@@ -86,6 +92,9 @@ class SegmentedSession:
         device: a CUDA device, or the CPU, where nothing is captured.
         images: in the largest batch.
 
+    Attributes:
+        only: where the network convolves, how many images batches have.
+
     Raises:
         BundleError: segments of an earlier version, whose merges lay rows out in another way.
     """
@@ -104,6 +113,7 @@ class SegmentedSession:
         self._workspace: _Workspace | None = None
         self._joined: dict[int, Joined] = {}  # by images
         self._refused: set[int] = set()  # images of batches that the driver does not join
+        self.only: int | None = None
         try:
             self._open(open_session, count)
         except BaseException:
@@ -154,6 +164,14 @@ class SegmentedSession:
     def joined(self) -> list[int]:
         """How many images the batches have that are one graph, however many segments there are."""
         return sorted(self._joined)
+
+    def accepts(self, images: int) -> bool:
+        """Whether batches of so many images may come. Where the network convolves, who asks first decides for all."""
+        if images > self._images:
+            return False
+        if self.only is None and any(segment.convolves for segment in self._segments):
+            self.only = images
+        return self.only in (None, images)
 
     def run(
         self,
@@ -265,6 +283,8 @@ class SegmentedSession:
     def _enter(self, image: torch.Tensor, thresholds: Mapping[str, float]) -> dict[str, int]:
         """Puts the inputs where the segments read them; returns the axes known so far."""
         axes = {"batch": len(image)}
+        if not self.accepts(len(image)):
+            raise ValueError(f"expected {self.only or f'at most {self._images}'} images, got {len(image)}")
         fitting = self._fitting(axes)
         if fitting not in self._buffers:
             self._buffers[fitting] = {name: self._buffer(name, fitting) for name in self._shapes}

@@ -51,19 +51,20 @@ from algm_deploy.runners.onnxruntime.sessions import (
 )
 from algm_deploy.runners.turns import alone
 
-GRAPH_CHANNELS = 12288  # images times channels up to which graphs are used in 16 bits; tried up to 32 of S and 8 of L
+GRAPH_CHANNELS = 32768  # images times channels up to which graphs are used in 16 bits: 32 of L
+GRAPH_IMAGES = 32  # and images, of any width
 GRAPH_CHANNELS_FP32 = 2048  # whose products keep the device busy for longer
 
 
 def largest_batch_in_graphs(recipe: Recipe) -> int:
     """Up to how many images CUDA graphs are used for. With more, or wider, images the device is busy for longer than
-    the host takes to launch, and rows of padding cost more than launches. Where the plan says how many tokens are left
-    nothing is padded, and all batches are replayed, but for those of full-size scores, which would lie in memory twice.
+    the host takes to launch. Where the plan says how many tokens are left one graph serves, and all batches are
+    replayed, but for those of full-size scores, which would lie in memory twice.
     """
     if recipe.merging.static and recipe.output == "labels":
         return recipe.max_batch
     most = GRAPH_CHANNELS if recipe.precision in ("fp16", "fp8") else GRAPH_CHANNELS_FP32
-    return min(most // recipe.network.embed_dim, recipe.max_batch)
+    return min(most // recipe.network.embed_dim, GRAPH_IMAGES, recipe.max_batch)
 
 
 class OnnxRuntimeRunner(Runner):
@@ -233,6 +234,8 @@ class OnnxRuntimeCudaRunner(OnnxRuntimeRunner):
             told["launched"] = "operator by operator"
         if self._segmented is not None and self._segmented.graphs is not None:
             told["cuda_graphs"] = str(len(self._segmented.graphs))
+            if (only := self._segmented.only) is not None:
+                told["launched"] = f"batches of other sizes than {only}, as plans of convolutions are for one"
             if joined := self._segmented.joined:
                 told[f"batches of {', '.join(map(str, joined))}"] = "one graph, no wait for a count"
         return told
@@ -248,7 +251,7 @@ class OnnxRuntimeCudaRunner(OnnxRuntimeRunner):
 
         Without it each is captured when first needed, which costs that photo 5 to 10 ms, and the host waits behind
         every merge. Nothing is done where graphs are not used, or no room is left for them: begin with the batch that
-        matters most.
+        matters most, which is also the only one in graphs where the network convolves.
         """
         session = self._session_for(images)
         return not isinstance(session, SegmentedSession) or session.warm_up(images, deadline)
@@ -295,7 +298,7 @@ class OnnxRuntimeCudaRunner(OnnxRuntimeRunner):
     def _session_for(self, images: int) -> CudaSession | SegmentedSession:
         with alone(self.device):
             self._check_open()  # another thread may have closed it meanwhile
-            if self._segmented is not None and images <= self.graph_images:
+            if self._segmented is not None and self._segmented.accepts(images):
                 return self._segmented
             if self._whole is None:
                 self._whole = self._open_whole()

@@ -23,7 +23,7 @@ from algm_deploy.bundle.store import Bundle
 from algm_deploy.deployment import export
 from algm_deploy.errors import BuildError, BundleError, ExecutionError, RuntimeUnavailableError
 from algm_deploy.lowering.onnxruntime import rewrite
-from algm_deploy.lowering.onnxruntime_segments import segments
+from algm_deploy.lowering.onnxruntime_segments import CONVOLUTIONS, segments
 from algm_deploy.native_libraries import find_library
 from algm_deploy.runners.contract import runner, runner_type
 from algm_deploy.runners.graphs import Graphs
@@ -135,6 +135,49 @@ def test_batches_beyond_the_limit_run_whole(
     cuda._segmented, cuda._whole = session, cast("CudaSession", "the whole graph")
     chosen = [cuda._session_for(images) for images in (7, 6, 1, 7)]
     assert [one is session for one in chosen] == [False, True, True, False]
+
+
+@pytest.fixture
+def convolving(folder: tuple[Path, int], open_file: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[SegmentedSession]:
+    """Its last segment says that it holds a convolution."""
+
+    def opened(index: int, _: dict[str, str]) -> ort.InferenceSession:
+        found = open_file(str(index))
+        if index == folder[1] - 1:
+            note = SimpleNamespace(custom_metadata_map={CONVOLUTIONS: "1"})
+            monkeypatch.setattr(found, "get_modelmeta", lambda: note)
+        return found
+
+    session = SegmentedSession(opened, folder[1], torch.device("cpu"), MOST_IMAGES)
+    yield session
+    session.close()
+
+
+def test_a_network_that_convolves_has_graphs_for_batches_of_one_size(
+    labels_bundle: Bundle, convolving: SegmentedSession, whole: Any, blob_images: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph of another size would start kernels of a plan that is gone."""
+    monkeypatch.setattr(runner_module, "check_cuda", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    cuda = OnnxRuntimeCudaRunner(labels_bundle)
+    cuda._opened, cuda._segmented, cuda._whole = True, convolving, cast("CudaSession", object())
+    where = [cuda._session_for(images) is convolving for images in (MOST_IMAGES + 1, 2, 3, 2)]
+    assert where == [False, True, False, True]
+    cuda._whole = None
+    assert_equal(run(convolving, blob_images(2)), whole(blob_images(2)))
+    with pytest.raises(ValueError, match="expected 2 images, got 3"):
+        run(convolving, blob_images(3))
+
+
+def test_other_networks_have_them_for_all(session: SegmentedSession, blob_images: Any) -> None:
+    for images in (1, 3, 2):
+        run(session, blob_images(images))
+    assert session.only is None
+
+
+def test_segments_tell_of_their_convolutions(folder: tuple[Path, int]) -> None:
+    notes = [ir.load(folder[0] / f"{index}.onnx").metadata_props for index in range(folder[1])]
+    assert notes == [{CONVOLUTIONS: "0"}] * folder[1], "the patch embedding is a product"
 
 
 def test_sizes_are_the_next_multiple_of_a_step(
@@ -273,7 +316,7 @@ def test_segments_of_an_earlier_version_are_refused(folder: tuple[Path, int], op
 
     class Earlier:
         def __init__(self, session: ort.InferenceSession) -> None:
-            self.get_inputs = session.get_inputs
+            self.get_inputs, self.get_modelmeta = session.get_inputs, session.get_modelmeta
             self._outputs = session.get_outputs()
 
         def get_outputs(self) -> list[Any]:
@@ -371,7 +414,7 @@ def test_older_versions_capture_nothing(labels_bundle: Bundle, tmp_path: Path, m
 
 @pytest.mark.parametrize(
     ("width", "precision", "images"),
-    [(192, "fp16", 64), (384, "fp16", 32), (384, "bf16", 5), (384, "fp32", 5), (1024, "fp16", 12)],
+    [(192, "fp16", 32), (384, "fp16", 32), (384, "bf16", 5), (384, "fp32", 5), (1280, "fp16", 25)],
 )
 def test_how_many_images_go_through_graphs(
     labels_bundle: Bundle, monkeypatch: pytest.MonkeyPatch, width: int, precision: str, images: int
@@ -408,6 +451,9 @@ def test_a_runner_tells_of_its_graphs(
     cuda._segmented = session
     monkeypatch.setattr(session, "graphs", cast("Graphs", Kept(range(7))))
     assert (cuda.execution, cuda.captures) == ({"cuda_graphs": "7"}, 9)
+    monkeypatch.setattr(session, "only", 3)
+    assert cuda.execution["launched"] == "batches of other sizes than 3, as plans of convolutions are for one"
+    monkeypatch.setattr(session, "only", None)
     monkeypatch.setattr(session, "_joined", {8: None, 1: None})
     assert cuda.execution == {"cuda_graphs": "7", "batches of 1, 8": "one graph, no wait for a count"}
     cuda._whole = cast("CudaSession", object())
