@@ -175,7 +175,7 @@ def hand_out(model: ir.Model) -> dict[str, str]:
     for node in model.graph:
         if found := NODE.fullmatch(str(node.name)):
             # The sum that a fused residual makes is what enters the norm.
-            fused = node.op_type in ("SkipLayerNormalization", "skip_layer_norm")
+            fused = node.op_type in ("SkipLayerNormalization", "bias_skip_norm")
             value = node.outputs[-1] if fused else node.inputs[0]
             entering[found["layer"]].append(value)
     values: dict[str, ir.Value] = numbered(entering)

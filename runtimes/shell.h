@@ -47,7 +47,7 @@ struct Kernels {
     decltype(&algm_cpu_reframe) reframe;
     decltype(&algm_cpu_apart) apart;
     decltype(&algm_cpu_gelu) gelu;
-    decltype(&algm_cpu_skip_layer_norm) skipLayerNorm;
+    decltype(&algm_cpu_bias_skip_norm) biasSkipNorm;
     decltype(&algm_cpu_patches) patches;
     decltype(&algm_cpu_unmerge) unmerge;
     decltype(&algm_cpu_label_map) labelMap;
@@ -60,7 +60,7 @@ struct Kernels {
         algm_##device##_status_text, algm_##device##_clap_workspace, algm_##device##_clap_decide,  \
             algm_##device##_clap_apply, algm_##device##_gbm_workspace, algm_##device##_gbm_decide, \
             algm_##device##_gbm_apply, algm_##device##_attention, algm_##device##_reframe,         \
-            algm_##device##_apart, algm_##device##_gelu, algm_##device##_skip_layer_norm,          \
+            algm_##device##_apart, algm_##device##_gelu, algm_##device##_bias_skip_norm,          \
             algm_##device##_patches, algm_##device##_unmerge, algm_##device##_label_map,           \
             algm_##device##_mask_labels, algm_##device##_deformable_attention                      \
     }

@@ -6,10 +6,11 @@
 | the same after a product in int8, CPU | `com.microsoft.MultiHeadAttention`; the product stays as it is |
 | attention in fp16, heads of 64, CUDA | custom operator `packed_attention` where the library is there |
 | residual + bias + LayerNormalization | CUDA: `com.microsoft.SkipLayerNormalization`; in fp16 custom operator
-`skip_layer_norm` where the library is there |
+`bias_skip_norm` where the library is there |
 | bias + GELU | `com.microsoft.BiasGelu`; in fp16 on CUDA custom operator `gelu` where the library is there |
 | GELU of maps | in fp16 on CUDA custom operator `gelu` where the library is there |
 | patch embedding | CUDA: one matrix product instead of a strided convolution, in fp16 of custom operator `patches` |
+| transposed convolution with stride = kernel | CUDA: one matrix product |
 | rows scaled to length one | CUDA: `SimplifiedLayerNormalization` |
 | label_map, deformable_attention, on CUDA clap, gbm, unmerge | custom operators where the library is there, else their
 function bodies |
@@ -43,6 +44,7 @@ from algm_deploy.lowering.onnxruntime_segments import segments, sized_merge
 from algm_deploy.lowering.patterns import (
     Chain,
     Linear,
+    enlarging_convolution,
     is_constant,
     is_quantized,
     linear_of,
@@ -69,7 +71,7 @@ CUSTOM_OPERATORS: dict[Provider, frozenset[str]] = {
     "cpu": frozenset({"label_map", "mask_labels", "deformable_attention"}),
     "cuda": frozenset(
         {"clap", "gbm", "unmerge", "label_map", "mask_labels", "deformable_attention"}
-        | {"packed_attention", "gelu", "skip_layer_norm", "patches"},
+        | {"packed_attention", "gelu", "bias_skip_norm", "patches"},
     ),
 }
 # Fewest pixels along a side of a cell for which labels are the library's: at two a processor gains nothing, as it then
@@ -144,8 +146,8 @@ def rewrite(
 
     Returns:
         How often each rewrite fired: `attention`, `multi_head_attention`, `skip_layer_norm`, `bias_gelu`,
-        `patch_embedding`, `unit_rows`, and the custom operators by name, those among them that the portable graph has
-        not.
+        `patch_embedding`, `unit_rows`, and the custom operators by name: those of `CUSTOM_OPERATORS`, no other rewrite
+        is called as one of them.
 
     Raises:
         ExportError: an attention whose queries, keys and values do not come from one linear layer.
@@ -158,6 +160,7 @@ def rewrite(
     if provider == "cuda":
         _skip_layer_norm(model.graph, custom_operators, counts)
         patch_embedding(model.graph, custom_operators, counts)
+        enlarging_convolution(model.graph)
         _unit_rows(model.graph, counts)
     if custom_operators:
         labels_by_library(model.graph, SMALLEST_CELL[provider])
@@ -304,13 +307,15 @@ def _skip_layer_norm(graph: ir.Graph, own: bool, counts: Counter[str]) -> None:
     for norm in nodes_of(graph, "LayerNormalization"):
         total = norm.inputs[0]
         add = total.producer() if total is not None else None
-        if total is None or add is None or add.op_type != "Add" or len(norm.inputs) != 3:
+        last = norm.attributes.get_int("axis", -1) in (-1, 2)
+        if total is None or add is None or add.op_type != "Add" or len(norm.inputs) != 3 or not last:
             continue
         for branch, residual in (pair(add), pair(add)[::-1]):
             linear = linear_of(branch)
             if linear is None or len(list(branch.uses())) > 1 or is_constant(residual):
                 continue
-            if own and _fits_rows(linear):
+            same = residual.shape is not None and residual.shape == linear.product.shape
+            if own and same and _fits_rows(linear):
                 new = _own_norm(graph, add, norm, linear, residual)
             else:
                 new = _contrib_norm(norm, linear, residual)
@@ -323,15 +328,18 @@ def _skip_layer_norm(graph: ir.Graph, own: bool, counts: Counter[str]) -> None:
 
 
 def _own_norm(graph: ir.Graph, before: ir.Node, norm: ir.Node, linear: Linear, residual: ir.Value) -> ir.Node:
+    """The library's, of a residual of the product's own shape (B, S, D). The norm is its first output, the sum its
+    last."""
     add = Chain(graph, before, str(norm.name))
     parameters = (value for value in (linear.bias, *norm.inputs[1:]) if value is not None)
     bias, weight, shift = (add("Cast", value, to=ir.DataType.FLOAT) for value in parameters)
     inputs = [linear.product, bias, residual, weight, shift]
     epsilon = {"epsilon": norm.attributes["epsilon"].as_float()}
-    return ir.node("skip_layer_norm", inputs, epsilon, domain=DOMAIN, num_outputs=2, name=norm.name)
+    return ir.node("bias_skip_norm", inputs, epsilon, domain=DOMAIN, num_outputs=2, name=norm.name)
 
 
 def _contrib_norm(norm: ir.Node, linear: Linear, residual: ir.Value) -> ir.Node:
+    """ONNX Runtime's, with the same first and last output."""
     inputs = [residual, linear.product, *norm.inputs[1:], linear.bias]
     epsilon = {"epsilon": norm.attributes["epsilon"].as_float()}
     new = ir.node("SkipLayerNormalization", inputs, epsilon, domain=CONTRIB, num_outputs=4, name=norm.name)

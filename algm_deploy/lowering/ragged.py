@@ -29,7 +29,7 @@ from algm_deploy.lowering.patterns import Chain, is_constant, pair, stand_in
 
 # What computes every row from the same row of its inputs and from constants.
 _NORMS = {"LayerNormalization", "SimplifiedLayerNormalization"}
-_BY_ROW = _NORMS | {"SkipLayerNormalization", "skip_layer_norm", "BiasGelu", "gelu"}
+_BY_ROW = _NORMS | {"SkipLayerNormalization", "bias_skip_norm", "BiasGelu", "gelu"}
 _BY_ROW |= {"Add", "Sub", "Mul", "Div", "Cast", "Erf", "Tanh", "Sigmoid", "Relu", "Gelu"}
 _TAILS = {"MatMul", "unmerge", "label_map"}  # what takes images apart: behind it there is little left to compute
 _END = 2**31 - 1  # an axis ends before it
@@ -46,6 +46,43 @@ class _Rows(NamedTuple):
     sure: int
 
 
+class _Constants:
+    """What a graph has of constants: initializers, and what nodes make of such alone. The exporter computes that only
+    where it is small, which 150 class tokens are not."""
+
+    def __init__(self, graph: ir.Graph) -> None:
+        self._made: set[ir.Value] = set()
+        for node in graph:
+            if all(value is None or self._has(value) for value in node.inputs):
+                self._made |= set(node.outputs)
+
+    def _has(self, value: ir.Value) -> bool:
+        return value in self._made or is_constant(value)
+
+    def sides(self, value: ir.Value) -> list[int] | None:
+        """Of a constant, if need be in another type; None of what is none, or of unknown sides."""
+        producer = value.producer()
+        source = producer.inputs[0] if producer is not None and producer.op_type == "Cast" else value
+        if source is None or not self._has(source) or source.shape is None or not source.shape.is_static():
+            return None
+        return [int(side) for side in source.shape.numpy()]
+
+    def is_same_for_all_rows(self, value: ir.Value) -> bool:
+        """Whether a value is a constant that broadcasts along the rows."""
+        sides = self.sides(value)
+        return sides is not None and len(sides) <= 3 and all(side == 1 for side in sides[:-1])
+
+    def same_for_all_images(self, value: ir.Value | None) -> tuple[ir.Value, list[int]] | None:
+        """The constant of which every image gets a copy, and its sides, if a value is such copies."""
+        expand = value.producer() if value is not None else None
+        front = expand.inputs[0] if expand is not None and expand.op_type == "Expand" else None
+        sides = self.sides(front) if front is not None else None
+        if value is None or value.shape is None or front is None or sides is None:
+            return None
+        copies = len(sides) >= 2 and all(side == 1 for side in sides[:-2]) and list(value.shape)[-2:] == sides[-2:]
+        return (front, sides) if copies else None
+
+
 @dataclass
 class _Region:
     """What lies behind one merge, up to where images are taken apart, and what has to change for it to be ragged.
@@ -55,6 +92,7 @@ class _Region:
 
     merge: ir.Node
     ragged: frozenset[ir.Node]
+    constants: _Constants
     rows: dict[ir.Value, _Rows] = field(default_factory=dict)
     changes: list[Callable[[], None]] = field(default_factory=list)
     apart: dict[tuple[ir.Value, int, int], ir.Value] = field(default_factory=dict)
@@ -62,6 +100,7 @@ class _Region:
     def __post_init__(self) -> None:
         tokens, self.size, self.map, self.length = self.merge.outputs[:4]
         self.rows = {tokens: _Rows(0, 0, self.merge.attributes["prefix"].as_int())}
+        self._axis = tokens.shape[1] if tokens.shape is not None else tokens.name
 
     def takes(self, node: ir.Node) -> bool:
         """Whether a node can do with ragged rows, if it has any of this region."""
@@ -86,11 +125,11 @@ class _Region:
     def _is_by_row(self, node: ir.Node) -> bool:
         if node.op_type == "MatMul":
             x, weight = pair(node)
-            return x in self.rows and _constant(weight) is not None and len(_sides(weight)) == 2
+            return x in self.rows and len(self.constants.sides(weight) or []) == 2
         if node.op_type in _NORMS and node.attributes.get_int("axis", -1) not in (-1, 2):
             return False
         return node.op_type in _BY_ROW and all(
-            v is None or v in self.rows or _is_same_for_all_rows(v) for v in node.inputs
+            v is None or v in self.rows or self.constants.is_same_for_all_rows(v) for v in node.inputs
         )
 
     def _attends(self, node: ir.Node, rows: _Rows) -> bool:
@@ -117,12 +156,13 @@ class _Region:
     def _puts_in_front(self, node: ir.Node, rows: _Rows) -> bool:
         if len(node.inputs) != 2 or node.inputs[1] not in self.rows or node.attributes["axis"].as_int() not in (1, -2):
             return False
-        front = _same_for_all_images(node.inputs[0])
-        if front is None:
+        found = self.constants.same_for_all_images(node.inputs[0])
+        if found is None:
             return False
-        count = _sides(front)[-2]
+        front, sides = found
+        count, width = sides[-2:]
         self.rows[node.outputs[0]] = _Rows(rows.more - rows.dropped + count, 0, rows.sure + count)
-        self.changes.append(lambda: self._reframe(node, front, rows))
+        self.changes.append(lambda: self._reframe(node, front, width, rows))
         return True
 
     def _merges(self, node: ir.Node) -> bool:
@@ -152,7 +192,8 @@ class _Region:
         _set_ragged(self.merge, "out")
         for value, rows in self.rows.items():
             if (rows.more or rows.dropped) and value.shape is not None:
-                value.shape = ir.Shape([value.shape[0], None, *list(value.shape)[2:]])
+                axis = f"{self._axis} - {rows.dropped} + {rows.more}"
+                value.shape = ir.Shape([value.shape[0], axis, *list(value.shape)[2:]])
         for change in self.changes:
             change()
 
@@ -178,11 +219,11 @@ class _Region:
         node.replace_input_with(0, apart)
         _forget_rows(node)
 
-    def _reframe(self, node: ir.Node, front: ir.Value, rows: _Rows) -> None:
+    def _reframe(self, node: ir.Node, front: ir.Value, width: int, rows: _Rows) -> None:
         assert node.graph is not None
         chain = Chain(node.graph, node, f"{node.name}/reframe")
         _, value = pair(node)
-        flat = chain("Reshape", front, chain.shape([-1, _sides(front)[-1]]))
+        flat = chain("Reshape", front, chain.shape([-1, width]))
         wide = chain("Cast", flat, to=ir.DataType.FLOAT)
         length = self._length(chain, rows.more)
         framed = chain("reframe", value, length, wide, domain=DOMAIN, skip=rows.dropped)
@@ -195,8 +236,9 @@ def make_ragged(graph: ir.Graph) -> frozenset[ir.Node]:
     found: frozenset[ir.Node] = frozenset()
     if any(a.type == ir.AttributeType.GRAPH for node in graph for a in node.attributes.values()):
         return found  # what stands in there may read anything
+    constants = _Constants(graph)
     for merge in reversed([node for node in graph if node.op_type.startswith("bucketed_")]):
-        region = _Region(merge, found)
+        region = _Region(merge, found, constants)
         if all(region.takes(node) for node in graph) and not region.rows.keys() & set(graph.outputs):
             region.apply()
             found |= {merge}
@@ -207,44 +249,6 @@ def _set_ragged(merge: ir.Node, side: str) -> None:
     """Adds to what is ragged of a merge: what it takes, or what it leaves."""
     before = merge.attributes["ragged"].as_string()
     merge.attributes["ragged"] = ir.AttrString("ragged", side if before == "none" else "both")
-
-
-def _constant(value: ir.Value) -> ir.Value | None:
-    """The constant that a value is, if need be in another type."""
-    producer = value.producer()
-    source = producer.inputs[0] if producer is not None and producer.op_type == "Cast" else value
-    return source if source is not None and _is_fixed(source) else None
-
-
-def _is_fixed(value: ir.Value) -> bool:
-    """Whether it is an initializer, or what nodes make of such alone. The exporter computes that only where it is
-    small, which 150 class tokens are not."""
-    producer = value.producer()
-    if producer is None:
-        return is_constant(value)
-    return all(source is None or _is_fixed(source) for source in producer.inputs)
-
-
-def _sides(value: ir.Value) -> list[int]:
-    source = _constant(value)
-    return [] if source is None or source.shape is None else [int(side) for side in source.shape.numpy()]
-
-
-def _is_same_for_all_rows(value: ir.Value) -> bool:
-    """Whether a value is a constant that broadcasts along the rows."""
-    sides = _sides(value)
-    return _constant(value) is not None and len(sides) <= 3 and all(side == 1 for side in sides[:-1])
-
-
-def _same_for_all_images(value: ir.Value | None) -> ir.Value | None:
-    """The constant of which every image gets a copy, if a value is such copies."""
-    expand = value.producer() if value is not None else None
-    front = expand.inputs[0] if expand is not None and expand.op_type == "Expand" else None
-    if value is None or value.shape is None or front is None or _constant(front) is None:
-        return None
-    sides = _sides(front)
-    copies = len(sides) >= 2 and all(side == 1 for side in sides[:-2]) and list(value.shape)[-2:] == sides[-2:]
-    return front if copies else None
 
 
 def _cut(node: ir.Node) -> tuple[int | None, int | None]:

@@ -5,6 +5,7 @@ registered here once: a second registration of the same name would silently drop
 """
 
 from algm_deploy.ops.attention import attention
+from algm_deploy.ops.bias_skip_norm import bias_skip_norm
 from algm_deploy.ops.clap import clap
 from algm_deploy.ops.cls_attention import cls_attention
 from algm_deploy.ops.cts import cts
@@ -22,12 +23,12 @@ from algm_deploy.ops.packed_attention import packed_attention
 from algm_deploy.ops.patches import patches
 from algm_deploy.ops.proportional_attention import proportional_attention
 from algm_deploy.ops.remerge import remerge
-from algm_deploy.ops.skip_layer_norm import skip_layer_norm
 from algm_deploy.ops.tome import tome
 from algm_deploy.ops.unmerge import unmerge
 
 __all__ = [
     "attention",
+    "bias_skip_norm",
     "clap",
     "cls_attention",
     "cts",
@@ -46,7 +47,6 @@ __all__ = [
     "patches",
     "proportional_attention",
     "remerge",
-    "skip_layer_norm",
     "tome",
     "unmerge",
 ]

@@ -38,7 +38,7 @@ GbmParams = _struct(
 )
 AttentionParams = _struct("AttentionParams", "images rows heads side", "dtype ragged", floats="scale")
 GeluParams = _struct("GeluParams", "rows width", "dtype")
-SkipLayerNormParams = _struct("SkipLayerNormParams", "rows width", "dtype", floats="epsilon")
+BiasSkipNormParams = _struct("BiasSkipNormParams", "rows width", "dtype", floats="epsilon")
 ReframeParams = _struct("ReframeParams", "images rows width skip put", "dtype")
 ApartParams = _struct("ApartParams", "images rows width first count", "dtype")
 PatchesParams = _struct("PatchesParams", "images height width side", "dtype", floats="centre scale")
@@ -135,10 +135,10 @@ def gelu_params(shape: Sequence[int], dtype: str) -> ctypes.Structure:
     return GeluParams(images * rows, width, DTYPES[dtype])
 
 
-def skip_layer_norm_params(shape: Sequence[int], dtype: str, epsilon: float) -> ctypes.Structure:
+def bias_skip_norm_params(shape: Sequence[int], dtype: str, epsilon: float) -> ctypes.Structure:
     """Of normalising the sum of a product and a residual of a shape (B, S, D) and a type."""
     images, rows, width = shape
-    return SkipLayerNormParams(images * rows, width, epsilon, DTYPES[dtype])
+    return BiasSkipNormParams(images * rows, width, epsilon, DTYPES[dtype])
 
 
 def patches_params(shape: Sequence[int], dtype: str, side: int, centre: float, scale: float) -> ctypes.Structure:

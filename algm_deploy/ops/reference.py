@@ -1,6 +1,7 @@
 """The NumPy definitions of the operators under one name: what every other implementation is compared with."""
 
 from algm_deploy.ops.attention import reference as attention
+from algm_deploy.ops.bias_skip_norm import reference as bias_skip_norm
 from algm_deploy.ops.clap import reference as clap
 from algm_deploy.ops.clap import reference_decisions as clap_decisions
 from algm_deploy.ops.clap import reference_rows as clap_rows
@@ -40,13 +41,13 @@ from algm_deploy.ops.packed_attention import reference as packed_attention
 from algm_deploy.ops.patches import reference as patches
 from algm_deploy.ops.proportional_attention import reference as proportional_attention
 from algm_deploy.ops.remerge import reference as remerge
-from algm_deploy.ops.skip_layer_norm import reference as skip_layer_norm
 from algm_deploy.ops.tome import reference as tome
 from algm_deploy.ops.tome import reference_order as tome_order
 from algm_deploy.ops.unmerge import reference as unmerge
 
 __all__ = [
     "attention",
+    "bias_skip_norm",
     "clap",
     "clap_decisions",
     "clap_rows",
@@ -84,7 +85,6 @@ __all__ = [
     "patches",
     "proportional_attention",
     "remerge",
-    "skip_layer_norm",
     "squared_distances",
     "tome",
     "tome_order",

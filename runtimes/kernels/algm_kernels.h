@@ -154,7 +154,7 @@ typedef struct {
     int64_t rows, width; /* of all images together; D */
     float epsilon;
     int32_t dtype;
-} algm_skip_layer_norm_params;
+} algm_bias_skip_norm_params;
 
 typedef struct {
     int64_t images, height, width, side; /* B, H and W as multiples of the side of a patch */
@@ -294,8 +294,8 @@ ALGM_BOTH(int, gelu,
 
 /* residual (rows,D) + (product (rows,D) + bias (D) in fp32) -> total (rows,D), rounded once, and its layer normalisation
  * with weight (D) and shift (D) in fp32: normed (rows,D). */
-ALGM_BOTH(int, skip_layer_norm,
-          (const algm_skip_layer_norm_params *params, const void *product, const float *bias, const void *residual,
+ALGM_BOTH(int, bias_skip_norm,
+          (const algm_bias_skip_norm_params *params, const void *product, const float *bias, const void *residual,
            const float *weight, const float *shift, void *normed, void *total, void *stream))
 
 /* ---- after the network ------------------------------------------------------------------------------------------ */

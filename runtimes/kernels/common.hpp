@@ -190,7 +190,7 @@ inline int check(const algm_gelu_params *p) {
     return p->rows <= kMaxRows && p->width <= kMaxRows ? ALGM_OK : ALGM_UNSUPPORTED;
 }
 
-inline int check(const algm_skip_layer_norm_params *p) {
+inline int check(const algm_bias_skip_norm_params *p) {
     if (p == nullptr || p->rows < 0 || p->width < 1 || !(p->epsilon >= 0) || !is_dtype(p->dtype))
         return ALGM_INVALID_ARGUMENT;
     return p->rows <= kMaxRows && p->width <= kMaxRows ? ALGM_OK : ALGM_UNSUPPORTED;

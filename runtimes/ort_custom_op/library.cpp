@@ -1,5 +1,9 @@
 // Registration: each operator once for the CPU and, in a build with CUDA, once for the CUDA provider.
+#include <atomic>
 #include <climits>
+#include <memory>
+#include <string>
+#include <vector>
 
 #include "operators.h"
 
@@ -28,15 +32,41 @@ OrtStatus* guarded(Work&& work) noexcept {
     }
 }
 
-// Lets all outputs have the type and the shape of the first input. ONNX Runtime finds the type itself where one input
-// alone has that of the tokens.
+// Lets all outputs have the type and the shape of the first input, tokens (B,S,D). ONNX Runtime finds the type itself
+// where one input alone has that of the tokens. It takes a shape without axes for a scalar's, and a side without a number
+// or a name for -1, so what is not known gets names.
 template <size_t COUNT>
 OrtStatus* likeTheFirst(OrtCustomOp const*, OrtShapeInferContext* context) {
     return guarded([&] {
+        static std::atomic<int64_t> unknown{0};
         OrtTensorTypeAndShapeInfo* first{};  // stays the context's
         check(*g_api, g_api->ShapeInferContext_GetInputTypeShape(context, 0, &first));
+        ONNXTensorElementDataType type{};
+        size_t axes{};
+        check(*g_api, g_api->GetTensorElementType(first, &type));
+        check(*g_api, g_api->GetDimensionsCount(first, &axes));
+        std::vector<int64_t> sides(axes == 0 ? 3 : axes, -1);
+        std::vector<char const*> names(sides.size(), "");
+        if (axes > 0) {
+            check(*g_api, g_api->GetDimensions(first, sides.data(), axes));
+            check(*g_api, g_api->GetSymbolicDimensions(first, names.data(), axes));
+        }
+        std::vector<std::string> made(sides.size());
+        for (size_t i = 0; i < sides.size(); ++i) {
+            if (sides[i] < 0 && *names[i] == 0) {
+                made[i] = "algm_unknown_" + std::to_string(unknown++);
+                names[i] = made[i].c_str();
+            }
+        }
+        OrtTensorTypeAndShapeInfo* shape{};
+        check(*g_api, g_api->CreateTensorTypeAndShapeInfo(&shape));
+        std::unique_ptr<OrtTensorTypeAndShapeInfo, decltype(g_api->ReleaseTensorTypeAndShapeInfo)> const owned(
+            shape, g_api->ReleaseTensorTypeAndShapeInfo);
+        check(*g_api, g_api->SetTensorElementType(shape, type));
+        check(*g_api, g_api->SetDimensions(shape, sides.data(), sides.size()));
+        check(*g_api, g_api->SetSymbolicDimensions(shape, names.data(), names.size()));
         for (size_t i = 0; i < COUNT; ++i) {
-            check(*g_api, g_api->ShapeInferContext_SetOutputTypeShape(context, i, first));
+            check(*g_api, g_api->ShapeInferContext_SetOutputTypeShape(context, i, shape));
         }
     });
 }
@@ -91,7 +121,7 @@ void addAll(OrtCustomOpDomain* domain) {
     add<Reframe, backend>(domain);
     add<Apart, backend>(domain);
     add<Gelu, backend>(domain);
-    add<SkipLayerNorm, backend>(domain);
+    add<BiasSkipNorm, backend>(domain);
     add<Patches, backend>(domain);
     add<Node<Unmerge>, backend>(domain);
     add<Node<Labels>, backend>(domain);

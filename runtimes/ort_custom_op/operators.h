@@ -300,11 +300,11 @@ struct Gelu : OnTokens<Type::kFloat> {
 };
 
 // product (B,S,D), bias (D) in fp32, residual (B,S,D), weight (D) and shift (D) in fp32 -> normed (B,S,D), total (B,S,D).
-struct SkipLayerNorm : OnTokens<Type::kFloat, Type::kTokens, Type::kFloat, Type::kFloat> {
-    static constexpr char const* kName = "skip_layer_norm";
+struct BiasSkipNorm : OnTokens<Type::kFloat, Type::kTokens, Type::kFloat, Type::kFloat> {
+    static constexpr char const* kName = "bias_skip_norm";
     static constexpr size_t kOutputCount = 2;
 
-    explicit SkipLayerNorm(ReadAttribute const& read) { read("epsilon", epsilon_); }
+    explicit BiasSkipNorm(ReadAttribute const& read) { read("epsilon", epsilon_); }
 
     void run(Call const& call) const {
         Tensor const product = call.input(0, 3), residual = call.input(2, 3);
@@ -319,10 +319,10 @@ struct SkipLayerNorm : OnTokens<Type::kFloat, Type::kTokens, Type::kFloat, Type:
         };
         float const *bias = parameters(1, "values of bias"), *weight = parameters(3, "values of weight"),
                     *shift = parameters(4, "values of shift");
-        algm_skip_layer_norm_params const p{shape[0] * shape[1], shape[2], epsilon_, product.dtype()};
+        algm_bias_skip_norm_params const p{shape[0] * shape[1], shape[2], epsilon_, product.dtype()};
         void *normed = call.output(0, shape), *total = call.output(1, shape);
         done(call,
-             call.backend.kernels.skipLayerNorm(&p, product.data, bias, residual.data, weight, shift, normed, total,
+             call.backend.kernels.biasSkipNorm(&p, product.data, bias, residual.data, weight, shift, normed, total,
                                                 call.stream),
              "normalising");
     }

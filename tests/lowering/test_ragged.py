@@ -150,6 +150,12 @@ class Behind:
         joined.shape = x.shape
         return joined
 
+    def made(self, sides: list[int | str] | None) -> ir.Value:
+        """What a node makes of a constant, whose sides are stated so."""
+        made = self("Mul", self.constant(np.zeros((1, 17, 8))), self.constant(1))
+        made.shape = None if sides is None else ir.Shape(sides)
+        return made
+
     def first(self, x: ir.Value) -> ir.Value:
         """Of the first axis, as two rows."""
         taken = self("Gather", x, self.constant(0, np.int64), axis=0)
@@ -189,6 +195,7 @@ GOOD: dict[str, Make] = {
         b.rows(b.attention(front, b("Add", b.length, b.constant(1, np.int64))), 0, 2),
     ),
     "the same rows twice": lambda b: b("MatMul", b.tokens, b.tail(b.tokens)),
+    "a constant that a node makes": lambda b: b.tail(b("Add", b.tokens, b.made([1, 1, 8]))),
     # As the exporter leaves class tokens where they are too many for it to compute with.
     "rows in front that a node takes of a constant": lambda b: b.tail(
         b.in_front(b.tokens, front=b.first(b.constant(np.zeros((1, 2, 8)))))
@@ -196,6 +203,9 @@ GOOD: dict[str, Make] = {
 }
 BAD: dict[str, Make] = {
     "constants that differ by row": lambda b: b.tail(b("Add", b.tokens, b.constant(np.zeros((1, 17, 8))))),
+    "made constants that differ by row": lambda b: b.tail(b("Add", b.tokens, b.made([1, 17, 8]))),
+    "made constants of unknown sides": lambda b: b.tail(b("Add", b.tokens, b.made(None))),
+    "made constants of a side without a number": lambda b: b.tail(b("Add", b.tokens, b.made([1, "q", 8]))),
     "rows changed for columns": lambda b: b("Transpose", b.tokens, perm=[0, 2, 1]),
     "the number of rows": lambda b: b("Shape", b.tokens),
     "attention to all rows": lambda b: b.tail(b.attention(b.tokens, None)),

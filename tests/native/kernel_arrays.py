@@ -15,6 +15,7 @@ from algm_deploy.ops.kernel_library import (
     KernelLibrary,
     apart_params,
     attention_params,
+    bias_skip_norm_params,
     clap_params,
     deformable_attention_params,
     gbm_params,
@@ -23,7 +24,6 @@ from algm_deploy.ops.kernel_library import (
     mask_labels_params,
     patches_params,
     reframe_params,
-    skip_layer_norm_params,
     unmerge_params,
 )
 
@@ -209,7 +209,7 @@ class Kernels:
         self.call("gelu", params, self.put(product), self.put(bias), out)
         return self.memory.fetch(out, *kind)
 
-    def skip_layer_norm(
+    def bias_skip_norm(
         self,
         product: np.ndarray,
         bias: np.ndarray,
@@ -219,11 +219,11 @@ class Kernels:
         *,
         epsilon: float,
     ) -> tuple[np.ndarray, np.ndarray]:
-        params = skip_layer_norm_params(product.shape, product.dtype.name, epsilon)
+        params = bias_skip_norm_params(product.shape, product.dtype.name, epsilon)
         kind = product.shape, product.dtype
         outputs = self.memory.empty(*kind), self.memory.empty(*kind)
         inputs = [self.put(value) for value in (product, bias, residual, weight, shift)]
-        self.call("skip_layer_norm", params, *inputs, *outputs)
+        self.call("bias_skip_norm", params, *inputs, *outputs)
         normed, total = (self.memory.fetch(out, *kind) for out in outputs)
         return normed, total
 

@@ -239,22 +239,22 @@ def rows_to_norm(width: int, dtype: Any) -> list[np.ndarray]:
 # Packs a lane of a warp holds, of 16-bit values and of fp32: 1, 1; 2, 3; 3, 6; 4, 8 (too many); 6, 11; too many.
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 7, 67, 256, 384, 768, 1024, 1408, 2080])
-def test_skip_layer_norm(kernels: Kernels, width: int, dtype: Any) -> None:
+def test_bias_skip_norm(kernels: Kernels, width: int, dtype: Any) -> None:
     """The sum is rounded once, and so is what is normalised of it."""
     inputs = rows_to_norm(width, dtype)
-    normed, total = kernels.skip_layer_norm(*inputs, epsilon=1e-6)
+    normed, total = kernels.bias_skip_norm(*inputs, epsilon=1e-6)
     unit = {"float32": 2.0**-20, "float16": 2.0**-11, "bfloat16": 2.0**-8}[np.dtype(dtype).name]
     product, bias, residual, weight, shift = inputs
     one_by_one = residual.astype(np.float32) + (product.astype(np.float32) + bias)
     np.testing.assert_array_equal(total, one_by_one.astype(dtype))
-    exact, _ = reference.skip_layer_norm(total.astype(np.float64), 0 * bias, 0 * residual, weight, shift, epsilon=1e-6)
+    exact, _ = reference.bias_skip_norm(total.astype(np.float64), 0 * bias, 0 * residual, weight, shift, epsilon=1e-6)
     np.testing.assert_allclose(normed.astype(np.float64), exact, rtol=unit, atol=4e-6)
 
 
 def test_equal_values_normalise_to_the_shift(kernels: Kernels) -> None:
     """The root is of epsilon alone there."""
     product, bias, residual, weight, shift = rows_to_norm(64, np.float32)
-    normed, total = kernels.skip_layer_norm(0 * product, 0 * bias, 0 * residual + 3, weight, shift, epsilon=1e-6)
+    normed, total = kernels.bias_skip_norm(0 * product, 0 * bias, 0 * residual + 3, weight, shift, epsilon=1e-6)
     assert (total == 3).all()
     np.testing.assert_array_equal(normed, np.broadcast_to(shift, normed.shape))
 
@@ -465,7 +465,7 @@ def declared_fields(header: str, struct: str) -> Iterator[tuple[str, str]]:
         "GbmParams",
         "AttentionParams",
         "GeluParams",
-        "SkipLayerNormParams",
+        "BiasSkipNormParams",
         "PatchesParams",
         "UnmergeParams",
         "LabelMapParams",

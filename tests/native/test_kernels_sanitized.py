@@ -30,12 +30,12 @@ from algm_deploy.ops.kernel_library import (
     MaskLabelsParams,
     UnmergeParams,
     attention_params,
+    bias_skip_norm_params,
     clap_params,
     deformable_attention_params,
     gbm_params,
     gelu_params,
     patches_params,
-    skip_layer_norm_params,
 )
 
 FLAGS = "-std=c++17 -O1 -g1 -fPIC -shared -ffp-contract=off -fsanitize=address,undefined -fno-sanitize-recover=all"
@@ -173,7 +173,7 @@ def test_huge_numbers_are_refused_before_anything_is_multiplied(kernels: Kernels
         ("mask_labels", MaskLabelsParams(1, 3, 5, 4, 4, 8, 8, 0, 8, 0, 1), 3),
         ("attention", attention_params((1, 17, 24), "float32", 2, 0.5), 4),
         ("gelu", gelu_params((1, 17, 16), "float32"), 3),
-        ("skip_layer_norm", skip_layer_norm_params((1, 17, 16), "float32", 1e-6), 7),
+        ("bias_skip_norm", bias_skip_norm_params((1, 17, 16), "float32", 1e-6), 7),
         ("patches", patches_params((1, 3, 8, 8), "float32", 4, 128.0, 0.5), 2),
         (
             "deformable_attention",

@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 from kernel_cases import check_places, pick_from, places_case, random_tokens
-from onnx import helper
+from onnx import helper, numpy_helper
 from operator_inputs import CLAP, GBM, assert_mask_labels, exact_tokens, mask_inputs, ones
 
 from algm_deploy.ops import reference
@@ -68,7 +69,7 @@ def write(folder: Path, op: str, inputs: Mapping[str, np.ndarray], outputs: int,
     token = next(iter(kinds.values()))
     of_merges = [token, 1, 7, 7, 7, onnx.TensorProto.UINT8]
     labels = [onnx.TensorProto.UINT8]
-    known = {"label_map": labels, "mask_labels": labels, "skip_layer_norm": [token, token]}
+    known = {"label_map": labels, "mask_labels": labels, "bias_skip_norm": [token, token]}
     output_kinds = known.get(op, of_merges[:outputs])
     graph = helper.make_graph(
         [node],
@@ -232,20 +233,56 @@ def test_gelu(run: Any, dtype: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
-def test_skip_layer_norm(run: Any, dtype: Any) -> None:
+def test_bias_skip_norm(run: Any, dtype: Any) -> None:
     rng = np.random.default_rng(9)
     product, residual = (rng.standard_normal((2, 3, 8)).astype(dtype) for _ in range(2))
     bias, weight, shift = (rng.standard_normal(8).astype(np.float32) for _ in range(3))
     inputs = [product, bias, residual, weight, shift]
-    found = run("skip_layer_norm", inputs, 2, epsilon=1e-5)
+    found = run("bias_skip_norm", inputs, 2, epsilon=1e-5)
     tolerance = 2e-6 if dtype == np.float32 else 2.0**-10  # kernel and reference each round to 16 bits
-    for one, expected in zip(found, reference.skip_layer_norm(*inputs, epsilon=1e-5), strict=True):
+    for one, expected in zip(found, reference.bias_skip_norm(*inputs, epsilon=1e-5), strict=True):
         np.testing.assert_allclose(one, expected, rtol=tolerance, atol=2e-6)
     for place, said in ((1, "values of bias should be 8, got 7"), (4, "values of shift should be 8, got 7")):
         with pytest.raises(RuntimeError, match=said):
-            run("skip_layer_norm", [x[:7] if i == place else x for i, x in enumerate(inputs)], 2, epsilon=1e-5)
+            run("bias_skip_norm", [x[:7] if i == place else x for i, x in enumerate(inputs)], 2, epsilon=1e-5)
     with pytest.raises(RuntimeError, match=r"a dimension of residual \(product\) should be 3, got 2"):
-        run("skip_layer_norm", [product, bias, residual[:, :2], weight, shift], 2, epsilon=1e-5)
+        run("bias_skip_norm", [product, bias, residual[:, :2], weight, shift], 2, epsilon=1e-5)
+
+
+@pytest.mark.parametrize("behind", ["MatMul", "Concat"])
+def test_bias_skip_norm_of_rows_of_unknown_number(ort_library: Path, behind: str) -> None:
+    """Behind `gelu`, of which ONNX Runtime knows no shape, and behind an axis that has no name."""
+    rng, rows = np.random.default_rng(9), [1, None, 8]
+    product, bias, matrix = (rng.standard_normal(shape).astype(np.float32) for shape in ((1, 3, 8), 8, (8, 8)))
+    values = {"bias": bias, "matrix": matrix}
+    norm = helper.make_node(
+        "bias_skip_norm", ["first", "bias", "x", "bias", "bias"], ["a", "b"], domain="algm", epsilon=1e-5
+    )
+    before = [
+        helper.make_node("gelu", ["x", "bias"], ["g"], domain="algm"),
+        helper.make_node("MatMul", ["g", "matrix"], ["first"]),
+    ]
+    if behind == "Concat":
+        before = [helper.make_node("Identity", ["x"], ["first"])]
+    last = (
+        helper.make_node("MatMul", ["a", "matrix"], ["out"])
+        if behind == "MatMul"
+        else helper.make_node("Concat", ["a", "b"], ["out"], axis=1)
+    )
+    graph = helper.make_graph(
+        [*before, norm, last],
+        "g",
+        [helper.make_tensor_value_info("x", 1, rows)],
+        [helper.make_tensor_value_info("out", 1, None)],
+        [numpy_helper.from_array(value, name) for name, value in values.items()],
+    )
+    opsets = [helper.make_opsetid("", 18), helper.make_opsetid("algm", 1)]
+    options = ort.SessionOptions()
+    options.register_custom_ops_library(str(ort_library))
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString()
+    session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    (out,) = session.run(None, {"x": product})
+    assert out.shape == ((1, 3, 8) if behind == "MatMul" else (1, 6, 8))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])

@@ -26,11 +26,11 @@ void norm_row(int64_t width, float epsilon, const T *product, const float *bias,
 
 }  // namespace
 
-int algm_cpu_skip_layer_norm(const algm_skip_layer_norm_params *params, const void *product, const float *bias,
+int algm_cpu_bias_skip_norm(const algm_bias_skip_norm_params *params, const void *product, const float *bias,
                              const void *residual, const float *weight, const float *shift, void *normed, void *total,
                              void *) {
     if (const int status = check(params)) return status;
-    const algm_skip_layer_norm_params &p = *params;
+    const algm_bias_skip_norm_params &p = *params;
     if (is_missing(product, p.rows) || is_missing(residual, p.rows) || any_null(bias, weight, shift) ||
         is_missing(normed, p.rows) || is_missing(total, p.rows))
         return ALGM_INVALID_ARGUMENT;

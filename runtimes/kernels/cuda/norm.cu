@@ -103,11 +103,11 @@ int with_kept(int64_t packs, Function function) {
 
 }  // namespace
 
-int algm_cuda_skip_layer_norm(const algm_skip_layer_norm_params *params, const void *product, const float *bias,
+int algm_cuda_bias_skip_norm(const algm_bias_skip_norm_params *params, const void *product, const float *bias,
                               const void *residual, const float *weight, const float *shift, void *normed, void *total,
                               void *stream) {
     if (const int status = check(params)) return status;
-    const algm_skip_layer_norm_params &p = *params;
+    const algm_bias_skip_norm_params &p = *params;
     if (is_missing(product, p.rows) || is_missing(residual, p.rows) || any_null(bias, weight, shift) ||
         is_missing(normed, p.rows) || is_missing(total, p.rows))
         return ALGM_INVALID_ARGUMENT;

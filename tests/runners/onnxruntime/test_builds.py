@@ -19,12 +19,13 @@ from toys import CONSTANT_COUNTS, SURE, TAU, deployed_toy, shrunk, toy
 
 from algm_deploy.bundle.records import OptimizedGraph
 from algm_deploy.bundle.store import Bundle, BundleWriter
+from algm_deploy.errors import BuildError
 from algm_deploy.lowering.writing import write_network
 from algm_deploy.models.loading import DTYPES
 from algm_deploy.recipe.network import Network
 from algm_deploy.recipe.plan import METHODS, MergePlan
 from algm_deploy.recipe.reading import recipe
-from algm_deploy.recipe.schema import Protocol, Recipe
+from algm_deploy.recipe.schema import Precision, Protocol, Recipe
 from algm_deploy.runners.onnxruntime import runner as runner_module
 from algm_deploy.runners.onnxruntime.runner import OnnxRuntimeCudaRunner
 
@@ -100,6 +101,24 @@ def test_every_kind_of_recipe_is_built(built: Callable[[Recipe], Bundle], name: 
     record = built(small).found(OptimizedGraph, "onnxruntime-cuda")
     assert record is not None
     assert record.segments == (len(small.merging.layers) + 1 if small.merging.method == "algm" else 0)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+def test_without_the_library_a_bundle_asks_for_none(
+    built: Callable[[Recipe], Bundle], monkeypatch: pytest.MonkeyPatch, precision: Precision
+) -> None:
+    """Whatever ONNX Runtime's own operators are counted as."""
+
+    def missing(name: str) -> Path:
+        raise BuildError(name)
+
+    monkeypatch.setattr(runner_module, "usable_library", lambda _: None)
+    monkeypatch.setattr(runner_module, "require_library", missing)
+    bundle = built(Recipe("toy", SEGMENTER, PLAN, PROTOCOL, precision=precision, output="labels"))
+    cuda = OnnxRuntimeCudaRunner(bundle)
+    assert cuda._built is not None and cuda._built.rewrites["skip_layer_norm"] > 0
+    assert cuda.custom_operators == ()
+    cuda._session_options()
 
 
 def test_without_segments_the_whole_is_opened(

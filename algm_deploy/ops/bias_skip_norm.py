@@ -1,6 +1,6 @@
 """The end of a block's branch and the norm before the next: bias, residual and layer normalisation.
 
-    skip_layer_norm(product (B,S,D), bias (D) fp32, residual (B,S,D), weight (D) fp32, shift (D) fp32)
+    bias_skip_norm(product (B,S,D), bias (D) fp32, residual (B,S,D), weight (D) fp32, shift (D) fp32)
         -> normed (B,S,D), total (B,S,D)
 
 `total` = `residual` + (`product` + `bias`), where `product` is what a linear layer computes before it adds its bias;
@@ -24,7 +24,7 @@ from algm_deploy.ops.schema import operator
 
 
 @operator("product:T bias:f32 residual:T weight:f32 shift:f32", "normed:T total:T")
-def skip_layer_norm(
+def bias_skip_norm(
     product: Tensor, bias: Tensor, residual: Tensor, weight: Tensor, shift: Tensor, epsilon: float
 ) -> tuple[Tensor, Tensor]:
     """The sum of a linear layer and the residual, normalised and as it is."""
@@ -32,12 +32,12 @@ def skip_layer_norm(
     return F.layer_norm(total.float(), weight.shape, weight, shift, epsilon).to(product.dtype), total
 
 
-@skip_layer_norm.register_fake
+@bias_skip_norm.register_fake
 def _(product: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return product.new_empty(product.shape), product.new_empty(product.shape)
 
 
-@body_of("skip_layer_norm")
+@body_of("bias_skip_norm")
 def onnx_body(
     body: Body,
     attributes: Mapping[str, Any],

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from op_cases import assert_same, implementations, run_reference
 
-every, compared = implementations("skip_layer_norm")
+every, compared = implementations("bias_skip_norm")
 
 
 def inputs(dtype: str) -> list[np.ndarray]:
@@ -22,8 +22,8 @@ def inputs(dtype: str) -> list[np.ndarray]:
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("float16", 2e-3)])
 def test_equals_the_reference(run: Any, dtype: str, tolerance: float) -> None:
     given = inputs(dtype)
-    found = run("skip_layer_norm", given, epsilon=1e-5)
-    assert_same(found, run_reference("skip_layer_norm", given, epsilon=1e-5), tolerance)
+    found = run("bias_skip_norm", given, epsilon=1e-5)
+    assert_same(found, run_reference("bias_skip_norm", given, epsilon=1e-5), tolerance)
 
 
 @every
@@ -31,6 +31,6 @@ def test_a_small_bias_is_not_lost_between_two_large_values(run: Any) -> None:
     """2048 + (1 + 1/2) is 2049.5, which fp16 rounds to 2050; added one by one in fp16 it would be 2048."""
     ones = np.ones((1, 1, 4), np.float16)
     scale = np.ones(4, np.float32)
-    normed, total = run("skip_layer_norm", [ones, scale / 2, 2048 * ones, scale, scale], epsilon=1e-5)
+    normed, total = run("bias_skip_norm", [ones, scale / 2, 2048 * ones, scale, scale], epsilon=1e-5)
     np.testing.assert_array_equal(total, 2050 * ones)
     np.testing.assert_array_equal(normed, ones)  # equal values: the shift alone is left
