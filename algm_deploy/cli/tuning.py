@@ -451,7 +451,7 @@ def _speeds(bundle: Bundle, runtime: str, dataset: Dataset) -> Callable[[MergePl
     """Times the merging network in batches of different pictures of a data set, in turns with the dense one.
 
     Where a runtime has two dense networks, the first steady run tells which is the faster, and only that one stands
-    beside the plans to come.
+    beside the plans to come. Where it cannot, a plan has its time and no speed-up.
     """
     from algm_deploy.deployment import bench
 
@@ -463,7 +463,7 @@ def _speeds(bundle: Bundle, runtime: str, dataset: Dataset) -> Callable[[MergePl
         asked = replace(request, variants=("dense", "merged"), against=against)
         rows = bench(bundle, runtime, images=paths, protocol=asked)
         merged = next(record for record in rows if record.variant == "merged")
-        against = merged.baseline if merged.stable else against
+        against = against or (merged.baseline if merged.stable else None)
         return merged
 
     return speed_of

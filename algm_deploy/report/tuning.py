@@ -221,7 +221,7 @@ def _search_page(found: Search) -> Page:
     tables = [_point_table(found, tuned), _held_out_table(found)]
     if held.candidates:
         tables.insert(1, _point_table(found, held, "held out, "))
-    lines = (_verdict(found), _dense("tuned on", tuned), _held_out_line(found), *_unsteady(tuned.candidates))
+    lines = (_verdict(found), _dense("tuned on", tuned), _held_out_line(found), *_doubts(tuned.candidates))
     if isinstance(found, BudgetTuning):
         lines = (*lines, _rules_line(found))
         tables += _rule_tables(found)
@@ -332,9 +332,15 @@ def _change(point: Point, dense: Point, part: str = "all") -> float | None:
     return None if value is None or base is None else value - base
 
 
-def _unsteady(candidates: Sequence[Candidate]) -> list[str]:
+def _doubts(candidates: Sequence[Candidate]) -> list[str]:
+    """What is wrong with times: not steady, or without the dense network beside them that others are told against."""
     shaky = [f"{one.value:g}" for one in candidates if not one.stable]
-    return [f"times were not steady at {', '.join(shaky)}: tune on a device that does nothing else"] if shaky else []
+    lone = [f"{one.value:g}" for one in candidates if one.throughput_img_per_s and not one.speedup]
+    against = next((variant_title(one.baseline) for one in candidates if one.speedup and one.stable), None)
+    told = [f"times were not steady at {', '.join(shaky)}: tune on a device that does nothing else"] if shaky else []
+    if lone and against:
+        told.append(f"no gain is told at {', '.join(lone)}: {against}, which others are told against, failed there")
+    return told
 
 
 def _figures(point: Point) -> str:
@@ -421,7 +427,7 @@ def _precision_page(found: PrecisionTuning) -> Page:
             for one in found.searches
             if not one.search.reached and one is not found.best
         ),
-        *(f"{one.precision}: {line}" for one in found.searches for line in _unsteady(one.search.tuned_on.candidates)),
+        *(f"{one.precision}: {line}" for one in found.searches for line in _doubts(one.search.tuned_on.candidates)),
     )
     return Page(found.title, lines, _precision_tables(found), precision_plots(found))
 

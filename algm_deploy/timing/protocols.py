@@ -79,6 +79,7 @@ from algm_deploy.timing.variants import (
     variant_bundle,
     variant_runner,
 )
+from algm_deploy.wording import variant_title
 
 _LOG = logging.getLogger("algm_deploy")
 _ORDER: tuple[VariantName, ...] = (*DENSE_VARIANTS, "merged", "truncated")
@@ -91,7 +92,8 @@ class Request:
 
     `thresholds` instead of the bundle's, by input name. `variants` stand beside each other; a bundle that merges
     nothing has only itself. Where others are held to a dense network that cuDNN's attention may make faster, that is
-    timed as well, unless `against` names the dense network to be held to: the faster, as an earlier run told.
+    timed as well, unless `against` names the dense network to be held to: the faster, as an earlier run told. Where
+    that cannot be timed no gain is told, as one over another network would not compare with that run's.
     """
 
     protocol: ProtocolName
@@ -287,6 +289,9 @@ def _bundles(
         check_verified(found["dense"], runtime)
         if len(found) > 1 and request.against != "dense" and may_attend_by_cudnn(bundle, runtime):
             found |= _attending_by_cudnn(bundle, runtime, batch)
+    if request.against and request.against not in found:
+        what = variant_title(request.against)
+        _LOG.warning("no speed-up is told: it would be against %s, which could not be timed here", what)
     others = set(DENSE_VARIANTS) - {request.against} if request.against in found else set()
     return {name: one for name, one in found.items() if name not in others}
 
@@ -443,7 +448,8 @@ def _stages(one: Contestant, p50: float, warmup: int, alone: Times | None) -> di
 def _figures(
     recipe: Recipe, times: Mapping[str, Times], stages: Stages, request: Request, tokens: NDArray[np.int64]
 ) -> dict[VariantName, dict[str, Any]]:
-    """Fields of `Speed` by variant, with speed-ups against the faster dense one. One that is not steady spoils all."""
+    """Fields of `Speed` by variant, with speed-ups against the faster dense one, or the one that the request names. One
+    that is not steady spoils all."""
     stable = all(steady(one) for one in times.values())
     typical = {name: typical_ms(one) for name, one in times.items()}
     defaults = threshold_defaults(recipe.merging)
@@ -464,7 +470,7 @@ def _figures(
             "throughput_img_per_s": 1e3 * request.batch / typical[name],
             "batch_ms_mean_of_medians": typical[name],
             **_tokens(recipe, name, tokens),
-            **_against_dense(name, typical),
+            **_against_dense(name, typical, request.against),
         }
         if request.protocol == "latency":
             figures[name] |= {f"latency_ms_{share}": value for share, value in percentiles(times[name]).items()}
@@ -501,10 +507,12 @@ def _by_picture(recipe: Recipe, times: Times, tokens: NDArray[np.int64]) -> ByPi
     )
 
 
-def _against_dense(variant: VariantName, typical: Mapping[str, float]) -> dict[str, Any]:
-    """Speed-up and merge efficiency, and the dense network they are told against."""
-    baseline = faster_dense(typical)
-    if variant in DENSE_VARIANTS or baseline is None:
+def _against_dense(
+    variant: VariantName, typical: Mapping[str, float], against: VariantName | None = None
+) -> dict[str, Any]:
+    """Speed-up and merge efficiency, and the dense network they are told against; nothing where it was not timed."""
+    baseline = against or faster_dense(typical)
+    if variant in DENSE_VARIANTS or baseline is None or baseline not in typical:
         return {}
     found: dict[str, Any] = {"speedup": typical[baseline] / typical[variant], "baseline": baseline}
     if variant == "merged" and "truncated" in typical:

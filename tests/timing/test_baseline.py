@@ -80,6 +80,12 @@ def write_scene(path: Path) -> Path:
     return path
 
 
+def one_photo(folder: Path) -> Dataset:
+    """A data set of one drawn scene."""
+    photos = (Sample("a", write_scene(folder / "a.png"), Path(), "a"),)
+    return Dataset("folder", "val", Path(), ("x",), ((0, 0, 0),), photos, np.zeros(256, np.int16))
+
+
 def timed(bundle: Bundle, request: Request = ONE) -> dict[str, Speed]:
     return {one.variant: one for one in bench(bundle, CPU, protocol=request, progress=False)}
 
@@ -191,15 +197,45 @@ def test_a_search_times_both_beside_its_first_steady_plan(
         return times, {}
 
     monkeypatch.setattr(protocols, "times_of", told)
-    photos = [Sample("a", write_scene(tmp_path / "a.png"), Path(), "a")]
-    dataset = Dataset("folder", "val", Path(), ("x",), ((0, 0, 0),), tuple(photos), np.zeros(256, np.int16))
-    speed_of = tuning._speeds(bundle, CPU, dataset)
+    speed_of = tuning._speeds(bundle, CPU, one_photo(tmp_path))
     plans = [replace(bundle.recipe.merging, clap_threshold=value) for value in (0.7, 0.8, 0.9)]
     unsteady, *steady = map(speed_of, plans)
     assert not unsteady.stable
     assert [(one.baseline, one.speedup) for one in steady] == [("dense_cudnn", pytest.approx(0.8))] * 2
     both = {"dense", "dense_cudnn", "merged"}
     assert met == [both, both, both - {"dense"}]
+
+
+@pytest.mark.usefixtures("two_attentions")
+def test_a_search_tells_no_gain_over_another_network(
+    verified: Bundle,
+    monkeypatch: pytest.MonkeyPatch,
+    copied: Callable[..., Bundle],
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+) -> None:
+    """Where the faster dense network fails beside a later plan, a gain over the slower would not compare; it comes back
+    with the plan after that."""
+    timed_as(monkeypatch, dense=8.0, dense_cudnn=4.0, merged=5.0)
+    attend, calls = protocols._attending_by_cudnn, list[int]()
+
+    def fails_once(*given: Any) -> dict[Any, Bundle]:
+        calls.append(1)
+        return {} if len(calls) == 2 else attend(*given)
+
+    monkeypatch.setattr(protocols, "_attending_by_cudnn", fails_once)
+    bundle = copied(verified)
+    speed_of = tuning._speeds(bundle, CPU, one_photo(tmp_path))
+    with caplog.at_level(logging.WARNING, "algm_deploy"):
+        first, without, after = (
+            speed_of(replace(bundle.recipe.merging, clap_threshold=value)) for value in (0.7, 0.8, 0.9)
+        )
+    gain = ("dense_cudnn", pytest.approx(0.8))
+    assert (first.baseline, first.speedup) == (after.baseline, after.speedup) == gain
+    assert (without.speedup, without.merge_efficiency) == (None, None)
+    assert without.throughput_img_per_s == first.throughput_img_per_s
+    (line,) = [one for one in caplog.messages if "no speed-up" in one]
+    assert line.endswith("against dense, cuDNN attention, which could not be timed here")
 
 
 # --- when there is but one -------------------------------------------------------------------------------------------

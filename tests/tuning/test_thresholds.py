@@ -252,3 +252,16 @@ def test_unsteady_times_are_told() -> None:
     assert page.tables[0].rows[0][-3:] == ("75.0", "2.00", "dense")
     assert page.tables[0].rows[-1][-3:] == ("-", "-", "-")
     assert [plot.x_label for plot in page.plots[:-1]] == ["GMACs per window", "clap_threshold", "img/s"]
+
+
+def test_a_plan_without_a_gain_is_told() -> None:
+    """The dense network that others are told against may fail beside one of them."""
+
+    def timed(plan: MergePlan) -> Any:
+        found = structs.replace(speed(100), speedup=0.8, baseline="dense_cudnn")
+        return found if plan.clap_threshold < 0.99 else structs.replace(found, speedup=None, baseline="dense")
+
+    page = tuning_page(TUNE(trial(measured, Goal("throughput", 10)), speed_of=timed))
+    said = "no gain is told at 0.995: dense, cuDNN attention, which others are told against, failed there"
+    assert page.lines[-1] == said
+    assert page.tables[0].rows[-2][-3:] == ("100.0", "-", "-")
