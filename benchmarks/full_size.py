@@ -31,7 +31,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
@@ -60,6 +60,7 @@ DEMO = "demo"  # its network is small
 SEED = 0
 BUNDLE = "bundle"
 KIB_PER_GIB = 2**20
+_GROUPS: set[int] = set()  # process groups of commands that run, which Ctrl-C does not reach
 OUR_OWN = re.compile("expected enough (device )?memory")  # how this package says that it ran out; libraries differ
 
 
@@ -82,12 +83,19 @@ def made(asked: Sequence[tuple[str, str]], options: argparse.Namespace) -> Itera
     # A thread waits for the processes of its row.
     with limited_threads(options.jobs), ThreadPoolExecutor(options.jobs) as pool:
         running = {pool.submit(keyed_row, *one, options): one for one in asked}
-        for done in as_completed(running):
-            key, found = done.result()
-            found["rows_at_a_time"] = options.jobs
-            if deserves_another(found):
-                again.append((running[done], found))
-            yield key, found
+        try:
+            for done in as_completed(running):
+                key, found = done.result()
+                found["rows_at_a_time"] = options.jobs
+                if deserves_another(found):
+                    again.append((running[done], found))
+                yield key, found
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for group in list(_GROUPS):
+                with suppress(ProcessLookupError):
+                    os.killpg(group, signal.SIGKILL)
+            raise
     for one, first in again:
         key, found = keyed_row(*one, options)
         beside = {name: first[name] for name in ("rows_at_a_time", "steps")}
@@ -298,15 +306,26 @@ def reason(code: int, printed: str) -> dict[str, str]:
 
 
 def step(command: list[str]) -> tuple[dict[str, Any], str]:
-    """Runs one command of the product; what it took, and what it printed."""
+    """Runs one command of the product; what it took, and what it printed.
+
+    It ends with the command, and ends what that started: a builder of engines may outlive a command that was killed,
+    and hold what it prints to.
+    """
     start = time.perf_counter()
     words = [sys.executable, "-u", "-c", MAIN, *command]  # unbuffered: results and errors come in their order
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # noqa: S603  a list, no shell
-    assert process.stdout is not None
-    with process.stdout as pipe:
-        output = pipe.read().decode(errors="replace")
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)  # so that nobody waits for it again
+    with tempfile.TemporaryFile() as printed:
+        process = subprocess.Popen(words, stdout=printed, stderr=subprocess.STDOUT, start_new_session=True)  # noqa: S603  a list, no shell
+        _GROUPS.add(process.pid)
+        try:
+            # Until it is waited for below, its id is that of its group and of no other.
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        finally:
+            _GROUPS.discard(process.pid)
+            os.killpg(process.pid, signal.SIGKILL)
+            _, status, usage = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)  # so that nobody waits for it again
+        printed.seek(0)
+        output = printed.read().decode(errors="replace")
     taken = {
         "exit_code": process.returncode,
         "seconds": round(time.perf_counter() - start, 1),

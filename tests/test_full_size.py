@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -246,6 +247,53 @@ def test_a_step_tells_how_it_ended(full_size: ModuleType, monkeypatch: pytest.Mo
     taken, output = full_size.step(["verify"])
     assert (taken["exit_code"], output) == (-11, "")
     assert full_size.outcome({"steps": {"verify": taken}}).startswith("FAILED: verify (ended by SIGSEGV), ")
+
+
+@pytest.mark.parametrize("ending", ["", "os.kill(os.getpid(), signal.SIGKILL)"], ids=["done", "killed"])
+def test_a_step_ends_with_its_command_and_leaves_nothing_behind(
+    full_size: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ending: str
+) -> None:
+    """The command leaves a process that prints to the same place for a minute."""
+    left = tmp_path / "left"
+    monkeypatch.setattr(
+        full_size,
+        "MAIN",
+        "import os, signal, subprocess, sys; print('said')\n"
+        "left = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        f"open({str(left)!r}, 'w').write(str(left.pid)); {ending}",
+    )
+    taken, output = full_size.step(["build"])
+    assert (taken["exit_code"], output) == (-9 if ending else 0, "said\n")
+    assert taken["seconds"] < 30
+    # What takes it over, on this machine or in this container, may not have noted yet that it has ended.
+    stat = Path("/proc") / left.read_text() / "stat"
+    for _ in range(100):
+        if not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z":
+            break
+        time.sleep(0.1)
+    else:
+        pytest.fail("it still runs")
+
+
+def test_what_interrupts_a_run_ends_its_commands(
+    full_size: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Ctrl-C reaches the script alone."""
+    monkeypatch.setattr(full_size, "checkpoint_apart", lambda _, target: (target, 7))
+    monkeypatch.setattr(full_size, "MAIN", "import time; time.sleep(60)")
+
+    def interrupted(_: object) -> Any:
+        while not full_size._GROUPS:
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(full_size, "as_completed", interrupted)
+    monkeypatch.setattr(sys, "argv", ["full_size.py", DEIT, SETR, "-o", str(tmp_path / "record.json")])
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        full_size.main()
+    assert time.monotonic() - start < 30
+    assert not full_size._GROUPS
 
 
 @pytest.mark.parametrize(
