@@ -31,6 +31,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from multiprocessing import get_context
@@ -221,11 +222,19 @@ def row(
     folder: Path,
     proofs: Sequence[list[str]],
 ) -> dict[str, Any]:
-    """Record of one recipe: what each command took, and what the bundle's manifest then says; `key` is its heading."""
-    checkpoint, parameters = checkpoint_apart(recipe(name).network, folder / "checkpoint")
-    export = ["export", str(checkpoint), "--recipe", name, "--precision", precision, "-o", str(folder / BUNDLE)]
-    steps = {}
-    for command in (export + [part for setting in settings for part in ("--set", setting)], *proofs):
+    """Record of one recipe: what each command took, and what the bundle's manifest then says; `key` is its heading. The
+    making of random weights is a step, `checkpoint`, only where it is ended by a signal."""
+    steps: dict[str, dict[str, Any]] = {}
+    commands: list[list[str]] = []
+    parameters, start = None, time.perf_counter()
+    try:
+        checkpoint, parameters = checkpoint_apart(recipe(name).network, folder / "checkpoint")
+    except BrokenProcessPool:  # a signal ended it, as the system does where memory runs out; which one is not told
+        steps["checkpoint"] = {"exit_code": -signal.SIGKILL, "seconds": round(time.perf_counter() - start, 1)}
+    else:
+        export = ["export", str(checkpoint), "--recipe", name, "--precision", precision, "-o", str(folder / BUNDLE)]
+        commands = [export + [part for setting in settings for part in ("--set", setting)], *proofs]
+    for command in commands:
         taken, printed = step(command)
         printed = readable(printed, folder)
         steps[command[0]] = taken | reason(taken["exit_code"], printed)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,6 +23,7 @@ from algm_deploy.bundle.records import Link, Parity
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import RuntimeUnavailableError
 from algm_deploy.recipe.families import architectures
+from algm_deploy.recipe.network import Network
 from algm_deploy.recipe.reading import recipe
 from algm_deploy.runners.contract import runner_type
 
@@ -36,9 +40,9 @@ def full_size(script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPat
 @pytest.fixture
 def run(full_size: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
     """Runs the script on these words with a stand-in for its commands; returns the rows of its record."""
+    monkeypatch.setattr(full_size, "checkpoint_apart", lambda _, target: (target, 7))
 
     def rows(step: Callable[[list[str]], dict[str, Any]], *words: str) -> dict[str, Any]:
-        monkeypatch.setattr(full_size, "checkpoint_apart", lambda _, target: (target, 7))
         monkeypatch.setattr(full_size, "step", lambda command: (step(command), f"{command[0]} said this"))
         monkeypatch.setattr(sys, "argv", ["full_size.py", *words, "-o", str(tmp_path / "record.json")])
         full_size.main()
@@ -187,6 +191,38 @@ def test_a_row_that_lacked_memory_is_made_again_alone(
     assert "FAILED: verify" in told
     assert "once more at the end, alone" in told
     assert f"{DEIT} fp32 torch: passed, 2 s" in told
+
+
+@pytest.mark.parametrize(("jobs", "passes"), [("2", True), ("1", False)])
+def test_a_row_whose_weights_were_too_much_leaves_the_rest(
+    run: Callable[..., dict[str, Any]],
+    full_size: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    jobs: str,
+    passes: bool,
+) -> None:
+    """The process that makes them is killed, as happens where memory runs out; beside others it is tried again."""
+    asked: list[Path] = []
+
+    def killed_first(network: Network, target: Path) -> tuple[Path, int]:
+        if network == recipe(DEIT).network and not asked:
+            asked.append(target)
+            with ProcessPoolExecutor(1, get_context("spawn")) as apart:
+                apart.submit(signal.raise_signal, signal.SIGKILL).result()
+        return target, 7
+
+    monkeypatch.setattr(full_size, "checkpoint_apart", killed_first)
+    rows = run(lambda _: TAKEN, DEIT, SETR, "--jobs", jobs, "--export-only")
+    row, other = (rows[f"{name} fp32"] for name in (DEIT, SETR))
+    assert (other["parameters"], other["steps"]) == (7, {"export": TAKEN})
+    failed = (row["beside_others"] if passes else row)["steps"]
+    assert list(failed) == ["checkpoint"]
+    assert failed["checkpoint"]["exit_code"] == -9
+    assert row["parameters"] == (7 if passes else None)
+    if passes:
+        assert row["steps"] == {"export": TAKEN}
+    assert "FAILED: checkpoint (ended by SIGKILL), " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
