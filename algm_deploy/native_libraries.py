@@ -95,14 +95,15 @@ LIBRARIES = {
         "algm_kernels", instead=("merging, label maps and deformable attention run in PyTorch's operators, slower", "")
     ),
     "trt_plugin": Library("algm_trt_plugin", TENSORRT_HEADER),
-    # On a CPU the library serves label maps and deformable attention: merging is as fast without it.
+    # On a CPU the library serves labels and deformable attention: merging is as fast without it.
     "ort_custom_op": Library(
         "algm_ort_custom_op",
         ONNXRUNTIME_HEADER,
         cuda=False,
         instead=(
-            "merging, label maps and deformable attention run in standard operators, slower",
-            "label maps and deformable attention run in standard operators, slower",
+            "merging, labels and deformable attention, and in fp16 attention, GELU and norms too, run in ONNX Runtime's "
+            "own operators, slower",
+            "labels and deformable attention run in ONNX Runtime's own operators, slower",
         ),
     ),
     # Built along with trt_plugin; see runtimes/trt_plugin/CMakeLists.txt for what it cures.

@@ -281,10 +281,13 @@ def test_two_onnxruntimes(machine: Machine, in_place: str, extra: str) -> None:
 def test_a_missing_operator_library_is_a_hint_only() -> None:
     machine = with_library("ort_custom_op", Library(None), CPU_BOX)
     assert finding(machine, "onnxruntime", None).found.endswith(
-        ": label maps and deformable attention run in standard operators, slower"
+        ": labels and deformable attention run in ONNX Runtime's own operators, slower"
     )
     on_gpu = finding(replace(with_library("ort_custom_op", Library(None)), compiles=False), "onnxruntime", None)
-    assert on_gpu.found.endswith(": merging, label maps and deformable attention run in standard operators, slower")
+    assert on_gpu.found.endswith(
+        ": merging, labels and deformable attention, and in fp16 attention, GELU and norms too, run in ONNX Runtime's "
+        "own operators, slower"
+    )
     assert finding(machine, "onnxruntime", None).cure == "algm-deploy build-native ort_custom_op"
     assert "onnxruntime-cpu" in can(machine, "execute")
 
