@@ -9,12 +9,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
 
 from algm_deploy.bundle.graphs import DOMAIN
-from algm_deploy.lowering.patterns import Chain, nodes_of, number, only_user, pair, stand_in
+from algm_deploy.lowering.patterns import Chain, nodes_of, number, only_user, other, pair, stand_in
 
 _NARROW = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
@@ -22,14 +23,14 @@ _NARROW = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 def labels_by_library(graph: ir.Graph, smallest_cell: int) -> None:
     """Rewrites the end of a graph whose labels have 8 bits.
 
-    `smallest_cell`: fewest pixels along a side of a grid's cell for which labels are the library's.
+    `smallest_cell`: fewest pixels along a side of a cell, of a grid or of a mask, for which labels are the library's.
     """
     for best in nodes_of(graph, "ArgMax"):
         labels = only_user(best.outputs[0], "Cast")
         if labels is None or labels.outputs[0].dtype != ir.DataType.UINT8 or not _is_of_classes(best):
             continue
         add = Chain(graph, labels, str(labels.name))
-        new = _of_grid(add, best.inputs[0], smallest_cell) or _of_masks(add, best.inputs[0])
+        new = _of_grid(add, best.inputs[0], smallest_cell) or _of_masks(add, best.inputs[0], smallest_cell)
         if new is not None:
             stand_in(labels.outputs[0], new)
 
@@ -45,20 +46,18 @@ def _is_of_classes(best: ir.Node) -> bool:
 
 def _of_grid(add: Chain, scores: ir.Value | None, smallest_cell: int) -> ir.Value | None:
     """The labels of scores (B, K, H, W), if they come from a grid (B, K, h, w)."""
-    maps = _enlarged(scores)
-    before, after = _sides(maps), _sides(scores)
-    if maps is None or len(before) != 3 or before[0] != after[0]:
+    enlarged = _enlarged(scores, smallest_cell) if _produced(scores, "Resize") is not None else None
+    if enlarged is None:
         return None
-    if any(side < smallest_cell * cells for cells, side in zip(before[1:], after[1:], strict=True)):
-        return None
-    rows, map = _cells(add, maps, before)
-    return add("label_map", rows, map, domain=DOMAIN, prefix=0, grid=before[1:], size=after[1:])
+    rows, map = _cells(add, enlarged)
+    return add("label_map", rows, map, domain=DOMAIN, prefix=0, grid=enlarged.grid, size=enlarged.size)
 
 
-def _cells(add: Chain, maps: ir.Value, sides: list[int]) -> tuple[ir.Value, ir.Value]:
+def _cells(add: Chain, enlarged: Enlarged) -> tuple[ir.Value, ir.Value]:
     """Maps (B, K, h, w) as rows (B, h w, K), and the token map that names each."""
-    images, count = add("Shape", maps, start=0, end=1), math.prod(sides[1:])
-    rows = add("Transpose", add("Reshape", maps, add.shape([0, sides[0], count])), perm=[0, 2, 1])
+    maps, count = enlarged.maps, math.prod(enlarged.grid)
+    images = add("Shape", maps, start=0, end=1)
+    rows = add("Transpose", add("Reshape", maps, add.shape([0, enlarged.channels, count])), perm=[0, 2, 1])
     cells = add.constant(np.arange(count, dtype=np.int64)[None])
     return rows, add("Expand", cells, add("Concat", images, add.shape([count]), axis=0))
 
@@ -66,17 +65,16 @@ def _cells(add: Chain, maps: ir.Value, sides: list[int]) -> tuple[ir.Value, ir.V
 # --- masks of queries -------------------------------------------------------------------------------------------------
 
 
-def _of_masks(add: Chain, scores: ir.Value | None) -> ir.Value | None:
+def _of_masks(add: Chain, scores: ir.Value | None, smallest_cell: int) -> ir.Value | None:
     """The labels of scores (B, K, H, W), if masks (B, Q, h, w) and classes (B, Q, K) of queries make them."""
     weighted = _produced(scores, "Einsum")
     if weighted is None or weighted.attributes["equation"].as_string() != "bqk,bqhw->bkhw":
         return None
     classes, share = pair(weighted)
-    enlarged = _sigmoid_of(share)
-    masks, size = _enlarged(enlarged), _sides(enlarged)[1:]
+    masks = _enlarged(_sigmoid_of(share), smallest_cell)
     if masks is None or classes.dtype != ir.DataType.FLOAT:
         return None
-    return add("mask_labels", masks, classes, domain=DOMAIN, size=size)
+    return add("mask_labels", masks.maps, classes, domain=DOMAIN, size=masks.size)
 
 
 def _sigmoid_of(share: ir.Value) -> ir.Value | None:
@@ -85,11 +83,18 @@ def _sigmoid_of(share: ir.Value) -> ir.Value | None:
     if quotient is None:
         return None
     above, below = pair(quotient)
-    x, least = _behind(above, "Exp", "Min")
-    same, plus = _behind(below, "Add", "Exp", "Neg", "Abs")
-    if x is None or x is not same or number(pair(least[-1])[1]) != 0 or number(pair(plus[0])[1]) != 1:
+    x = _beside(0, _produced(_behind(above, "Exp"), "Min"))
+    same = _behind(_beside(1, _produced(below, "Add")), "Exp", "Neg", "Abs")
+    if x is None or x is not same:
         return None
     return x if len(list(x.uses())) == 2 and not x.is_graph_output() else None
+
+
+def _beside(constant: float, node: ir.Node | None) -> ir.Value | None:
+    """What a commutative node of two inputs takes beside a number, on either side of it."""
+    if node is None or len(node.inputs) != 2:
+        return None
+    return next((other(node, value) for value in pair(node) if number(value) == constant), None)
 
 
 def _produced(value: ir.Value | None, op_type: str) -> ir.Node | None:
@@ -100,24 +105,32 @@ def _produced(value: ir.Value | None, op_type: str) -> ir.Node | None:
     return node if len(list(value.uses())) == 1 else None
 
 
-def _behind(value: ir.Value | None, *op_types: str) -> tuple[ir.Value | None, list[ir.Node]]:
-    """The first input of a chain of nodes of these types, the last first, and the nodes; None where it is another."""
-    nodes: list[ir.Node] = []
+def _behind(value: ir.Value | None, *op_types: str) -> ir.Value | None:
+    """The first input of a chain of nodes of these types, the last first; None where it is another."""
     for op_type in op_types:
         node = _produced(value, op_type)
         if node is None:
-            return None, []
-        nodes.append(node)
+            return None
         value = node.inputs[0]
-    return value, nodes
+    return value
 
 
 # --- enlarging --------------------------------------------------------------------------------------------------------
 
 
-def _enlarged(value: ir.Value | None) -> ir.Value | None:
-    """The maps (B, C, h, w) from which a value of known sides is interpolated as the library does: in fp32, between
-    centres of cells, to a size that is given; in 16 bits if they come from there."""
+class Enlarged(NamedTuple):
+    """What a value (B, C, H, W) is interpolated from."""
+
+    maps: ir.Value  # (B, C, h, w)
+    channels: int  # C
+    grid: list[int]  # h, w
+    size: list[int]  # H, W
+
+
+def _enlarged(value: ir.Value | None, smallest_cell: int) -> Enlarged | None:
+    """The maps from which a value is interpolated as the library does: in fp32, between centres of cells that have so
+    many pixels along a side or more, to a size that is given; in 16 bits if they come from there. All sides behind the
+    batch are known, and only the last two are others than before."""
     resize = value.producer() if value is not None else None
     if value is None or resize is None or resize.op_type != "Resize" or value.is_graph_output():
         return None
@@ -132,7 +145,13 @@ def _enlarged(value: ir.Value | None) -> ir.Value | None:
     )
     if maps is None or maps.dtype != ir.DataType.FLOAT or scales is not None or sizes is None or not bilinear:
         return None
-    return _narrow(maps) if len(_sides(value)) == 3 else None
+    before, after = _sides(maps), _sides(value)
+    known = all(isinstance(side, int) for side in before[1:] + after[1:])
+    if len(before) != 4 or len(after) != 4 or before[:2] != after[:2] or not known:
+        return None
+    if any(pixels < smallest_cell * cells for cells, pixels in zip(before[2:], after[2:], strict=True)):
+        return None
+    return Enlarged(_narrow(maps), before[1], before[2:], after[2:])
 
 
 def _narrow(maps: ir.Value) -> ir.Value:
@@ -142,7 +161,6 @@ def _narrow(maps: ir.Value) -> ir.Value:
     return source if source is not None and source.dtype in _NARROW else maps
 
 
-def _sides(value: ir.Value | None) -> list[int]:
-    """The sides behind the batch, those that are numbers."""
-    sides = [] if value is None or value.shape is None else list(value.shape)[1:]
-    return [side for side in sides if isinstance(side, int)]
+def _sides(value: ir.Value) -> list[Any]:
+    """All sides, those that are not known as they are."""
+    return [] if value.shape is None else list(value.shape)

@@ -186,5 +186,48 @@ def test_smaller_pictures_than_the_grid_stay() -> None:
     assert fired(graph) == 0
 
 
+@pytest.mark.parametrize("axis", [1, 2, 3])
+def test_sides_that_are_not_known_stay(axis: int) -> None:
+    """Of the grid, or of the picture."""
+    for place in ("inputs", "outputs"):
+        graph, resize, _, _ = tail()
+        value = getattr(resize, place)[0]
+        value.shape = ir.Shape([*value.shape[:axis], None, *value.shape[axis + 1 :]])
+        assert fired(graph) == 0, place
+    graph, resize, _, _ = tail()
+    resize.inputs[0].shape = None  # type: ignore[union-attr]
+    assert fired(graph) == 0
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_what_is_enlarged_along_another_axis_stays(axis: int) -> None:
+    """Between images or between classes too."""
+    graph, resize, _, _ = tail()
+    assert resize.outputs[0].shape is not None
+    resize.outputs[0].shape[axis] = 10
+    assert fired(graph) == 0
+
+
+def test_more_or_fewer_axes_than_a_picture_has_stay() -> None:
+    """As many numbers behind the batch make no maps of what has another axis."""
+    for place in ("inputs", "outputs"):
+        graph, resize, _, _ = tail()
+        value = getattr(resize, place)[0]
+        value.shape = ir.Shape([*value.shape[:1], "more", *value.shape[1:]])
+        assert fired(graph) == 0, place
+
+
+def test_scores_that_something_else_needs_too_stay() -> None:
+    graph, resize, _, _ = tail()
+    second = ir.node("ReduceMax", [resize.outputs[0]], {"keepdims": 0})
+    second.outputs[0].name = "highest"
+    graph.append(second)
+    graph.outputs.append(second.outputs[0])
+    assert fired(graph) == 0
+    graph, resize, _, _ = tail()
+    graph.outputs.append(resize.outputs[0])
+    assert fired(graph) == 0
+
+
 def test_both_providers_have_the_operator() -> None:
     assert all("label_map" in CUSTOM_OPERATORS[provider] for provider in PROVIDERS)
