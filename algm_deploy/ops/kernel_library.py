@@ -44,7 +44,6 @@ ApartParams = _struct("ApartParams", "images rows width first count", "dtype")
 PatchesParams = _struct("PatchesParams", "images height width side", "dtype", floats="centre scale")
 UnmergeParams = _struct("UnmergeParams", "batch rows width patches prefix", "dtype")
 LabelMapParams = _struct("LabelMapParams", "batch rows classes grid_h grid_w height width prefix", "dtype label_type")
-
 MaskLabelsParams = _struct(
     "MaskLabelsParams", "batch queries classes grid_h grid_w height width first lines", "dtype label_type"
 )

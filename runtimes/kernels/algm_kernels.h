@@ -48,6 +48,7 @@ enum {
     ALGM_INVALID_ARGUMENT = 1, /* sizes that contradict each other, an unknown enum value, or a null pointer */
     ALGM_UNSUPPORTED = 2,      /* valid, but larger than the kernels can index */
     ALGM_INVALID_MAP = 3,      /* CPU only: a map entry names a row that does not exist (CUDA reads zeros there) */
+    ALGM_OUT_OF_MEMORY = 4,    /* CPU only: there is no memory for what a thread works with */
     ALGM_DEVICE_ERROR = 1000
 };
 

@@ -266,6 +266,7 @@ inline const char *status_sentence(int status) {
                    "attributes.";
         case ALGM_UNSUPPORTED: return "The shape is larger than these kernels can index: use a smaller batch or image.";
         case ALGM_INVALID_MAP: return "The token map names a row that the values do not have: check map and prefix.";
+        case ALGM_OUT_OF_MEMORY: return "The host is out of memory: use a smaller batch or image, or fewer threads.";
         default: return "An unknown status code.";
     }
 }

@@ -380,6 +380,9 @@ struct MaskLabels : OnTokens<Type::kFloat> {
         algm_mask_labels_params const p{m[0],     m[1], classes.shape[2], m[2], m[3], size_[0], size_[1], 0,
                                         size_[0], masks.dtype(), ALGM_LABEL_UINT8};
         auto* const labels = static_cast<uint8_t*>(call.output(0, {m[0], size_[0], size_[1]}));
+        if (m[0] == 0) {
+            return;  // the kernels label at least one image
+        }
         auto const* shares = static_cast<float const*>(classes.data);
         int const status = call.backend.wait != nullptr
                                ? call.backend.kernels.maskLabels(&p, masks.data, shares, labels, call.stream)

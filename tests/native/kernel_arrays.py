@@ -27,7 +27,7 @@ from algm_deploy.ops.kernel_library import (
     unmerge_params,
 )
 
-INVALID_ARGUMENT, UNSUPPORTED, INVALID_MAP = 1, 2, 3
+INVALID_ARGUMENT, UNSUPPORTED, INVALID_MAP, OUT_OF_MEMORY = 1, 2, 3, 4
 Outputs = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import kernel_cases as cases
 import numpy as np
 import pytest
-from kernel_arrays import INVALID_ARGUMENT, INVALID_MAP, UNSUPPORTED, KernelError, Kernels
+from kernel_arrays import INVALID_ARGUMENT, INVALID_MAP, OUT_OF_MEMORY, UNSUPPORTED, KernelError, Kernels
 from kernel_memory import DTYPES
 from operator_inputs import CLAP, GBM, exact_tokens, mask_inputs, ones
 
@@ -442,7 +442,9 @@ def test_more_levels_than_there_is_room_for_are_refused() -> None:
 
 
 def test_status_texts_say_what_to_do(kernels: Kernels) -> None:
-    assert [kernels.library.status_text(s).split()[0] for s in (0, 1, 2, 3, 99)] == ["The", "A", "The", "The", "An"]
+    firsts = [kernels.library.status_text(status).split()[0] for status in (0, 1, 2, 3, OUT_OF_MEMORY, 99)]
+    assert firsts == ["The", "A", "The", "The", "The", "An"]
+    assert "out of memory" in kernels.library.status_text(OUT_OF_MEMORY)
 
 
 # --- the C interface -------------------------------------------------------------------------------------------------

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_arrays import INVALID_MAP, KernelError, Kernels
+from kernel_arrays import INVALID_MAP, OUT_OF_MEMORY, KernelError, Kernels
 from kernel_memory import DTYPES, HostMemory
 from operator_inputs import CLAP, GBM, ones
 
@@ -107,6 +109,42 @@ def test_a_map_beyond_the_rows_is_refused(kernels: Kernels) -> None:
     tokens, size, length = np.ones((1, 6, 4), np.float32), np.ones((1, 6), np.float32), np.array([4])
     with pytest.raises(KernelError, match="status 3"):
         kernels.gbm(tokens, size, np.array([[1, 5]]), length, 1.0, **GBM)
+
+
+WITHOUT_MEMORY = """
+import resource, sys
+from kernel_arrays import Kernels, KernelError
+from kernel_memory import HostMemory
+from algm_deploy.ops.kernel_library import deformable_attention_params, mask_labels_params
+
+kernels = Kernels(sys.argv[1], HostMemory())
+room = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize() + (256 << 20)
+resource.setrlimit(resource.RLIMIT_AS, (room, room))
+masks = mask_labels_params((1, 1 << 10, 1, 1), "float32", 1 << 19, (8, 8), True)
+places = deformable_attention_params((1, 1, 1, 1), "float32", (1, 1, 1, 1, 1 << 28), (1, 1))
+buffer = bytearray(4096)
+for name, params, count in (("mask_labels", masks, 3), ("deformable_attention", places, 4)):
+    try:
+        kernels.call(name, params, *[kernels.put(buffer, "u1")] * count)
+    except KernelError as error:
+        print(name, error.status)
+"""
+
+
+def test_out_of_memory_is_a_status(cpu_library: Path) -> None:
+    """In a process of its own that may take little more; no exception leaves what threads of a pool call."""
+    helpers = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_MEMORY, cpu_library],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": helpers},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[:2] == [
+        f"{name} {OUT_OF_MEMORY}" for name in ("mask_labels", "deformable_attention")
+    ]
 
 
 def test_the_header_is_plain_c(root_dir: Path, tmp_path: Path, cpu_library: Path) -> None:

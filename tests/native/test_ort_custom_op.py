@@ -319,6 +319,13 @@ def test_mask_labels(run: Any, dtype: Any) -> None:
     assert_mask_labels(labels, masks, classes)
 
 
+def test_masks_of_no_picture_are_no_labels(run: Any) -> None:
+    (labels,) = run(
+        "mask_labels", [np.zeros((0, 3, 4, 4), np.float32), np.zeros((0, 3, 5), np.float32)], 1, size=[8, 9]
+    )
+    assert (labels.shape, labels.dtype) == ((0, 8, 9), np.uint8)
+
+
 def test_masks_that_contradict_are_refused(run: Any) -> None:
     masks, classes = np.zeros((2, 3, 4, 4), np.float32), np.zeros((2, 3, 5), np.float32)
     for given, said in (

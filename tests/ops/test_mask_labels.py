@@ -70,7 +70,7 @@ def test_ties_go_to_the_lower_class(run: Any) -> None:
 
 @every
 def test_masks_are_interpolated_not_their_sigmoids(run: Any) -> None:
-    """Between cells of 8 and -1000 the mask is at -64 by an eighth of the way, where its sigmoid is next to nothing."""
+    """Between cells of 8 and -1000 the mask is at -118 an eighth of the way, where its sigmoid is next to nothing."""
     masks = np.float16([[[[8, -1000]], [[-8, -8]]]])
     share = np.float32([[[1, 0], [0, 1]]])
     (labels,) = run("mask_labels", [masks, share], size=[1, 8])

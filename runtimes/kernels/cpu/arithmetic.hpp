@@ -6,6 +6,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <new>
 
 namespace algm::cpu {
 
@@ -130,6 +131,18 @@ void with_dtype(int32_t dtype, Function function) {
         case ALGM_BFLOAT16: function(Bfloat16{}); break;
         default: function(float{}); break;
     }
+}
+
+// Does what takes memory of its own, and returns its status: callers may be threads of a pool, which end the process
+// where an exception leaves them.
+template <class Work>
+int with_memory(Work &&work) {
+    try {
+        work();
+    } catch (const std::bad_alloc &) {
+        return ALGM_OUT_OF_MEMORY;
+    }
+    return ALGM_OK;
 }
 
 }  // namespace algm::cpu

@@ -77,11 +77,12 @@ int algm_cpu_deformable_attention(const algm_deformable_attention_params *params
     const algm_deformable_attention_params &p = *params;
     const int64_t values = p.cells * p.heads * p.width, results = p.queries * p.heads * p.width;
     const int64_t places = p.queries * p.heads * p.levels * p.points;
-    with_dtype(p.dtype, [&](auto type) {
-        using T = decltype(type);
-        for (int64_t b = 0; b < p.batch; ++b)
-            attend(p, static_cast<const T *>(value) + b * values, locations + 2 * b * places, shares + b * places,
-                   static_cast<T *>(out) + b * results);
+    return with_memory([&] {
+        with_dtype(p.dtype, [&](auto type) {
+            using T = decltype(type);
+            for (int64_t b = 0; b < p.batch; ++b)
+                attend(p, static_cast<const T *>(value) + b * values, locations + 2 * b * places, shares + b * places,
+                       static_cast<T *>(out) + b * results);
+        });
     });
-    return ALGM_OK;
 }

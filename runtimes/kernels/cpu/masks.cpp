@@ -252,12 +252,13 @@ int algm_cpu_mask_labels(const algm_mask_labels_params *params, const void *mask
                          void *) {
     if (const int status = check(params)) return status;
     if (any_null(masks, classes, labels)) return ALGM_INVALID_ARGUMENT;
-    with_dtype(params->dtype, [&](auto type) {
-        const auto *values = static_cast<const decltype(type) *>(masks);
-        if (params->label_type == ALGM_LABEL_UINT8)
-            label_batch(*params, values, classes, static_cast<uint8_t *>(labels));
-        else
-            label_batch(*params, values, classes, static_cast<int32_t *>(labels));
+    return with_memory([&] {
+        with_dtype(params->dtype, [&](auto type) {
+            const auto *values = static_cast<const decltype(type) *>(masks);
+            if (params->label_type == ALGM_LABEL_UINT8)
+                label_batch(*params, values, classes, static_cast<uint8_t *>(labels));
+            else
+                label_batch(*params, values, classes, static_cast<int32_t *>(labels));
+        });
     });
-    return ALGM_OK;
 }

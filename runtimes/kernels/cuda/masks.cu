@@ -334,8 +334,9 @@ __global__ void __launch_bounds__(kMaskWarps *kWarp)
 #pragma unroll
             for (int i = 0; i < kMaskRows; ++i) {
                 const Place x(plan.across, min(start + 8 * i + lane / 4, last));
-                left[i] = (x.low - first_cell) * tiling.stride;
-                right[i] = (x.high - first_cell) * tiling.stride;
+                // Beyond 2^23 pixels places round to others than `tiling` counted.
+                left[i] = min(x.low - first_cell, tiling.cells - 1) * tiling.stride;
+                right[i] = min(x.high - first_cell, tiling.cells - 1) * tiling.stride;
                 weight[i] = x.weight;
             }
             add_products<N>(tiling, shares, exponents, left, right, weight, sum);
@@ -417,7 +418,6 @@ struct MaskLaunch {
         }
         return chosen;
     }
-
 };
 
 }  // namespace
