@@ -101,8 +101,8 @@ LIBRARIES = {
         ONNXRUNTIME_HEADER,
         cuda=False,
         instead=(
-            "merging, labels and deformable attention, and in fp16 attention, GELU and norms too, run in ONNX Runtime's "
-            "own operators, slower",
+            "merging, labels and deformable attention, and in fp16 attention, GELU and norms too, run in ONNX "
+            "Runtime's own operators, slower",
             "labels and deformable attention run in ONNX Runtime's own operators, slower",
         ),
     ),
