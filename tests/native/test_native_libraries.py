@@ -236,8 +236,8 @@ def test_what_is_slower_says_so_with_the_cure(
     monkeypatch.setattr(native, "missing_for", lambda _: ["the header onnxruntime_c_api.h (unpack (x); then set Y)"])
     line = native.slower_without("ort_custom_op", gpu)
     assert re.fullmatch(
-        r"the library ort_custom_op is not built, which needs the header onnxruntime_c_api.h: .* standard operators, "
-        r"slower; faster with: pip install 'algm-deploy\[native\]', or unpack \(x\); then set Y",
+        r"the library ort_custom_op is not built, which needs the header onnxruntime_c_api.h: .* Runtime's own "
+        r"operators, slower; faster with: pip install 'algm-deploy\[native\]', or unpack \(x\); then set Y",
         line,
     )
     assert ("merging" in line) == gpu

@@ -163,7 +163,7 @@ def test_custom_operators_without_their_library_are_refused(labelling: Bundle, m
 
 def test_without_the_library_the_report_says_so(labelling: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "find_library", lambda _: None)
-    assert "standard operators" in runner_type(CPU).build(labelling)[1]
+    assert "own operators, slower" in runner_type(CPU).build(labelling)[1]
     assert runner(labelling, CPU).custom_operators == ()
 
 
