@@ -5,9 +5,9 @@
 
 `total` = `residual` + (`product` + `bias`), where `product` is what a linear layer computes before it adds its bias;
 `normed` is `total` normalised over its last axis, times `weight` plus `shift` (attribute `epsilon`, below the root).
-Computed in fp32: the sum is rounded once, and what is normalised is what was rounded. ONNX Runtime's operator of that
-name adds in 16 bits, each time rounded, and so leaves an error that all rows share in every block. Product and residual
-are fp32, fp16 or bf16.
+Computed in fp32: the sum is rounded once, and what is normalised is what was rounded. ONNX Runtime's
+`SkipLayerNormalization` adds in 16 bits, each time rounded, and so leaves an error that all rows share in every block.
+Product and residual are fp32, fp16 or bf16.
 """
 
 from __future__ import annotations
