@@ -154,40 +154,6 @@ def patch_embedding(graph: ir.Graph, own: bool, counts: Counter[str]) -> None:
         counts["patch_embedding"] += 1
 
 
-def enlarging_convolution(graph: ir.Graph) -> None:
-    """ConvTranspose with stride = kernel, which makes a block of pixels of each: a product of all pixels and the
-    weight, whose sums are fp32.
-
-    The weight is turned when the session is made, so it stays in the shared data file as it is.
-    """
-    for conv in nodes_of(graph, "ConvTranspose"):
-        maps, weight = conv.inputs[:2]
-        if maps is None or maps.shape is None or weight is None or weight.shape is None:
-            continue
-        ints = conv.attributes.get_ints
-        sides = [side for side in list(maps.shape)[1:] if isinstance(side, int)]
-        kernel = [int(side) for side in weight.shape.numpy()[2:]]
-        padded = any(any(ints(name, ())) for name in ("pads", "output_padding", "output_shape"))
-        whole = conv.attributes.get_int("group", 1) == 1 and "auto_pad" not in conv.attributes and not padded
-        apart = list(ints("strides", ())) == kernel and all(step == 1 for step in ints("dilations", ()))
-        if whole and apart and len(sides) == 3 and len(kernel) == 2:
-            stand_in(conv.outputs[0], _blocks(Chain(graph, conv, conv.name), conv, sides, kernel))
-
-
-def _blocks(add: Chain, conv: ir.Node, sides: list[int], kernel: list[int]) -> ir.Value:
-    """Maps (B, C, h, w) to (B, M, h k, w l) by a weight (C, M, k, l)."""
-    (channels, height, width), (down, across) = sides, kernel
-    maps, weight = conv.inputs[:2]
-    assert maps is not None and weight is not None
-    rows = add("Transpose", add("Reshape", maps, add.shape([0, channels, height * width])), perm=[0, 2, 1])
-    product = add("MatMul", rows, add("Reshape", weight, add.shape([channels, -1])))
-    blocks = add("Reshape", product, add.shape([0, height, width, -1, down, across]))
-    blocks = add("Transpose", blocks, perm=[0, 3, 1, 4, 2, 5])
-    out = add("Reshape", blocks, add.shape([0, -1, height * down, width * across]))
-    bias = conv.inputs[2] if len(conv.inputs) > 2 else None
-    return out if bias is None else add("Add", out, add("Reshape", bias, add.shape([-1, 1, 1])))
-
-
 def _fits_patches(weight: ir.Value) -> bool:
     """Whether the library's operator is for it: three channels of square patches, in fp16."""
     assert weight.shape is not None

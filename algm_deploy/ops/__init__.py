@@ -17,6 +17,7 @@ from algm_deploy.ops.g2tm import g2tm
 from algm_deploy.ops.gbm import gbm
 from algm_deploy.ops.gelu import gelu
 from algm_deploy.ops.label_map import label_map
+from algm_deploy.ops.layer_norm import layer_norm
 from algm_deploy.ops.mask_labels import mask_labels
 from algm_deploy.ops.mpm import mpm
 from algm_deploy.ops.packed_attention import packed_attention
@@ -41,6 +42,7 @@ __all__ = [
     "gbm",
     "gelu",
     "label_map",
+    "layer_norm",
     "mask_labels",
     "mpm",
     "packed_attention",

@@ -16,10 +16,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch.nn.functional as F
 from torch import Tensor
 
 from algm_deploy.ops.bodies import Body, Value, body_of
+from algm_deploy.ops.layer_norm import layer_norm
+from algm_deploy.ops.layer_norm import onnx_body as norm_body
+from algm_deploy.ops.layer_norm import reference as norm_reference
 from algm_deploy.ops.schema import operator
 
 
@@ -29,7 +31,7 @@ def bias_skip_norm(
 ) -> tuple[Tensor, Tensor]:
     """The sum of a linear layer and the residual, normalised and as it is."""
     total = (residual.float() + (product.float() + bias)).to(product.dtype)
-    return F.layer_norm(total.float(), weight.shape, weight, shift, epsilon).to(product.dtype), total
+    return layer_norm(total, weight, shift, epsilon), total
 
 
 @bias_skip_norm.register_fake
@@ -47,12 +49,9 @@ def onnx_body(
     weight: Value,
     shift: Value,
 ) -> list[Value]:
-    """By ONNX's own layer normalisation."""
+    """The sum in fp32, rounded, and the norm of that."""
     total = body.like(body("Add", body.fp32(residual), body("Add", body.fp32(product), bias)), product)
-    normed = body(
-        "LayerNormalization", body.fp32(total), weight, shift, axis=-1, epsilon=attributes["epsilon"], stash_type=1
-    )
-    return [body.like(normed, product), total]
+    return [*norm_body(body, attributes, total, weight, shift), total]
 
 
 def reference(
@@ -66,6 +65,4 @@ def reference(
 ) -> tuple[np.ndarray, np.ndarray]:
     """NumPy definition in fp64."""
     total = (residual.astype(np.float64) + (product.astype(np.float64) + bias)).astype(product.dtype)
-    centred = total - total.mean(-1, keepdims=True, dtype=np.float64)
-    normed = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + epsilon) * weight + shift
-    return normed.astype(product.dtype), total
+    return norm_reference(total, weight, shift, epsilon=epsilon), total

@@ -31,6 +31,7 @@ from algm_deploy.ops.gbm import reference_similarity as gbm_similarity
 from algm_deploy.ops.gbm import reference_split as gbm_split
 from algm_deploy.ops.gelu import reference as gelu
 from algm_deploy.ops.label_map import reference as label_map
+from algm_deploy.ops.layer_norm import reference as layer_norm
 from algm_deploy.ops.mask_labels import reference as mask_labels
 from algm_deploy.ops.mask_labels import reference_scores as mask_scores
 from algm_deploy.ops.mpm import reference as mpm
@@ -71,6 +72,7 @@ __all__ = [
     "gbm_split",
     "gelu",
     "label_map",
+    "layer_norm",
     "mask_labels",
     "mask_scores",
     "most_similar",

@@ -196,6 +196,14 @@ inline int check(const algm_bias_skip_norm_params *p) {
     return p->rows <= kMaxRows && p->width <= kMaxRows ? ALGM_OK : ALGM_UNSUPPORTED;
 }
 
+// Whether an argument of a norm is missing. Without a bias nothing is added, and there is neither residual nor sum.
+inline bool lacks_rows(const algm_bias_skip_norm_params &p, const void *product, const float *bias, const void *residual,
+                       const float *weight, const float *shift, const void *normed, const void *total) {
+    if (is_missing(product, p.rows) || any_null(weight, shift) || is_missing(normed, p.rows)) return true;
+    if (bias == nullptr) return residual != nullptr || total != nullptr;
+    return is_missing(residual, p.rows) || is_missing(total, p.rows);
+}
+
 constexpr int64_t kChannels = 3;  // of a picture
 
 inline int check(const algm_patches_params *p) {

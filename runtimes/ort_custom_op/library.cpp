@@ -122,6 +122,7 @@ void addAll(OrtCustomOpDomain* domain) {
     add<Apart, backend>(domain);
     add<Gelu, backend>(domain);
     add<BiasSkipNorm, backend>(domain);
+    add<LayerNorm, backend>(domain);
     add<Patches, backend>(domain);
     add<Node<Unmerge>, backend>(domain);
     add<Node<Labels>, backend>(domain);

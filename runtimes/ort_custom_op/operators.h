@@ -299,6 +299,35 @@ struct Gelu : OnTokens<Type::kFloat> {
     }
 };
 
+// An input of `width` values in fp32.
+inline float const* parameters(Call const& call, size_t index, int64_t width, char const* what) {
+    Tensor const found = call.input(index, 1);
+    expectEqual(found.shape[0], width, what);
+    return static_cast<float const*>(found.data);
+}
+
+// x (B,S,D), weight (D) and shift (D) in fp32 -> normed (B,S,D).
+struct LayerNorm : OnTokens<Type::kFloat, Type::kFloat> {
+    static constexpr char const* kName = "layer_norm";
+
+    explicit LayerNorm(ReadAttribute const& read) { read("epsilon", epsilon_); }
+
+    void run(Call const& call) const {
+        Tensor const x = call.input(0, 3);
+        auto const& shape = x.shape;
+        float const *weight = parameters(call, 1, shape[2], "values of weight"),
+                    *shift = parameters(call, 2, shape[2], "values of shift");
+        algm_bias_skip_norm_params const p{shape[0] * shape[1], shape[2], epsilon_, x.dtype()};
+        done(call,
+             call.backend.kernels.biasSkipNorm(&p, x.data, nullptr, nullptr, weight, shift, call.output(0, shape),
+                                                nullptr, call.stream),
+             "normalising");
+    }
+
+private:
+    float epsilon_{};
+};
+
 // product (B,S,D), bias (D) in fp32, residual (B,S,D), weight (D) and shift (D) in fp32 -> normed (B,S,D), total (B,S,D).
 struct BiasSkipNorm : OnTokens<Type::kFloat, Type::kTokens, Type::kFloat, Type::kFloat> {
     static constexpr char const* kName = "bias_skip_norm";
@@ -312,13 +341,9 @@ struct BiasSkipNorm : OnTokens<Type::kFloat, Type::kTokens, Type::kFloat, Type::
         for (size_t axis = 0; axis < 3; ++axis) {
             expectEqual(residual.shape[axis], shape[axis], "a dimension of residual (product)");
         }
-        auto const parameters = [&](size_t index, char const* what) {
-            Tensor const found = call.input(index, 1);
-            expectEqual(found.shape[0], shape[2], what);
-            return static_cast<float const*>(found.data);
-        };
-        float const *bias = parameters(1, "values of bias"), *weight = parameters(3, "values of weight"),
-                    *shift = parameters(4, "values of shift");
+        float const *bias = parameters(call, 1, shape[2], "values of bias"),
+                    *weight = parameters(call, 3, shape[2], "values of weight"),
+                    *shift = parameters(call, 4, shape[2], "values of shift");
         algm_bias_skip_norm_params const p{shape[0] * shape[1], shape[2], epsilon_, product.dtype()};
         void *normed = call.output(0, shape), *total = call.output(1, shape);
         done(call,

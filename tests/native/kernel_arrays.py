@@ -227,6 +227,13 @@ class Kernels:
         normed, total = (self.memory.fetch(out, *kind) for out in outputs)
         return normed, total
 
+    def layer_norm(self, x: np.ndarray, weight: np.ndarray, shift: np.ndarray, *, epsilon: float) -> np.ndarray:
+        params = bias_skip_norm_params(x.shape, x.dtype.name, epsilon)
+        out = self.memory.empty(x.shape, x.dtype)
+        parameters = [self.put(value) for value in (weight, shift)]
+        self.call("bias_skip_norm", params, self.put(x), None, None, *parameters, out, None)
+        return self.memory.fetch(out, x.shape, x.dtype)
+
     # --- unmerge, label_map ---
 
     def unmerge(self, values: np.ndarray, map: np.ndarray, *, prefix: int) -> np.ndarray:

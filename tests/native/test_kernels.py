@@ -20,6 +20,7 @@ from algm_deploy.ops._rows import merge_rows_reference
 from algm_deploy.ops.kernel_library import (
     ROWS_ON_DEVICE,
     LabelMapParams,
+    bias_skip_norm_params,
     clap_params,
     deformable_attention_params,
     gbm_params,
@@ -247,8 +248,10 @@ def test_bias_skip_norm(kernels: Kernels, width: int, dtype: Any) -> None:
     product, bias, residual, weight, shift = inputs
     one_by_one = residual.astype(np.float32) + (product.astype(np.float32) + bias)
     np.testing.assert_array_equal(total, one_by_one.astype(dtype))
-    exact, _ = reference.bias_skip_norm(total.astype(np.float64), 0 * bias, 0 * residual, weight, shift, epsilon=1e-6)
+    exact = reference.layer_norm(total.astype(np.float64), weight, shift, epsilon=1e-6)
     np.testing.assert_allclose(normed.astype(np.float64), exact, rtol=unit, atol=4e-6)
+    of_the_sum = kernels.layer_norm(total, weight, shift, epsilon=1e-6)
+    np.testing.assert_array_equal(of_the_sum, normed, err_msg="without a bias nothing is added")
 
 
 def test_equal_values_normalise_to_the_shift(kernels: Kernels) -> None:
@@ -401,10 +404,15 @@ def test_windows_of_one_patch_null_pointers_and_more_classes_than_fit_are_refuse
     beyond = LabelMapParams(1, 1, 5, 1, 1, 2, 2, 1 << 32, 0, 0)  # a prefix of which 32 bits are 0
     with pytest.raises(KernelError, match="status 2"):
         kernels.call("label_map", beyond, buffer, buffer, buffer)
+    norm = bias_skip_norm_params((1, 3, 8), "float32", 1e-6)
     for name, params, *arguments in (
         ("clap_similarity", one_patch, buffer, buffer),
         ("clap_similarity", windows, None, buffer),
         ("label_map", labels, buffer, buffer, buffer),
+        ("bias_skip_norm", norm, buffer, None, buffer, buffer, buffer, buffer, None),  # a residual, and no bias
+        ("bias_skip_norm", norm, buffer, None, None, buffer, buffer, buffer, buffer),  # a sum of nothing
+        ("bias_skip_norm", norm, buffer, buffer, buffer, buffer, buffer, buffer, None),  # no room for the sum
+        ("bias_skip_norm", norm, buffer, None, None, None, buffer, buffer, None),  # no weight
     ):
         with pytest.raises(KernelError, match="status 1"):
             kernels.call(name, params, *arguments)

@@ -249,6 +249,19 @@ def test_bias_skip_norm(run: Any, dtype: Any) -> None:
         run("bias_skip_norm", [product, bias, residual[:, :2], weight, shift], 2, epsilon=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_layer_norm(run: Any, dtype: Any) -> None:
+    rng = np.random.default_rng(9)
+    x, weight, shift = rng.standard_normal((2, 3, 8)).astype(dtype), *rng.standard_normal((2, 8)).astype(np.float32)
+    (found,) = run("layer_norm", [x, weight, shift], 1, epsilon=1e-5)
+    tolerance = 2e-6 if dtype == np.float32 else 2.0**-10  # kernel and reference each round to 16 bits once
+    expected = reference.layer_norm(x, weight, shift, epsilon=1e-5)
+    np.testing.assert_allclose(found, expected, rtol=tolerance, atol=2e-6)
+    for given, said in (((weight[:7], shift), "values of weight"), ((weight, shift[:7]), "values of shift")):
+        with pytest.raises(RuntimeError, match=f"{said} should be 8, got 7"):
+            run("layer_norm", [x, *given], 1, epsilon=1e-5)
+
+
 @pytest.mark.parametrize("behind", ["MatMul", "Concat"])
 def test_bias_skip_norm_of_rows_of_unknown_number(ort_library: Path, behind: str) -> None:
     """Behind `gelu`, of which ONNX Runtime knows no shape, and behind an axis that has no name."""

@@ -25,6 +25,7 @@ OTHERS = {
     "gelu": {},
     "packed_attention": {"heads": 2, "scale": 0.5},
     "bias_skip_norm": {"epsilon": 1e-5},
+    "layer_norm": {"epsilon": 1e-5},
     "patches": {"side": 2, "centre": 0.5, "scale": 2.0},
     "unmerge": {"prefix": 1},
     "elvit": {
@@ -68,6 +69,7 @@ INPUT_RANKS = {
     "keys": 3,
     "qkv": 3,
     "product": 3,
+    "x": 3,
     "image": 4,
     "bias": 1,
     "residual": 3,

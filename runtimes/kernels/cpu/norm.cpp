@@ -7,13 +7,15 @@ using namespace algm::cpu;
 namespace {
 
 template <class T>
-void norm_row(int64_t width, float epsilon, const T *product, const float *bias, const T *residual, const float *weight,
-              const float *shift, T *normed, T *total) {
-    double sum = 0, squares = 0;
-    for (int64_t i = 0; i < width; ++i) {
+void add_row(int64_t width, const T *product, const float *bias, const T *residual, T *total) {
+    for (int64_t i = 0; i < width; ++i)
         total[i] = from_float<T>(to_float(residual[i]) + (to_float(product[i]) + bias[i]));
-        sum += to_float(total[i]);
-    }
+}
+
+template <class T>
+void norm_row(int64_t width, float epsilon, const T *total, const float *weight, const float *shift, T *normed) {
+    double sum = 0, squares = 0;
+    for (int64_t i = 0; i < width; ++i) sum += to_float(total[i]);
     const double mean = sum / static_cast<double>(width);
     for (int64_t i = 0; i < width; ++i) {
         const double centred = to_float(total[i]) - mean;
@@ -31,16 +33,18 @@ int algm_cpu_bias_skip_norm(const algm_bias_skip_norm_params *params, const void
                              void *) {
     if (const int status = check(params)) return status;
     const algm_bias_skip_norm_params &p = *params;
-    if (is_missing(product, p.rows) || is_missing(residual, p.rows) || any_null(bias, weight, shift) ||
-        is_missing(normed, p.rows) || is_missing(total, p.rows))
-        return ALGM_INVALID_ARGUMENT;
+    if (lacks_rows(p, product, bias, residual, weight, shift, normed, total)) return ALGM_INVALID_ARGUMENT;
     with_dtype(p.dtype, [&](auto type) {
         using T = decltype(type);
         for (int64_t row = 0; row < p.rows; ++row) {
             const int64_t first = row * p.width;
-            norm_row(p.width, p.epsilon, static_cast<const T *>(product) + first, bias,
-                     static_cast<const T *>(residual) + first, weight, shift, static_cast<T *>(normed) + first,
-                     static_cast<T *>(total) + first);
+            const T *summed = static_cast<const T *>(product) + first;
+            if (bias != nullptr) {
+                T *sum = static_cast<T *>(total) + first;
+                add_row(p.width, summed, bias, static_cast<const T *>(residual) + first, sum);
+                summed = sum;
+            }
+            norm_row(p.width, p.epsilon, summed, weight, shift, static_cast<T *>(normed) + first);
         }
     });
     return ALGM_OK;

@@ -24,8 +24,8 @@ struct Parameters {
     }
 };
 
-// A lane has every 32nd pack of its warp's row. KEPT: as many as it holds in registers; 0: it reads the sums again that
-// it wrote, of any number.
+// A lane has every 32nd pack of its warp's row. KEPT: as many as it holds in registers; 0: any number, which it reads
+// again from where they are. Without a bias nothing is added.
 template <class T, int V, int KEPT>
 __global__ void __launch_bounds__(kWarps *kWarp)
     norm_kernel(int rows, int packs, float epsilon, const T *product, const float *bias, const T *residual,
@@ -42,13 +42,14 @@ __global__ void __launch_bounds__(kWarps *kWarp)
                 if (lane_index() + i * kWarp < packs) each(lane_index() + i * kWarp, kept[i]);
         } else {
             for (int pack = lane_index(); pack < packs; pack += kWarp) {
-                Pack<T, V> again = load_pack<T, V>(total, first + pack);
+                Pack<T, V> again = load_pack<T, V>(bias == nullptr ? product : total, first + pack);
                 each(pack, again);
             }
         }
     };
     auto add = [&](int pack) {
         Pack<T, V> sum = load_pack<T, V>(product, first + pack);
+        if (bias == nullptr) return sum;
         const Pack<T, V> before = load_pack<T, V>(residual, first + pack);
         const Parameters<V> added(bias, pack);
 #pragma unroll
@@ -59,7 +60,7 @@ __global__ void __launch_bounds__(kWarps *kWarp)
     };
     if constexpr (KEPT > 0) {
         visit([&](int pack, Pack<T, V> &values) { values = add(pack); });
-    } else {
+    } else if (bias != nullptr) {
         for (int pack = lane_index(); pack < packs; pack += kWarp) add(pack);
     }
     float sum = 0, squares = 0;
@@ -108,9 +109,7 @@ int algm_cuda_bias_skip_norm(const algm_bias_skip_norm_params *params, const voi
                               void *stream) {
     if (const int status = check(params)) return status;
     const algm_bias_skip_norm_params &p = *params;
-    if (is_missing(product, p.rows) || is_missing(residual, p.rows) || any_null(bias, weight, shift) ||
-        is_missing(normed, p.rows) || is_missing(total, p.rows))
-        return ALGM_INVALID_ARGUMENT;
+    if (lacks_rows(p, product, bias, residual, weight, shift, normed, total)) return ALGM_INVALID_ARGUMENT;
     if (p.rows == 0) return ALGM_OK;
     bool aligned = true;
     for (const void *one : {product, residual, static_cast<const void *>(normed), static_cast<const void *>(total),

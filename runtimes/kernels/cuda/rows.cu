@@ -20,24 +20,35 @@ int with_word(int64_t width, int32_t dtype, const void *a, const void *b, Run ru
     return run(uint16_t{}, count(uint16_t{}));
 }
 
-// A warp copies rows to neighbouring rows of the output, from row_of(i) for its i-th, zeros where that is null.
-template <class Word, class RowOf>
-__device__ void move_rows(int words, int count, Word *out, RowOf row_of) {
-    const Word *from[kMoveRows];
-#pragma unroll
-    for (int i = 0; i < kMoveRows; ++i) from[i] = i < count ? row_of(i) : nullptr;
+// A warp writes neighbouring rows of the output; word_of(i, w) is a word of the i-th. All that a lane writes at once is
+// read before.
+template <class Word, class WordOf>
+__device__ void move_rows(int words, int count, Word *out, WordOf word_of) {
     for (int w = lane_index(); w < words; w += kWarp) {
         Word held[kMoveRows];
 #pragma unroll
-        for (int i = 0; i < kMoveRows; ++i) held[i] = from[i] == nullptr ? Word{} : from[i][w];
+        for (int i = 0; i < kMoveRows; ++i) held[i] = i < count ? word_of(i, w) : Word{};
 #pragma unroll
         for (int i = 0; i < kMoveRows; ++i)
             if (i < count) out[int64_t{i} * words + w] = held[i];
     }
 }
 
+// Values in a word.
+template <class T, class Word>
+constexpr int kIn = sizeof(Word) / sizeof(T);
+
+// A word of values that are rounded from fp32.
+template <class T, class Word>
+__device__ Word rounded(const float *from) {
+    alignas(Word) T values[kIn<T, Word>];
+#pragma unroll
+    for (int i = 0; i < kIn<T, Word>; ++i) values[i] = from_float<T>(from[i]);
+    return *reinterpret_cast<const Word *>(values);
+}
+
 struct Frame {
-    int images, rows, width, skip, put;  // rows: of the array that each image has in the output
+    int images, rows, skip, put;  // rows: of the array that each image has in the output
     const int64_t *length;
     const float *front;
 };
@@ -52,12 +63,11 @@ __global__ void reframe_kernel(Frame frame, int words, const Word *values, Word 
     const int count = min(min(exists ? to.start + to.count : all, all) - first, kMoveRows);
     if (count <= 0) return;
     const int before = to.start - to.image * more + frame.skip;  // row of the values behind those that go
-    const int put = exists ? min(max(frame.put - to.first, 0), count) : 0;  // of these rows
-    const float *front = frame.front + int64_t{to.first} * frame.width;
-    T *values_out = reinterpret_cast<T *>(out + int64_t{first} * words);
-    for (int i = lane_index(); i < put * frame.width; i += kWarp) values_out[i] = from_float<T>(front[i]);
-    move_rows(words, count - put, out + int64_t{first + put} * words, [&](int i) -> const Word * {
-        return exists ? values + int64_t{before + to.first + put + i - frame.put} * words : nullptr;
+    move_rows(words, count, out + int64_t{first} * words, [&](int i, int w) {
+        const int row = to.first + i;  // of the image
+        if (!exists) return Word{};
+        if (row < frame.put) return rounded<T, Word>(frame.front + (int64_t{row} * words + w) * kIn<T, Word>);
+        return values[int64_t{before + row - frame.put} * words + w];
     });
 }
 
@@ -69,9 +79,9 @@ __global__ void apart_kernel(const int64_t *length, int all, int begin, int coun
     if (first >= count) return;
     const int start = rows_before(length, image), end = min(static_cast<int>(length[image]), all - start);
     move_rows(words, min(count - first, kMoveRows), out + (int64_t{image} * count + first) * words,
-              [&](int i) -> const Word * {
+              [&](int i, int w) {
                   const int row = begin + first + i;
-                  return row < end ? values + int64_t{start + row} * words : nullptr;
+                  return row < end ? values[int64_t{start + row} * words + w] : Word{};
               });
 }
 
@@ -85,16 +95,18 @@ int algm_cuda_reframe(const algm_reframe_params *params, const void *values, con
     if (is_missing(values, p.rows) || length == nullptr || is_missing(front, p.put) || is_missing(out, rows))
         return ALGM_INVALID_ARGUMENT;
     if (rows == 0) return ALGM_OK;
-    const Frame frame = {static_cast<int>(p.images), static_cast<int>(rows),  static_cast<int>(p.width),
-                         static_cast<int>(p.skip),   static_cast<int>(p.put), length,
-                         front};
+    const Frame frame = {static_cast<int>(p.images), static_cast<int>(rows), static_cast<int>(p.skip),
+                         static_cast<int>(p.put),    length,                 front};
     const int64_t tiles = ragged_tiles(p.images, p.images * rows, kMoveRows);
     const Blocks blocks = {dim3(static_cast<unsigned>(ceil_div(tiles, kMoveWarps))), kMoveWarps * kWarp};
     return with_word(p.width, p.dtype, values, out, [&](auto word, int words) {
         return with_dtype(p.dtype, 1, false, [&](auto type, auto) {
+            using T = decltype(type);
             using Word = decltype(word);
-            return start(reframe_kernel<decltype(type), Word>, blocks, stream, frame, words,
-                         static_cast<const Word *>(values), static_cast<Word *>(out));
+            if constexpr (sizeof(Word) < sizeof(T)) return ALGM_INVALID_ARGUMENT;  // no address of such values
+            else
+                return start(reframe_kernel<T, Word>, blocks, stream, frame, words, static_cast<const Word *>(values),
+                             static_cast<Word *>(out));
         });
     });
 }
