@@ -2,9 +2,10 @@
 
 A CUDA graph holds kernels of fixed sizes, so the network comes in segments (`cutting`). The merge that ends a segment
 becomes its bucketed form: memory for as many rows as went in, at the front of which the images lie, one behind the
-other where the network allows it (`ragged`), else each in as many rows as the longest has. The mean of their rows, or
-those of the longest, are rounded up to a multiple of `STEP`, and the next segment takes a tensor of that size from
-there; attention, GBM and the tail read lengths and maps, never the rows behind.
+other where the network allows it (`ragged`), else each in as many rows as the longest has. The mean of their rows is
+rounded up to a multiple of `FINE_STEP`, those of the longest to one of `STEP`, and the next segment takes a tensor of
+that size from there, or a larger one where images lie one behind the other; attention, GBM and the tail read lengths
+and maps, never the rows behind.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from algm_deploy.lowering.portable import operator_of
 from algm_deploy.lowering.ragged import make_ragged
 from algm_deploy.recipe.plan import Merge
 
-STEP = 32  # rows
+STEP, FINE_STEP = 32, 8  # rows of the longest image, and of all images on average
 # What the output that counts a merge's rows is called, before the name of their axis: those of the longest image, and
 # those of all images together.
-LONGEST, TOGETHER = f"counted_by_{STEP}_", f"summed_by_{STEP}_"
+LONGEST, TOGETHER = f"counted_by_{STEP}_", f"summed_by_{FINE_STEP}_"
 CONVOLUTIONS = "convolutions"  # the note in a segment of how many there are
 _CONVOLUTIONS = ("Conv", "ConvTranspose")
 
@@ -34,8 +35,8 @@ def segments(model: ir.Model) -> list[ir.Model]:
 
     Each has a note `CONVOLUTIONS`. Every segment but the last has one more output, an int64 scalar: `LONGEST` and the
     name of the token axis behind its merge, the rows of the longest image, or `TOGETHER` and that name, the rows of all
-    images. The axis is the first, or the mean of an image, rounded up to `STEP`, but no more than the rows that went
-    into the merge.
+    images. The axis is the first, rounded up to `STEP`, or the mean of an image, rounded up to `FINE_STEP`, but no more
+    than the rows that went into the merge.
 
     Raises:
         ExportError: a merge that is no custom operator, as those of ALGM alone can be, or one that lets images decide
@@ -52,7 +53,7 @@ def segments(model: ir.Model) -> list[ir.Model]:
         _bucket(node)
     ragged = make_ragged(graph)
     for node in filter(_ends_a_segment, graph):
-        _name_rows(node, node in ragged)
+        _count_rows(node, node in ragged)
     parts = Cut(_ends_a_segment, _counted_rows, between=False).parts(graph)
     for part in parts:
         _state_padding(part)
@@ -73,12 +74,12 @@ def _counted_rows(node: ir.Node) -> list[ir.Value]:
 def _bucket(node: ir.Node) -> None:
     """Turns a merge into its bucketed form."""
     sized_merge(node, "bucketed")
-    node.attributes["step"] = ir.AttrInt64("step", STEP)
     node.attributes["ragged"] = ir.AttrString("ragged", "none")
 
 
-def _name_rows(node: ir.Node, ragged: bool) -> None:
-    """Names the row count of a bucketed merge."""
+def _count_rows(node: ir.Node, ragged: bool) -> None:
+    """Says how the rows of a bucketed merge are rounded, and names their count."""
+    node.attributes["step"] = ir.AttrInt64("step", FINE_STEP if ragged else STEP)
     assert node.outputs[0].shape is not None
     axis = str(node.outputs[0].shape[1])
     rows, plan = node.outputs[4:]

@@ -109,7 +109,7 @@ def test_a_chain_equals_the_whole(
     monkeypatch.setattr(onnxruntime, "_fits_packed_attention", lambda *_: ragged)
     model = rewritten(bundle)
     whole = session(model, bundle.path / "whole.onnx")
-    monkeypatch.setattr(onnxruntime_segments, "STEP", step)
+    monkeypatch.setattr(onnxruntime_segments, "FINE_STEP" if ragged else "STEP", step)
     parts = [session(part, bundle.path / f"{i}.onnx") for i, part in enumerate(segments(model))]
     assert len(parts) == 1 + CUTS[name]
     counts = [o.name for part in parts for o in part.get_outputs() if o.name.startswith((LONGEST, TOGETHER))]

@@ -3,8 +3,8 @@
 In a small batch a processor takes longer to start the kernels than the device takes to run them, and in a larger one
 the device waits for the first kernels of each segment. A CUDA graph starts them at once, but has fixed sizes, so the
 network comes in segments (`lowering.onnxruntime_segments`): a segment ends with a merge and the row count; the next one
-runs on the next multiple of `STEP` rows an image, as the merge has laid them out. The host reads the count and replays
-the graph of that size; once there are graphs of all sizes (`warm_up`), they are joined into one, in which the device
+runs on the next multiple of some rows an image (`_Segment.step`). The host reads the count and replays the graph of
+that size; once there are graphs of all sizes (`warm_up`), they are joined into one, in which the device
 picks the next segment, and the host waits for nothing.
 
 The graphs are this project's own, captured around a run of each session: those of ONNX Runtime belong to the thread
@@ -35,7 +35,7 @@ import torch
 
 from algm_deploy.bundle.signature import CLAP_THRESHOLD, GBM_THRESHOLD
 from algm_deploy.errors import BuildError, BundleError, ExecutionError, RuntimeUnavailableError
-from algm_deploy.lowering.onnxruntime_segments import CONVOLUTIONS, LONGEST, STEP, TOGETHER
+from algm_deploy.lowering.onnxruntime_segments import CONVOLUTIONS, FINE_STEP, LONGEST, STEP, TOGETHER
 from algm_deploy.native_libraries import REBUILD, require_library, say_once, usable_library
 from algm_deploy.ops import native_kernels
 from algm_deploy.ops.kernel_library import KernelLibrary
@@ -45,7 +45,8 @@ from algm_deploy.runners.turns import alone, between_captures
 
 _LOG = logging.getLogger("algm_deploy")
 
-MOST_GRAPHS = 512  # nine sizes of batch at 1025 rows, each segment in 27 sizes
+MOST_GRAPHS = 1024  # seven small sizes of batch at 1025 rows, each segment in 27 sizes, and three large ones
+MANY_IMAGES = 8  # whose padding to `STEP` rows takes longer than the network's waits for launches
 WORKSPACE_BYTES = 32 << 20  # what NVIDIA advises for Hopper; others need less
 # Every window and every row merges.
 _MERGE_ALL = {CLAP_THRESHOLD: -2.0, GBM_THRESHOLD: -1e6}
@@ -78,9 +79,19 @@ class _Segment:
         """Of its work in one size: images first."""
         return (axes["batch"], self.number, *(axes[axis] for axis in self.token_axes))
 
+    @property
+    def ragged(self) -> bool:
+        """Whether images lie one behind the other behind its merge."""
+        return self.rows.startswith(TOGETHER)
+
+    def step(self, images: int) -> int:
+        """Rows of an image from one size of the segment behind it to the next. Graphs are fewer where it pays little to
+        have more."""
+        return FINE_STEP if self.ragged and images >= MANY_IMAGES else STEP
+
     def room(self, axes: Mapping[str, int]) -> int:
         """What its count may be for the segment behind it, of this size, to have room."""
-        return axes[self.axis] * (axes["batch"] if self.rows.startswith(TOGETHER) else 1)
+        return axes[self.axis] * (axes["batch"] if self.ragged else 1)
 
 
 class SegmentedSession:
@@ -244,7 +255,8 @@ class SegmentedSession:
                 self._step(segment, axes)
             if segment.rows:
                 fewest, most = self._rows_for(segment, axes), self._most[segment.axis]
-                sizes = [axes | {segment.axis: rows} for rows in (*range(fewest, most, STEP), most)]
+                step = segment.step(images)
+                sizes = [axes | {segment.axis: rows} for rows in (*range(fewest, most, step), most)]
                 choices.append(sizes)
         self._join(images, choices)
         return True
@@ -305,13 +317,14 @@ class SegmentedSession:
         return torch.zeros(size, dtype=self._dtypes[name], device=self.device)
 
     def _rows_for(self, segment: _Segment, axes: Mapping[str, int]) -> int:
-        """Rows of an image for the segment behind this one: what its merge counted, and no more than a step above."""
+        """Rows of an image for the segment behind this one: what its merge counted, and less than a step above."""
         if self._stream is not None:
             self._stream.synchronize()
         counted = int(self._buffers[self._fitting(axes)][segment.rows])
-        if segment.rows.startswith(TOGETHER):
+        if segment.ragged:
             counted = -(-counted // axes["batch"])
-        return min(-(-counted // STEP) * STEP, self._most[segment.axis])
+        step = segment.step(axes["batch"])
+        return min(-(-counted // step) * step, self._most[segment.axis])
 
     def _step(self, segment: _Segment, axes: Mapping[str, int]) -> None:
         work = partial(self._launch, segment, axes)

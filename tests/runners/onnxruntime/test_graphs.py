@@ -22,6 +22,7 @@ from toys import segmenter_checkpoint, toy
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.deployment import export
 from algm_deploy.errors import BuildError, BundleError, ExecutionError, RuntimeUnavailableError
+from algm_deploy.lowering import onnxruntime
 from algm_deploy.lowering.onnxruntime import rewrite
 from algm_deploy.lowering.onnxruntime_segments import CONVOLUTIONS, segments
 from algm_deploy.native_libraries import find_library
@@ -41,8 +42,12 @@ MOST_IMAGES = 6
 
 @pytest.fixture(scope="module")
 def folder(labels_bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    return written(labels_bundle, tmp_path_factory.mktemp("graphs") / "bundle")
+
+
+def written(bundle: Bundle, target: Path) -> tuple[Path, int]:
     """A folder with the whole graph and its segments, and how many there are."""
-    path = shutil.copytree(labels_bundle.path, tmp_path_factory.mktemp("graphs") / "bundle")
+    path = shutil.copytree(bundle.path, target)
     model = ir.load(path / "model.onnx")
     rewrite(model, "cuda", True, False)
     ir.save(model, path / "whole.onnx")
@@ -54,20 +59,21 @@ def folder(labels_bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> t
 
 @pytest.fixture
 def open_file(folder: tuple[Path, int], ort_library: Path) -> Callable[[str], ort.InferenceSession]:
-    def open_file(name: str) -> ort.InferenceSession:
-        options = ort.SessionOptions()
-        options.log_severity_level = 3
-        options.register_custom_ops_library(str(ort_library))
-        return ort.InferenceSession(folder[0] / f"{name}.onnx", options, providers=["CPUExecutionProvider"])
+    return lambda name: opened(folder[0] / f"{name}.onnx", ort_library)
 
-    return open_file
+
+def opened(path: Path, library: Path) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    options.register_custom_ops_library(str(library))
+    return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
 
 @pytest.fixture
 def session(folder: tuple[Path, int], open_file: Any) -> Iterator[SegmentedSession]:
-    opened = SegmentedSession(lambda index, _: open_file(str(index)), folder[1], torch.device("cpu"), MOST_IMAGES)
-    yield opened
-    opened.close()
+    session = SegmentedSession(lambda index, _: open_file(str(index)), folder[1], torch.device("cpu"), MOST_IMAGES)
+    yield session
+    session.close()
 
 
 @pytest.fixture
@@ -194,6 +200,34 @@ def test_sizes_are_the_next_multiple_of_a_step(
     between = run(session, image, clap_threshold=2.0, gbm_threshold=-1e6)
     assert between["token_counts"].tolist() == [[64, 32]]
     assert met == [(1, 0), (1, 1, 65), (1, 2, 64)]
+
+
+@pytest.mark.parametrize(("images", "step"), [(1, 32), (7, 32), (8, 8), (9, 8)])
+def test_many_images_one_behind_the_other_have_finer_steps(
+    labels_bundle: Bundle,
+    ort_library: Path,
+    tmp_path: Path,
+    blob_images: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    images: int,
+    step: int,
+) -> None:
+    monkeypatch.setattr(onnxruntime, "_fits_packed_attention", lambda *_: True)
+    path, count = written(labels_bundle, tmp_path / "bundle")
+    whole, *parts = (opened(path / f"{name}.onnx", ort_library) for name in ("whole", *range(count)))
+    session = SegmentedSession(lambda index, _: parts[index], count, torch.device("cpu"), 9)
+    keys: list[tuple[int, ...]] = []
+    launch = session._launch
+    monkeypatch.setattr(
+        session, "_launch", lambda segment, axes: [keys.append(segment.key(axes)), launch(segment, axes)]
+    )
+    image = blob_images(images)
+    found = run(session, image)
+    scalars = {name: np.array(value, np.float32) for name, value in THRESHOLDS.items()}
+    assert_equal(found, dict(zip(NAMES, whole.run(NAMES, {"image": image, **scalars}), strict=True)))
+    means = -(-(found["token_counts"] + 1).sum(0) // images)
+    assert keys == [(images, 0), *((images, i, min(-(-mean // step) * step, 65)) for i, mean in enumerate(means, 1))]
+    session.close()
 
 
 def test_warming_up_meets_every_size(session: SegmentedSession, met: list[tuple[int, ...]], blob_images: Any) -> None:
