@@ -5,9 +5,8 @@
 | `algm.attention` behind a linear layer | `com.microsoft.Attention`, that layer included; key lengths, no mask |
 | the same after a product in int8, CPU | `com.microsoft.MultiHeadAttention`; the product stays as it is |
 | attention in fp16, heads of 64, CUDA | custom operator `packed_attention` where the library is there |
-| residual + bias + LayerNormalization | CUDA: `com.microsoft.SkipLayerNormalization`; in fp16 custom operator
-`bias_skip_norm` where the library is there |
-| LayerNormalization alone | in fp16 on CUDA custom operator `layer_norm` where the library is there |
+| residual + bias, LayerNormalization | CUDA: `com.microsoft.SkipLayerNormalization`; in fp16 custom operators where the
+library is there: see `norms` |
 | bias + GELU | `com.microsoft.BiasGelu`; in fp16 on CUDA custom operator `gelu` where the library is there |
 | GELU of maps | in fp16 on CUDA custom operator `gelu` where the library is there |
 | patch embedding | CUDA: one matrix product instead of a strided convolution, in fp16 of custom operator `patches` |
@@ -40,11 +39,14 @@ from algm_deploy.bundle.graphs import DOMAIN, VERSION
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import ExportError
 from algm_deploy.lowering.labels import labels_by_library
+from algm_deploy.lowering.norms import sums_and_norms
 from algm_deploy.lowering.onnxruntime_segments import segments, sized_merge
 from algm_deploy.lowering.patterns import (
+    CONTRIB,
     Chain,
     Linear,
-    is_constant,
+    fits_rows,
+    fp32,
     is_quantized,
     linear_of,
     nodes_of,
@@ -60,7 +62,6 @@ from algm_deploy.ops.schema import SCHEMAS
 from algm_deploy.recipe.plan import MergePlan
 from algm_deploy.recipe.schema import Recipe
 
-CONTRIB = "com.microsoft"
 Provider = Literal["cpu", "cuda"]
 # What the library is used for. On the CPU the bodies of the others are as fast (Segmenter-S: 182 against 184 ms); a
 # label map of 150 classes takes 136 ms by its body and 28 ms by the library, an extractor of ViT-Adapter-B 111 and 43,
@@ -70,7 +71,7 @@ CUSTOM_OPERATORS: dict[Provider, frozenset[str]] = {
     "cpu": frozenset({"label_map", "mask_labels", "deformable_attention"}),
     "cuda": frozenset(
         {"clap", "gbm", "unmerge", "label_map", "mask_labels", "deformable_attention"}
-        | {"packed_attention", "gelu", "bias_skip_norm", "layer_norm", "patches"},
+        | {"packed_attention", "gelu", "bias_skip", "bias_skip_norm", "layer_norm", "patches"},
     ),
 }
 # Fewest pixels along a side of a cell for which labels are the library's: at two a processor gains nothing, as it then
@@ -157,9 +158,7 @@ def rewrite(
     _attention(model.graph, provider, custom_operators and own_attention, single, counts)
     _bias_gelu(model.graph, provider == "cuda" and custom_operators, counts)
     if provider == "cuda":
-        _skip_layer_norm(model.graph, custom_operators, counts)
-        if custom_operators:
-            _layer_norm(model.graph)
+        sums_and_norms(model.graph, custom_operators, counts)
         patch_embedding(model.graph, custom_operators, counts)
         _unit_rows(model.graph, counts)
     if custom_operators:
@@ -192,7 +191,7 @@ def _attention(graph: ir.Graph, provider: Provider, own: bool, single: bool, cou
             continue
         heads, scale = node.attributes["heads"].as_int(), node.attributes["scale"].as_float()
         if provider == "cuda" and own and _fits_packed_attention(node, linear):
-            inputs = [linear.product, *_fp32(graph, node, linear.bias), *([] if length is None else [length])]
+            inputs = [linear.product, *fp32(graph, node, linear.bias), *([] if length is None else [length])]
             name, domain = "packed_attention", DOMAIN
             attributes: dict[str, float] = {"heads": heads, "scale": scale}
         else:
@@ -208,12 +207,6 @@ def _attention(graph: ir.Graph, provider: Provider, own: bool, single: bool, cou
         graph.insert_before(node, attention)
         stand_in(node.outputs[0], attention.outputs[0])
         graph.remove(node, safe=True)
-
-
-def _fp32(graph: ir.Graph, before: ir.Node, *parameters: ir.Value | None) -> list[ir.Value]:
-    """Parameters as the library takes them; the session turns them once."""
-    add = Chain(graph, before, str(before.name))
-    return [add("Cast", value, to=ir.DataType.FLOAT) for value in parameters if value is not None]
 
 
 def _multi_head_attention(graph: ir.Graph, node: ir.Node, linear: Linear) -> ir.Value:
@@ -272,9 +265,9 @@ def _bias_gelu(graph: ir.Graph, own: bool, counts: Counter[str]) -> None:
             if own and cells and x.dtype == ir.DataType.FLOAT16:
                 stand_in(out.outputs[0], _gelu_of_maps(Chain(graph, out, str(out.name)), x, cells))
         else:
-            is_own = own and _fits_rows(linear.product)
+            is_own = own and fits_rows(linear.product)
             name, domain = ("gelu", DOMAIN) if is_own else ("BiasGelu", CONTRIB)
-            bias = _fp32(graph, out, linear.bias) if is_own else [linear.bias]
+            bias = fp32(graph, out, linear.bias) if is_own else [linear.bias]
             new = ir.node(name, [linear.product, *bias], domain=domain, name=out.name)
             graph.insert_before(out, new)
             stand_in(out.outputs[0], new.outputs[0])
@@ -294,75 +287,6 @@ def _cells_of_maps(x: ir.Value) -> int:
     """Rows times columns of maps (B, C, h, w) whose sides are known; 0 of anything else."""
     sides = [side for side in list(x.shape or [])[2:] if isinstance(side, int)]
     return math.prod(sides) if x.shape is not None and len(x.shape) == 4 and len(sides) == 2 else 0
-
-
-def _fits_rows(values: ir.Value) -> bool:
-    """Whether what the library computes of rows is for these: (B, S, D) in 16 bits."""
-    return values.shape is not None and len(values.shape) == 3 and values.dtype == ir.DataType.FLOAT16
-
-
-def _skip_layer_norm(graph: ir.Graph, own: bool, counts: Counter[str]) -> None:
-    """LayerNormalization(residual + (product + bias)), and the sum. `own`: the library's operator in 16 bits."""
-    for norm in nodes_of(graph, "LayerNormalization"):
-        total = norm.inputs[0]
-        add = total.producer() if total is not None else None
-        if total is None or add is None or add.op_type != "Add" or not _is_of_rows(norm):
-            continue
-        for branch, residual in (pair(add), pair(add)[::-1]):
-            linear = linear_of(branch)
-            if linear is None or len(list(branch.uses())) > 1 or is_constant(residual):
-                continue
-            same = residual.shape is not None and residual.shape == linear.product.shape
-            if own and same and _fits_rows(linear.product):
-                new = _own_norm(graph, add, norm, linear, residual)
-            else:
-                new = _contrib_norm(norm, linear, residual)
-                counts["skip_layer_norm"] += 1
-            graph.insert_before(add, new)
-            stand_in(norm.outputs[0], new.outputs[0])
-            graph.remove(norm, safe=True)
-            stand_in(total, new.outputs[-1])
-            break
-
-
-def _layer_norm(graph: ir.Graph) -> None:
-    """The norms that are left, behind no sum. For 8 x 540 rows of 384 values ONNX Runtime's takes 14 us, the library's
-    with a sum five."""
-    for norm in nodes_of(graph, "LayerNormalization"):
-        x = norm.inputs[0]
-        if x is None or not _is_of_rows(norm) or not _fits_rows(x):
-            continue
-        inputs = [x, *_fp32(graph, norm, *norm.inputs[1:])]
-        new = ir.node("layer_norm", inputs, _epsilon(norm), domain=DOMAIN, name=norm.name)
-        graph.insert_before(norm, new)
-        stand_in(norm.outputs[0], new.outputs[0])
-        graph.remove(norm, safe=True)
-
-
-def _is_of_rows(norm: ir.Node) -> bool:
-    """Whether LayerNormalization takes each row of (B, S, D) for itself, and has a shift."""
-    return len(norm.inputs) == 3 and norm.attributes.get_int("axis", -1) in (-1, 2)
-
-
-def _own_norm(graph: ir.Graph, before: ir.Node, norm: ir.Node, linear: Linear, residual: ir.Value) -> ir.Node:
-    """The library's, of a residual of the product's own shape (B, S, D). The norm is its first output, the sum its
-    last."""
-    bias, weight, shift = _fp32(graph, before, linear.bias, *norm.inputs[1:])
-    inputs = [linear.product, bias, residual, weight, shift]
-    return ir.node("bias_skip_norm", inputs, _epsilon(norm), domain=DOMAIN, num_outputs=2, name=norm.name)
-
-
-def _epsilon(norm: ir.Node) -> dict[str, float]:
-    return {"epsilon": norm.attributes["epsilon"].as_float()}
-
-
-def _contrib_norm(norm: ir.Node, linear: Linear, residual: ir.Value) -> ir.Node:
-    """ONNX Runtime's, with the same first and last output."""
-    inputs = [residual, linear.product, *norm.inputs[1:], linear.bias]
-    new = ir.node("SkipLayerNormalization", inputs, _epsilon(norm), domain=CONTRIB, num_outputs=4, name=norm.name)
-    for index in (1, 2):
-        new.outputs[index].name = ""
-    return new
 
 
 def _unit_rows(graph: ir.Graph, counts: Counter[str]) -> None:

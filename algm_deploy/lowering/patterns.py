@@ -13,6 +13,8 @@ from algm_deploy.bundle.graphs import DOMAIN
 from algm_deploy.lowering.portable import operator_of
 from algm_deploy.ops.patches import CHANNELS
 
+CONTRIB = "com.microsoft"  # the domain of ONNX Runtime's own operators
+
 
 class Linear(NamedTuple):
     """x @ weight + bias; `product` is the value before the bias."""
@@ -116,6 +118,17 @@ class Chain:
     def shape(self, sizes: list[int]) -> ir.Value:
         """A shape for Reshape; 0 keeps an axis."""
         return self.constant(np.array(sizes, np.int64))
+
+
+def fp32(graph: ir.Graph, before: ir.Node, *parameters: ir.Value | None) -> list[ir.Value]:
+    """Parameters as the library takes them; the session turns them once."""
+    add = Chain(graph, before, str(before.name))
+    return [add("Cast", value, to=ir.DataType.FLOAT) for value in parameters if value is not None]
+
+
+def fits_rows(values: ir.Value) -> bool:
+    """Whether what the library computes of rows is for these: (B, S, D) in 16 bits."""
+    return values.shape is not None and len(values.shape) == 3 and values.dtype == ir.DataType.FLOAT16
 
 
 def patch_embedding(graph: ir.Graph, own: bool, counts: Counter[str]) -> None:

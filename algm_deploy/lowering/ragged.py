@@ -29,7 +29,7 @@ from algm_deploy.lowering.patterns import Chain, is_constant, pair, stand_in
 
 # What computes every row from the same row of its inputs and from constants.
 _NORMS = {"LayerNormalization", "SimplifiedLayerNormalization"}
-_BY_ROW = _NORMS | {"SkipLayerNormalization", "bias_skip_norm", "layer_norm", "BiasGelu", "gelu"}
+_BY_ROW = _NORMS | {"SkipLayerNormalization", "bias_skip", "bias_skip_norm", "layer_norm", "BiasGelu", "gelu"}
 _BY_ROW |= {"Add", "Sub", "Mul", "Div", "Cast", "Erf", "Tanh", "Sigmoid", "Relu", "Gelu"}
 _TAILS = {"MatMul", "unmerge", "label_map"}  # what takes images apart: behind it there is little left to compute
 _END = 2**31 - 1  # an axis ends before it

@@ -5,6 +5,7 @@ registered here once: a second registration of the same name would silently drop
 """
 
 from algm_deploy.ops.attention import attention
+from algm_deploy.ops.bias_skip import bias_skip
 from algm_deploy.ops.bias_skip_norm import bias_skip_norm
 from algm_deploy.ops.clap import clap
 from algm_deploy.ops.cls_attention import cls_attention
@@ -29,6 +30,7 @@ from algm_deploy.ops.unmerge import unmerge
 
 __all__ = [
     "attention",
+    "bias_skip",
     "bias_skip_norm",
     "clap",
     "cls_attention",

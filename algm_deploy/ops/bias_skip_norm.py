@@ -1,13 +1,11 @@
-"""The end of a block's branch and the norm before the next: bias, residual and layer normalisation.
+"""The end of a block's branch and the norm before the next: `bias_skip` and `layer_norm` in one.
 
     bias_skip_norm(product (B,S,D), bias (D) fp32, residual (B,S,D), weight (D) fp32, shift (D) fp32)
         -> normed (B,S,D), total (B,S,D)
 
-`total` = `residual` + (`product` + `bias`), where `product` is what a linear layer computes before it adds its bias;
-`normed` is `total` normalised over its last axis, times `weight` plus `shift` (attribute `epsilon`, below the root).
-Computed in fp32: the sum is rounded once, and what is normalised is what was rounded. ONNX Runtime's
-`SkipLayerNormalization` adds in 16 bits, each time rounded, and so leaves an error that all rows share in every block.
-Product and residual are fp32, fp16 or bf16.
+`total` = `residual` + (`product` + `bias`), rounded once; `normed` is the norm of what was rounded (attribute
+`epsilon`). ONNX Runtime's `SkipLayerNormalization` adds in 16 bits, each time rounded, and so leaves an error that all
+rows share in every block.
 """
 
 from __future__ import annotations
@@ -18,6 +16,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from algm_deploy.ops.bias_skip import bias_skip
+from algm_deploy.ops.bias_skip import onnx_body as sum_body
+from algm_deploy.ops.bias_skip import reference as sum_reference
 from algm_deploy.ops.bodies import Body, Value, body_of
 from algm_deploy.ops.layer_norm import layer_norm
 from algm_deploy.ops.layer_norm import onnx_body as norm_body
@@ -30,7 +31,7 @@ def bias_skip_norm(
     product: Tensor, bias: Tensor, residual: Tensor, weight: Tensor, shift: Tensor, epsilon: float
 ) -> tuple[Tensor, Tensor]:
     """The sum of a linear layer and the residual, normalised and as it is."""
-    total = (residual.float() + (product.float() + bias)).to(product.dtype)
+    total = bias_skip(product, bias, residual)
     return layer_norm(total, weight, shift, epsilon), total
 
 
@@ -50,7 +51,7 @@ def onnx_body(
     shift: Value,
 ) -> list[Value]:
     """The sum in fp32, rounded, and the norm of that."""
-    total = body.like(body("Add", body.fp32(residual), body("Add", body.fp32(product), bias)), product)
+    (total,) = sum_body(body, {}, product, bias, residual)
     return [*norm_body(body, attributes, total, weight, shift), total]
 
 
@@ -64,5 +65,5 @@ def reference(
     epsilon: float,
 ) -> tuple[np.ndarray, np.ndarray]:
     """NumPy definition in fp64."""
-    total = (residual.astype(np.float64) + (product.astype(np.float64) + bias)).astype(product.dtype)
+    total = sum_reference(product, bias, residual)
     return norm_reference(total, weight, shift, epsilon=epsilon), total

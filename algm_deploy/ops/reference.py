@@ -1,6 +1,7 @@
 """The NumPy definitions of the operators under one name: what every other implementation is compared with."""
 
 from algm_deploy.ops.attention import reference as attention
+from algm_deploy.ops.bias_skip import reference as bias_skip
 from algm_deploy.ops.bias_skip_norm import reference as bias_skip_norm
 from algm_deploy.ops.clap import reference as clap
 from algm_deploy.ops.clap import reference_decisions as clap_decisions
@@ -48,6 +49,7 @@ from algm_deploy.ops.unmerge import reference as unmerge
 
 __all__ = [
     "attention",
+    "bias_skip",
     "bias_skip_norm",
     "clap",
     "clap_decisions",

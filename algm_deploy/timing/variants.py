@@ -34,7 +34,9 @@ from algm_deploy.runners.registry import row_of
 
 VARIANTS: tuple[VariantName, ...] = ("dense", "merged", "truncated")
 # Operators of native libraries that any variant may have, but for the one that is there for another attention.
-_OF_ALL = frozenset({"label_map", "mask_labels", "packed_attention", "gelu", "bias_skip_norm", "layer_norm", "patches"})
+_OF_ALL = frozenset(
+    {"label_map", "mask_labels", "packed_attention", "gelu", "bias_skip", "bias_skip_norm", "layer_norm", "patches"}
+)
 
 
 def variant_network(

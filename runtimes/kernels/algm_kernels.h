@@ -294,8 +294,8 @@ ALGM_BOTH(int, gelu,
           (const algm_gelu_params *params, const void *product, const float *bias, void *out, void *stream))
 
 /* residual (rows,D) + (product (rows,D) + bias (D) in fp32) -> total (rows,D), rounded once, and its layer normalisation
- * with weight (D) and shift (D) in fp32: normed (rows,D). Bias, residual and total may be null pointers, all three: then
- * it is the product that is normalised. */
+ * with weight (D) and shift (D) in fp32: normed (rows,D). Null pointers leave out a half: bias, residual and total, all
+ * three, and the product is normalised; or weight, shift and normed, and there is only the sum. */
 ALGM_BOTH(int, bias_skip_norm,
           (const algm_bias_skip_norm_params *params, const void *product, const float *bias, const void *residual,
            const float *weight, const float *shift, void *normed, void *total, void *stream))

@@ -196,12 +196,13 @@ inline int check(const algm_bias_skip_norm_params *p) {
     return p->rows <= kMaxRows && p->width <= kMaxRows ? ALGM_OK : ALGM_UNSUPPORTED;
 }
 
-// Whether an argument of a norm is missing. Without a bias nothing is added, and there is neither residual nor sum.
-inline bool lacks_rows(const algm_bias_skip_norm_params &p, const void *product, const float *bias, const void *residual,
+// Whether an argument of a sum or a norm is missing, or is there without the half it belongs to.
+inline bool lacks_half(const algm_bias_skip_norm_params &p, const void *product, const float *bias, const void *residual,
                        const float *weight, const float *shift, const void *normed, const void *total) {
-    if (is_missing(product, p.rows) || any_null(weight, shift) || is_missing(normed, p.rows)) return true;
-    if (bias == nullptr) return residual != nullptr || total != nullptr;
-    return is_missing(residual, p.rows) || is_missing(total, p.rows);
+    const bool adds = bias != nullptr, norms = weight != nullptr;
+    const bool sum = adds ? is_missing(residual, p.rows) || is_missing(total, p.rows) : residual != nullptr || total != nullptr;
+    const bool norm = norms ? shift == nullptr || is_missing(normed, p.rows) : shift != nullptr || normed != nullptr;
+    return is_missing(product, p.rows) || (!adds && !norms) || sum || norm;
 }
 
 constexpr int64_t kChannels = 3;  // of a picture

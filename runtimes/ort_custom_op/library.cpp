@@ -121,6 +121,7 @@ void addAll(OrtCustomOpDomain* domain) {
     add<Reframe, backend>(domain);
     add<Apart, backend>(domain);
     add<Gelu, backend>(domain);
+    add<BiasSkip, backend>(domain);
     add<BiasSkipNorm, backend>(domain);
     add<LayerNorm, backend>(domain);
     add<Patches, backend>(domain);

@@ -306,6 +306,34 @@ inline float const* parameters(Call const& call, size_t index, int64_t width, ch
     return static_cast<float const*>(found.data);
 }
 
+// A residual of a product's shape.
+inline void const* residualOf(Call const& call, size_t index, std::vector<int64_t> const& shape) {
+    Tensor const residual = call.input(index, 3);
+    for (size_t axis = 0; axis < 3; ++axis) {
+        expectEqual(residual.shape[axis], shape[axis], "a dimension of residual (product)");
+    }
+    return residual.data;
+}
+
+// product (B,S,D), bias (D) in fp32, residual (B,S,D) -> total (B,S,D).
+struct BiasSkip : OnTokens<Type::kFloat, Type::kTokens> {
+    static constexpr char const* kName = "bias_skip";
+
+    explicit BiasSkip(ReadAttribute const&) {}
+
+    void run(Call const& call) const {
+        Tensor const product = call.input(0, 3);
+        auto const& shape = product.shape;
+        auto const* residual = residualOf(call, 2, shape);
+        float const* bias = parameters(call, 1, shape[2], "values of bias");
+        algm_bias_skip_norm_params const p{shape[0] * shape[1], shape[2], 0, product.dtype()};
+        done(call,
+             call.backend.kernels.biasSkipNorm(&p, product.data, bias, residual, nullptr, nullptr, nullptr,
+                                                call.output(0, shape), call.stream),
+             "adding a residual");
+    }
+};
+
 // x (B,S,D), weight (D) and shift (D) in fp32 -> normed (B,S,D).
 struct LayerNorm : OnTokens<Type::kFloat, Type::kFloat> {
     static constexpr char const* kName = "layer_norm";
@@ -336,18 +364,16 @@ struct BiasSkipNorm : OnTokens<Type::kFloat, Type::kTokens, Type::kFloat, Type::
     explicit BiasSkipNorm(ReadAttribute const& read) { read("epsilon", epsilon_); }
 
     void run(Call const& call) const {
-        Tensor const product = call.input(0, 3), residual = call.input(2, 3);
+        Tensor const product = call.input(0, 3);
         auto const& shape = product.shape;
-        for (size_t axis = 0; axis < 3; ++axis) {
-            expectEqual(residual.shape[axis], shape[axis], "a dimension of residual (product)");
-        }
+        auto const* residual = residualOf(call, 2, shape);
         float const *bias = parameters(call, 1, shape[2], "values of bias"),
                     *weight = parameters(call, 3, shape[2], "values of weight"),
                     *shift = parameters(call, 4, shape[2], "values of shift");
         algm_bias_skip_norm_params const p{shape[0] * shape[1], shape[2], epsilon_, product.dtype()};
         void *normed = call.output(0, shape), *total = call.output(1, shape);
         done(call,
-             call.backend.kernels.biasSkipNorm(&p, product.data, bias, residual.data, weight, shift, normed, total,
+             call.backend.kernels.biasSkipNorm(&p, product.data, bias, residual, weight, shift, normed, total,
                                                 call.stream),
              "normalising");
     }

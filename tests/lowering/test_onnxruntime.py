@@ -18,7 +18,7 @@ from toys import FAMILIES, TAU, pictures
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.deployment import export
 from algm_deploy.errors import ExportError
-from algm_deploy.lowering import onnxruntime, patterns
+from algm_deploy.lowering import norms, onnxruntime, patterns
 from algm_deploy.lowering.onnxruntime import (
     Provider,
     _key_lengths,
@@ -272,7 +272,8 @@ def put(node: ir.Node, name: str, value: str | int) -> None:
 def any_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the library computes of rows wherever it can stand: small networks are fp32, with narrow heads."""
     monkeypatch.setattr(onnxruntime, "_fits_packed_attention", lambda node, linear: True)
-    monkeypatch.setattr(onnxruntime, "_fits_rows", lambda values: len(values.shape) == 3)
+    for module in (onnxruntime, norms):
+        monkeypatch.setattr(module, "fits_rows", lambda values: len(values.shape) == 3)
     monkeypatch.setattr(patterns, "_fits_patches", lambda weight: True)
 
 
@@ -283,9 +284,10 @@ def test_heads_of_64_in_fp16_get_own_attention(tiny_export: Callable[..., Bundle
     assert (counts["attention"], counts["packed_attention"]) == (4, 2)
     assert (counts["bias_gelu"], counts["gelu"]) == (0, BLOCKS)
     assert (counts["patch_embedding"], counts["patches"]) == (1, 1)
-    norms = histogram(model)
-    assert norms["algm.bias_skip_norm"] == counts["bias_skip_norm"] > counts["skip_layer_norm"] == 0
-    assert norms["algm.layer_norm"] == counts["layer_norm"] > 0
+    kinds = histogram(model)
+    assert kinds["algm.bias_skip_norm"] == counts["bias_skip_norm"] > counts["skip_layer_norm"] == 0
+    assert kinds["algm.layer_norm"] == counts["layer_norm"] > 0
+    assert kinds["algm.bias_skip"] == counts["bias_skip"] == 2, "one for each merge"
     assert not [node for node in model.graph if node.op_type in ("LayerNormalization", "SkipLayerNormalization")]
     (cut,) = [node for node in model.graph if node.op_type == "patches"]
     assert {name: value.value for name, value in cut.attributes.items()} == {
@@ -297,7 +299,7 @@ def test_heads_of_64_in_fp16_get_own_attention(tiny_export: Callable[..., Bundle
     for bundle, custom, provider in ((half, False, "cuda"), (half, True, "cpu"), (tiny_bundle, True, "cuda")):
         model, counts = rewritten(bundle, provider, custom=custom)
         assert not {"packed_attention", "gelu", "patches"} & set(counts)
-        assert not {"algm.bias_skip_norm", "algm.layer_norm"} & set(histogram(model))
+        assert not {"algm.bias_skip", "algm.bias_skip_norm", "algm.layer_norm"} & set(histogram(model))
 
 
 def gelu_of_maps(sides: list[Any]) -> ir.Model:

@@ -227,6 +227,13 @@ class Kernels:
         normed, total = (self.memory.fetch(out, *kind) for out in outputs)
         return normed, total
 
+    def bias_skip(self, product: np.ndarray, bias: np.ndarray, residual: np.ndarray) -> np.ndarray:
+        params, kind = bias_skip_norm_params(product.shape, product.dtype.name, 0.0), (product.shape, product.dtype)
+        out = self.memory.empty(*kind)
+        inputs = [self.put(value) for value in (product, bias, residual)]
+        self.call("bias_skip_norm", params, *inputs, None, None, None, out)
+        return self.memory.fetch(out, *kind)
+
     def layer_norm(self, x: np.ndarray, weight: np.ndarray, shift: np.ndarray, *, epsilon: float) -> np.ndarray:
         params = bias_skip_norm_params(x.shape, x.dtype.name, epsilon)
         out = self.memory.empty(x.shape, x.dtype)

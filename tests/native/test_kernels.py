@@ -250,8 +250,8 @@ def test_bias_skip_norm(kernels: Kernels, width: int, dtype: Any) -> None:
     np.testing.assert_array_equal(total, one_by_one.astype(dtype))
     exact = reference.layer_norm(total.astype(np.float64), weight, shift, epsilon=1e-6)
     np.testing.assert_allclose(normed.astype(np.float64), exact, rtol=unit, atol=4e-6)
-    of_the_sum = kernels.layer_norm(total, weight, shift, epsilon=1e-6)
-    np.testing.assert_array_equal(of_the_sum, normed, err_msg="without a bias nothing is added")
+    np.testing.assert_array_equal(kernels.bias_skip(product, bias, residual), total)
+    np.testing.assert_array_equal(kernels.layer_norm(total, weight, shift, epsilon=1e-6), normed)
 
 
 def test_equal_values_normalise_to_the_shift(kernels: Kernels) -> None:
@@ -412,7 +412,9 @@ def test_windows_of_one_patch_null_pointers_and_more_classes_than_fit_are_refuse
         ("bias_skip_norm", norm, buffer, None, buffer, buffer, buffer, buffer, None),  # a residual, and no bias
         ("bias_skip_norm", norm, buffer, None, None, buffer, buffer, buffer, buffer),  # a sum of nothing
         ("bias_skip_norm", norm, buffer, buffer, buffer, buffer, buffer, buffer, None),  # no room for the sum
-        ("bias_skip_norm", norm, buffer, None, None, None, buffer, buffer, None),  # no weight
+        ("bias_skip_norm", norm, buffer, None, None, None, buffer, buffer, None),  # a shift, and no weight
+        ("bias_skip_norm", norm, buffer, buffer, buffer, None, None, buffer, buffer),  # a norm by nothing
+        ("bias_skip_norm", norm, buffer, None, None, None, None, None, None),  # neither
     ):
         with pytest.raises(KernelError, match="status 1"):
             kernels.call(name, params, *arguments)

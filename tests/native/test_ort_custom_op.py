@@ -242,11 +242,13 @@ def test_bias_skip_norm(run: Any, dtype: Any) -> None:
     tolerance = 2e-6 if dtype == np.float32 else 2.0**-10  # kernel and reference each round to 16 bits
     for one, expected in zip(found, reference.bias_skip_norm(*inputs, epsilon=1e-5), strict=True):
         np.testing.assert_allclose(one, expected, rtol=tolerance, atol=2e-6)
+    np.testing.assert_array_equal(run("bias_skip", inputs[:3], 1)[0], found[1])
     for place, said in ((1, "values of bias should be 8, got 7"), (4, "values of shift should be 8, got 7")):
         with pytest.raises(RuntimeError, match=said):
             run("bias_skip_norm", [x[:7] if i == place else x for i, x in enumerate(inputs)], 2, epsilon=1e-5)
-    with pytest.raises(RuntimeError, match=r"a dimension of residual \(product\) should be 3, got 2"):
-        run("bias_skip_norm", [product, bias, residual[:, :2], weight, shift], 2, epsilon=1e-5)
+    for name, rest, attributes in (("bias_skip_norm", [weight, shift], {"epsilon": 1e-5}), ("bias_skip", [], {})):
+        with pytest.raises(RuntimeError, match=r"a dimension of residual \(product\) should be 3, got 2"):
+            run(name, [product, bias, residual[:, :2], *rest], 1 + len(attributes), **attributes)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])

@@ -28,7 +28,7 @@ def test_equals_the_reference(run: Any, dtype: str, tolerance: float) -> None:
 
 
 @every
-def test_a_small_bias_is_not_lost_between_two_large_values(run: Any) -> None:
+def test_the_sum_is_rounded_before_it_is_normalised(run: Any) -> None:
     """2048 + (1 + 1/2) is 2049.5, which fp16 rounds to 2050; added one by one in fp16 it would be 2048."""
     ones = np.ones((1, 1, 4), np.float16)
     scale = np.ones(4, np.float32)

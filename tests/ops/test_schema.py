@@ -24,6 +24,7 @@ OTHERS = {
     "proportional_attention": {"heads": 2, "scale": 0.5},
     "gelu": {},
     "packed_attention": {"heads": 2, "scale": 0.5},
+    "bias_skip": {},
     "bias_skip_norm": {"epsilon": 1e-5},
     "layer_norm": {"epsilon": 1e-5},
     "patches": {"side": 2, "centre": 0.5, "scale": 2.0},

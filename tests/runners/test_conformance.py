@@ -183,7 +183,7 @@ def test_a_runner_tells_what_it_is(run: Runner) -> None:
     assert run.executable == row.own, "it was built"
     assert run.bundle.file(run.executable).is_file()
     known = {"clap", "gbm", "unmerge", "label_map", "mask_labels", "deformable_attention"}
-    known |= {"packed_attention", "gelu", "bias_skip_norm", "layer_norm", "patches"}
+    known |= {"packed_attention", "gelu", "bias_skip", "bias_skip_norm", "layer_norm", "patches"}
     assert set(run.custom_operators) <= known
     assert run.provider is None or run.provider.endswith("ExecutionProvider")
     assert run.device.type in row.devices

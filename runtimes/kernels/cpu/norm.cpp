@@ -33,7 +33,7 @@ int algm_cpu_bias_skip_norm(const algm_bias_skip_norm_params *params, const void
                              void *) {
     if (const int status = check(params)) return status;
     const algm_bias_skip_norm_params &p = *params;
-    if (lacks_rows(p, product, bias, residual, weight, shift, normed, total)) return ALGM_INVALID_ARGUMENT;
+    if (lacks_half(p, product, bias, residual, weight, shift, normed, total)) return ALGM_INVALID_ARGUMENT;
     with_dtype(p.dtype, [&](auto type) {
         using T = decltype(type);
         for (int64_t row = 0; row < p.rows; ++row) {
@@ -44,7 +44,8 @@ int algm_cpu_bias_skip_norm(const algm_bias_skip_norm_params *params, const void
                 add_row(p.width, summed, bias, static_cast<const T *>(residual) + first, sum);
                 summed = sum;
             }
-            norm_row(p.width, p.epsilon, summed, weight, shift, static_cast<T *>(normed) + first);
+            if (weight != nullptr)
+                norm_row(p.width, p.epsilon, summed, weight, shift, static_cast<T *>(normed) + first);
         }
     });
     return ALGM_OK;

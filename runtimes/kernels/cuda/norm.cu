@@ -25,7 +25,7 @@ struct Parameters {
 };
 
 // A lane has every 32nd pack of its warp's row. KEPT: as many as it holds in registers; 0: any number, which it reads
-// again from where they are. Without a bias nothing is added.
+// again from where they are. Without a bias nothing is added, without a weight nothing is normalised.
 template <class T, int V, int KEPT>
 __global__ void __launch_bounds__(kWarps *kWarp)
     norm_kernel(int rows, int packs, float epsilon, const T *product, const float *bias, const T *residual,
@@ -63,6 +63,7 @@ __global__ void __launch_bounds__(kWarps *kWarp)
     } else if (bias != nullptr) {
         for (int pack = lane_index(); pack < packs; pack += kWarp) add(pack);
     }
+    if (weight == nullptr) return;
     float sum = 0, squares = 0;
     visit([&](int, const Pack<T, V> &values) {
 #pragma unroll
@@ -109,7 +110,7 @@ int algm_cuda_bias_skip_norm(const algm_bias_skip_norm_params *params, const voi
                               void *stream) {
     if (const int status = check(params)) return status;
     const algm_bias_skip_norm_params &p = *params;
-    if (lacks_rows(p, product, bias, residual, weight, shift, normed, total)) return ALGM_INVALID_ARGUMENT;
+    if (lacks_half(p, product, bias, residual, weight, shift, normed, total)) return ALGM_INVALID_ARGUMENT;
     if (p.rows == 0) return ALGM_OK;
     bool aligned = true;
     for (const void *one : {product, residual, static_cast<const void *>(normed), static_cast<const void *>(total),
