@@ -31,10 +31,11 @@ def sums_and_norms(graph: ir.Graph, own: bool, counts: Counter[str]) -> None:
     """Rewrites all of them. `own`: the library's operators in 16 bits."""
     for norm in nodes_of(graph, "LayerNormalization"):
         total = norm.inputs[0]
-        found = _residual_sum(total.producer()) if total is not None and _is_of_rows(norm) else None
-        if total is None or found is None:
+        add = total.producer() if total is not None and _is_of_rows(norm) else None
+        found = _residual_sum(add)
+        if total is None or add is None or found is None:
             continue
-        add, linear, residual = found
+        linear, residual = found
         if own and _fits(linear, residual):
             new = _own_norm(graph, add, norm, linear, residual)
         else:
@@ -53,8 +54,8 @@ def _sums(graph: ir.Graph) -> None:
     """The sums that no norm follows."""
     for node in nodes_of(graph, "Add"):
         found = _residual_sum(node)
-        if found is not None and _fits(*found[1:]):
-            _, linear, residual = found
+        if found is not None and _fits(*found):
+            linear, residual = found
             inputs = [linear.product, *fp32(graph, node, linear.bias), residual]
             _put(graph, node, ir.node("bias_skip", inputs, domain=DOMAIN, name=node.name))
 
@@ -75,14 +76,14 @@ def _put(graph: ir.Graph, old: ir.Node, new: ir.Node) -> None:
     graph.remove(old, safe=True)
 
 
-def _residual_sum(add: ir.Node | None) -> tuple[ir.Node, Linear, ir.Value] | None:
-    """Of a node that adds a residual to a linear layer whom nobody else reads: the node, the layer, the residual."""
+def _residual_sum(add: ir.Node | None) -> tuple[Linear, ir.Value] | None:
+    """Linear layer and residual of a node that adds them, if nobody else reads the layer's result."""
     if add is None or add.op_type != "Add":
         return None
     for branch, residual in (pair(add), pair(add)[::-1]):
         linear = linear_of(branch)
         if linear is not None and len(list(branch.uses())) == 1 and not is_constant(residual):
-            return add, linear, residual
+            return linear, residual
     return None
 
 
