@@ -321,12 +321,26 @@ struct LabelMap {
 
     std::array<int64_t, 3> shape(Shapes in) const { return {in[0][0], size[0], size[1]}; }
 
+    static constexpr char const *kDoing = "labelling pixels";
+
     void run(Launch const &call) const {
+        auto const p = params(call, call.shapes[0][0], 0, size[0]);
+        call.done(call.kernels.labelMap(&p, call.inputs[0], call.in<int64_t>(1), call.outputs[0], call.stream), kDoing);
+    }
+
+    // The status of `count` lines of one image from `first` on, in the host's memory.
+    int runPart(Launch const &call, int64_t image, int64_t first, int64_t count) const {
+        auto const p = params(call, 1, first, count);
+        int64_t const bytes = p.dtype == ALGM_FLOAT32 ? 4 : 2, pixel = LABELS == ALGM_LABEL_UINT8 ? 1 : 4;
+        return call.kernels.labelMap(&p, call.in<char>(0) + image * p.rows * p.classes * bytes,
+                                     call.in<int64_t>(1) + image * p.grid_h * p.grid_w,
+                                     call.out<char>(0) + (image * p.height + first) * p.width * pixel, call.stream);
+    }
+
+private:
+    algm_label_map_params params(Launch const &call, int64_t images, int64_t first, int64_t lines) const {
         auto const *d = call.shapes[0];
-        algm_label_map_params const p{d[0],    d[1],    d[2],   grid[0],    grid[1],
-                                      size[0], size[1], prefix, call.dtype, LABELS};
-        call.done(call.kernels.labelMap(&p, call.inputs[0], call.in<int64_t>(1), call.outputs[0], call.stream),
-                  "labelling pixels");
+        return {images, d[1], d[2], grid[0], grid[1], size[0], size[1], first, lines, prefix, call.dtype, LABELS};
     }
 };
 

@@ -43,7 +43,9 @@ ReframeParams = _struct("ReframeParams", "images rows width skip put", "dtype")
 ApartParams = _struct("ApartParams", "images rows width first count", "dtype")
 PatchesParams = _struct("PatchesParams", "images height width side", "dtype", floats="centre scale")
 UnmergeParams = _struct("UnmergeParams", "batch rows width patches prefix", "dtype")
-LabelMapParams = _struct("LabelMapParams", "batch rows classes grid_h grid_w height width prefix", "dtype label_type")
+LabelMapParams = _struct(
+    "LabelMapParams", "batch rows classes grid_h grid_w height width first lines prefix", "dtype label_type"
+)
 MaskLabelsParams = _struct(
     "MaskLabelsParams", "batch queries classes grid_h grid_w height width first lines", "dtype label_type"
 )
@@ -154,8 +156,8 @@ def unmerge_params(shape: Sequence[int], dtype: str, patches: int, prefix: int) 
 def label_map_params(
     shape: Sequence[int], dtype: str, prefix: int, grid: Sequence[int], size: Sequence[int], wide: bool
 ) -> ctypes.Structure:
-    """Of labelling scores of a shape (B, S, K) and a type; labels are int32 if `wide`, else uint8."""
-    return LabelMapParams(*shape, *grid, *size, prefix, DTYPES[dtype], int(wide))
+    """Of labelling all lines by scores of a shape (B, S, K) and a type; labels are int32 if `wide`, else uint8."""
+    return LabelMapParams(*shape, *grid, *size, 0, size[0], prefix, DTYPES[dtype], int(wide))
 
 
 def mask_labels_params(

@@ -40,7 +40,7 @@ extern "C" {
 #endif
 
 /* Raised whenever a signature, a struct or an enum value changes. */
-#define ALGM_KERNELS_VERSION 4
+#define ALGM_KERNELS_VERSION 5
 
 /* Return values. A failed CUDA call returns ALGM_DEVICE_ERROR + its cudaError_t, and cudaGetLastError forgets it. */
 enum {
@@ -103,7 +103,8 @@ typedef struct {
 typedef struct {
     int64_t batch, rows, classes; /* B, S of `scores`, K */
     int64_t grid_h, grid_w;       /* patches */
-    int64_t height, width;        /* pixels of the label map */
+    int64_t height, width;        /* pixels of a picture */
+    int64_t first, lines;         /* the lines of every picture that are labelled, no others */
     int64_t prefix;               /* leading rows that the map counts and `scores` no longer has */
     int32_t dtype, label_type;    /* label_type uint8 holds classes 0 to 255 */
 } algm_label_map_params;
@@ -306,7 +307,7 @@ ALGM_BOTH(int, bias_skip_norm,
 ALGM_BOTH(int, unmerge,
           (const algm_unmerge_params *params, const void *values, const int64_t *map, void *out, void *stream))
 
-/* scores (B,S,K), map (B,N) -> labels (B,height,width): unmerge, bilinear resize with half-pixel centres
+/* scores (B,S,K), map (B,N) -> labels (B,lines,width): unmerge, bilinear resize with half-pixel centres
  * (align_corners=False), argmax with ties to the lower class; the full-size scores never exist. A class with an
  * infinite score or a NaN never wins around it. */
 ALGM_BOTH(int, label_map,

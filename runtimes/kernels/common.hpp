@@ -119,9 +119,16 @@ inline int check(const algm_unmerge_params *p) {
     return countable && p->prefix <= kMaxRows ? ALGM_OK : ALGM_UNSUPPORTED;
 }
 
+// Whether a picture has the lines that are asked for.
+template <class Params>
+bool has_lines(const Params &p) {
+    return p.first >= 0 && p.lines >= 1 && p.first < p.height && p.lines <= p.height - p.first;
+}
+
 inline int check(const algm_label_map_params *p) {
     if (p == nullptr || p->batch < 1 || p->rows < 1 || p->classes < 1 || p->grid_h < 1 || p->grid_w < 1 ||
-        p->height < 1 || p->width < 1 || p->prefix < 0 || !is_dtype(p->dtype) || !is_one_of_two(p->label_type))
+        p->height < 1 || p->width < 1 || p->prefix < 0 || !has_lines(*p) || !is_dtype(p->dtype) ||
+        !is_one_of_two(p->label_type))
         return ALGM_INVALID_ARGUMENT;
     if (p->label_type == ALGM_LABEL_UINT8 && p->classes > 256) return ALGM_INVALID_ARGUMENT;
     const bool countable =
@@ -131,12 +138,10 @@ inline int check(const algm_label_map_params *p) {
 
 inline int check(const algm_mask_labels_params *p) {
     if (p == nullptr || p->batch < 1 || p->queries < 1 || p->classes < 1 || p->grid_h < 1 || p->grid_w < 1 ||
-        p->height < 1 || p->width < 1 || p->first < 0 || p->lines < 1 || !is_dtype(p->dtype) ||
-        !is_one_of_two(p->label_type))
+        p->height < 1 || p->width < 1 || !has_lines(*p) || !is_dtype(p->dtype) || !is_one_of_two(p->label_type))
         return ALGM_INVALID_ARGUMENT;
     if (p->label_type == ALGM_LABEL_UINT8 && p->classes > 256) return ALGM_INVALID_ARGUMENT;
     if (!fits(p->grid_h, p->grid_w) || !fits(p->height, p->width)) return ALGM_UNSUPPORTED;
-    if (p->first >= p->height || p->lines > p->height - p->first) return ALGM_INVALID_ARGUMENT;
     // One image's masks and probabilities are counted in int32; the host rounds classes up.
     const bool countable = fits(p->queries, p->grid_h * p->grid_w) && p->classes <= kMaxRows / 2 &&
                            fits(p->queries, 2 * p->classes);

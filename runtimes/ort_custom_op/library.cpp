@@ -126,7 +126,7 @@ void addAll(OrtCustomOpDomain* domain) {
     add<LayerNorm, backend>(domain);
     add<Patches, backend>(domain);
     add<Node<Unmerge>, backend>(domain);
-    add<Node<Labels>, backend>(domain);
+    add<Labels, backend>(domain);
     add<MaskLabels, backend>(domain);
     add<Looking, backend>(domain);
 }

@@ -1,7 +1,7 @@
 // The operators as ONNX Runtime sees them. Attributes, inputs, outputs and calls are in ../shell.h.
 #pragma once
 
-#include <common.hpp>
+#include <interpolation.hpp>
 
 #include <atomic>
 
@@ -63,31 +63,68 @@ protected:
     Operator operator_{};
 };
 
-// On the CPU the queries are shared among the session's threads.
-struct Looking : Node<DeformableAttention> {
-    using Node::Node;
+// Does `work(image, first, count)`, which returns a status, for all of `total` things of every image, no more than `count`
+// at once, on the threads of the session. Returns a status that is not ALGM_OK if there is one.
+template <class Work>
+int onThreads(Call const& call, int64_t images, int64_t total, int64_t count, Work work) {
+    int64_t const parts = (total + count - 1) / count;
+    std::atomic<int> failed{ALGM_OK};
+    auto one = [&](size_t part) {
+        int64_t const image = static_cast<int64_t>(part) / parts, first = static_cast<int64_t>(part) % parts * count;
+        int const status = work(image, first, std::min(count, total - first));
+        if (status != ALGM_OK) {
+            failed = status;
+        }
+    };
+    call.forEach(static_cast<size_t>(images * parts), one);
+    return failed;
+}
+
+// Does `label(image, first, lines)` likewise for all lines of every picture, which a grid of so many rows of cells is
+// stretched over: those of whole rows, so that what a kernel finds out about a cell it finds out once.
+template <class Label>
+int onLines(Call const& call, int64_t images, int64_t cells, int64_t lines, Label label) {
+    constexpr int64_t kLines = 16;  // of a part, or more where cells are larger
+    Axis const down(cells, lines);
+    auto const row = [&](int64_t index) { return int64_t{down.first_pixel(static_cast<int32_t>(index) - 1)}; };
+    int64_t const count = std::max<int64_t>(1, kLines * cells / lines);
+    return onThreads(call, images, cells + 1, count, [&](int64_t image, int64_t index, int64_t rows) {
+        int64_t const first = row(index), end = row(index + rows);
+        return first < end ? label(image, first, end - first) : ALGM_OK;
+    });
+}
+
+// An operator whose work the threads of the session share on the CPU.
+template <class Operator>
+struct Shared : Node<Operator> {
+    using Node<Operator>::Node;
 
     void run(Call const& call) const {
-        Inputs const in(call, operator_);
-        auto const shape = operator_.shape(in.shapes.data());
+        typename Node<Operator>::Inputs const in(call, this->operator_);
+        auto const shape = this->operator_.shape(in.shapes.data());
         void* outputs[]{call.output(0, {shape.begin(), shape.end()})};
         Launch const launch = in.launch(call, outputs);
         if (call.backend.wait != nullptr) {
-            operator_.run(launch);
-            return;
+            this->operator_.run(launch);
+        } else {
+            launch.done(share(call, launch, this->operator_, shape), Operator::kDoing);
         }
+    }
+
+private:
+    static int share(Call const& call, Launch const& launch, DeformableAttention const& op,
+                     std::array<int64_t, 3> const& shape) {
         constexpr int64_t kQueries = 64;
-        int64_t const queries = shape[1], parts = (queries + kQueries - 1) / kQueries;
-        std::atomic<int> failed{ALGM_OK};
-        auto work = [&](size_t part) {
-            int64_t const image = static_cast<int64_t>(part) / parts, first = static_cast<int64_t>(part) % parts * kQueries;
-            int const status = operator_.runPart(launch, image, first, std::min(kQueries, queries - first));
-            if (status != ALGM_OK) {
-                failed = status;
-            }
-        };
-        call.forEach(static_cast<size_t>(shape[0] * parts), work);
-        launch.done(failed, DeformableAttention::kDoing);
+        return onThreads(call, shape[0], shape[1], kQueries, [&](int64_t image, int64_t first, int64_t count) {
+            return op.runPart(launch, image, first, count);
+        });
+    }
+
+    static int share(Call const& call, Launch const& launch, LabelMap<ALGM_LABEL_UINT8> const& op,
+                     std::array<int64_t, 3> const& shape) {
+        return onLines(call, shape[0], op.grid[0], shape[1], [&](int64_t image, int64_t first, int64_t lines) {
+            return op.runPart(launch, image, first, lines);
+        });
     }
 };
 
@@ -442,34 +479,32 @@ struct MaskLabels : OnTokens<Type::kFloat> {
     }
 
 private:
-    static constexpr int64_t kMostClasses = 255, kLines = 32;  // lines of a part
+    static constexpr int64_t kMostClasses = 255;
 
     static int onThreads(Call const& call, algm_mask_labels_params const& whole, char const* masks, float const* classes,
                          uint8_t* labels) {
-        int64_t const parts = (whole.height + kLines - 1) / kLines;
+        if (int const status = check(&whole)) {
+            return status;  // cells that there are none of share nothing out
+        }
         int64_t const bytes = whole.queries * whole.grid_h * whole.grid_w * dtype_bytes(whole.dtype);
-        std::atomic<int> failed{ALGM_OK};
-        auto work = [&](size_t part) {
-            int64_t const image = static_cast<int64_t>(part) / parts;
+        auto const label = [&](int64_t image, int64_t first, int64_t lines) {
             algm_mask_labels_params p = whole;
             p.batch = 1;
-            p.first = static_cast<int64_t>(part) % parts * kLines;
-            p.lines = std::min(kLines, whole.height - p.first);
-            int const status = call.backend.kernels.maskLabels(
-                &p, masks + image * bytes, classes + image * whole.queries * whole.classes,
-                labels + (image * whole.height + p.first) * whole.width, nullptr);
-            if (status != ALGM_OK) {
-                failed = status;
-            }
+            p.first = first;
+            p.lines = lines;
+            return call.backend.kernels.maskLabels(&p, masks + image * bytes,
+                                                   classes + image * whole.queries * whole.classes,
+                                                   labels + (image * whole.height + first) * whole.width, nullptr);
         };
-        call.forEach(static_cast<size_t>(whole.batch * parts), work);
-        return failed;
+        return onLines(call, whole.batch, whole.grid_h, whole.height, label);
     }
 
     int32_t size_[2]{};
 };
 
 // 8-bit labels, for up to 255 classes; graphs with more keep the function body.
-using Labels = LabelMap<ALGM_LABEL_UINT8>;
+using Labels = Shared<LabelMap<ALGM_LABEL_UINT8>>;
+
+using Looking = Shared<DeformableAttention>;
 
 }  // namespace algm

@@ -249,22 +249,35 @@ class Kernels:
         return self._tail("unmerge", params, values, map, *kind)
 
     def label_map(
-        self, scores: np.ndarray, map: np.ndarray, *, prefix: int, grid: tuple[int, int], size: tuple[int, int]
+        self,
+        scores: np.ndarray,
+        map: np.ndarray,
+        *,
+        prefix: int,
+        grid: tuple[int, int],
+        size: tuple[int, int],
+        lines: tuple[int, int] | None = None,
     ) -> np.ndarray:
+        """`lines`: only those of every picture, from one up to another."""
         wide = scores.shape[2] > 255
         params = label_map_params(scores.shape, scores.dtype.name, prefix, grid, size, wide)
-        return self._tail("label_map", params, scores, map, (len(scores), *size), np.int32 if wide else np.uint8)
+        return self._labels("label_map", params, scores, map, lines)
 
     def mask_labels(
         self, masks: np.ndarray, classes: np.ndarray, *, size: tuple[int, int], lines: tuple[int, int] | None = None
     ) -> np.ndarray:
         """`lines`: only those of every picture, from one up to another."""
-        first, end = lines or (0, size[0])
         wide = classes.shape[2] > 255
         params = mask_labels_params(masks.shape, masks.dtype.name, classes.shape[2], size, wide)
+        return self._labels("mask_labels", params, masks, classes, lines)
+
+    def _labels(
+        self, name: str, params: Any, values: np.ndarray, beside: np.ndarray, lines: tuple[int, int] | None
+    ) -> np.ndarray:
+        first, end = lines or (0, params.height)
         params.first, params.lines = first, end - first
-        shape, dtype = (len(masks), end - first, size[1]), np.int32 if wide else np.uint8
-        return self._tail("mask_labels", params, masks, classes, shape, dtype)
+        shape = len(values), params.lines, params.width
+        return self._tail(name, params, values, beside, shape, np.int32 if params.label_type else np.uint8)
 
     def _tail(self, name: str, params: Any, values: np.ndarray, map: np.ndarray, shape: Any, dtype: Any) -> np.ndarray:
         out = self.memory.empty(shape, dtype)

@@ -495,6 +495,15 @@ def label_inputs(
     return scores.astype(dtype), prefix + rng.integers(rows, size=(2, patches))
 
 
+def check_lines(label: Callable[..., np.ndarray], lines: int, *inputs: np.ndarray, **attributes: Any) -> None:
+    """Labels of so many lines at a time are, bit by bit, those of the whole picture."""
+    whole = label(*inputs, **attributes)
+    height = whole.shape[1]
+    for first in range(0, height, lines):
+        end = min(first + lines, height)
+        np.testing.assert_array_equal(label(*inputs, **attributes, lines=(first, end)), whole[:, first:end])
+
+
 def check_label_map(kernels: Kernels, scores: np.ndarray, map: np.ndarray, **attributes: Any) -> int:
     """Differs from the definition only where two classes are equal up to rounding; returns how many pixels do."""
     labels = kernels.label_map(scores, map, **attributes)

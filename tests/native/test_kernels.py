@@ -24,6 +24,7 @@ from algm_deploy.ops.kernel_library import (
     clap_params,
     deformable_attention_params,
     gbm_params,
+    label_map_params,
     mask_labels_params,
 )
 from algm_deploy.ops.schema import WORDS
@@ -308,12 +309,19 @@ def test_mask_labels(
         cases.check_mask_labels(kernels, masks.astype(dtype), shares, size)
 
 
-def test_lines_of_a_picture_are_those_of_the_whole(kernels: Kernels) -> None:
-    masks, classes = mask_inputs(np.random.default_rng(0), (2, 20, 5, 7), 30, np.float32, 5.0)
-    whole = kernels.mask_labels(masks, classes, size=(40, 63))
-    for first, end in ((0, 1), (0, 39), (3, 17), (39, 40)):
-        some = kernels.mask_labels(masks, classes, size=(40, 63), lines=(first, end))
-        np.testing.assert_array_equal(some, whole[:, first:end])
+@pytest.mark.parametrize("lines", [1, 3, 17, 64])
+@pytest.mark.parametrize(
+    ("grid", "size"), [((5, 7), (40, 63)), ((9, 4), (37, 50)), ((12, 12), (5, 9)), ((1, 1), (70, 3))]
+)
+def test_lines_are_those_of_the_whole_however_it_is_split(
+    kernels: Kernels, grid: tuple[int, int], size: tuple[int, int], lines: int
+) -> None:
+    """Bit by bit, at any line of a cell, of several images: of masks, and of scores of which many nearly tie."""
+    rng = np.random.default_rng(0)
+    masks, classes = mask_inputs(rng, (3, 20, *grid), 30, np.float32, 5.0)
+    cases.check_lines(kernels.mask_labels, lines, masks, classes, size=size)
+    scores, patch_map = cases.label_inputs(rng, grid, 150, 1, np.float32, False)
+    cases.check_lines(kernels.label_map, lines, 1e-6 * scores + 1, patch_map, prefix=1, grid=grid, size=size)
 
 
 def test_mask_labels_ties_and_nothing_there(kernels: Kernels) -> None:
@@ -374,10 +382,6 @@ def test_contradictions_are_refused(kernels: Kernels, field: str, value: int, st
     [
         ("queries", 0, INVALID_ARGUMENT),
         ("classes", 257, INVALID_ARGUMENT),
-        ("first", -1, INVALID_ARGUMENT),
-        ("first", 16, INVALID_ARGUMENT),
-        ("lines", 17, INVALID_ARGUMENT),
-        ("lines", 1 << 62, INVALID_ARGUMENT),
         ("dtype", 3, INVALID_ARGUMENT),
         ("label_type", 2, INVALID_ARGUMENT),
         ("grid_w", 1 << 40, UNSUPPORTED),
@@ -396,12 +400,23 @@ def test_contradicting_masks_are_refused(kernels: Kernels, field: str, value: in
     assert caught.value.status == status
 
 
+@pytest.mark.parametrize(("first", "lines"), [(-1, 4), (0, 0), (0, 17), (16, 1), (3, 14), (1, 1 << 62), (1 << 62, 1)])
+def test_lines_that_no_picture_has_are_refused(kernels: Kernels, first: int, lines: int) -> None:
+    buffer = kernels.memory.empty((4096,), np.uint8)
+    masks = mask_labels_params((1, 3, 4, 4), "float32", 5, (16, 16), False)
+    scores = label_map_params((1, 16, 5), "float32", 0, (4, 4), (16, 16), False)
+    for name, params in (("mask_labels", masks), ("label_map", scores)):
+        params.first, params.lines = first, lines
+        with pytest.raises(KernelError, match=f"status {INVALID_ARGUMENT}"):
+            kernels.call(name, params, buffer, buffer, buffer)
+
+
 def test_windows_of_one_patch_null_pointers_and_more_classes_than_fit_are_refused(kernels: Kernels) -> None:
     buffer = kernels.memory.empty((4096,), np.uint8)
     one_patch = clap_params((1, 17, 16), "float32", **SMALL | {"window": (1, 1)})
     windows = clap_params((1, 17, 16), "float32", **SMALL)
-    labels = LabelMapParams(1, 1, 257, 1, 1, 2, 2, 0, 0, 0)  # uint8 labels hold 256 classes and no more
-    beyond = LabelMapParams(1, 1, 5, 1, 1, 2, 2, 1 << 32, 0, 0)  # a prefix of which 32 bits are 0
+    labels = LabelMapParams(1, 1, 257, 1, 1, 2, 2, 0, 2, 0, 0, 0)  # uint8 labels hold 256 classes and no more
+    beyond = LabelMapParams(1, 1, 5, 1, 1, 2, 2, 0, 2, 1 << 32, 0, 0)  # a prefix of which 32 bits are 0
     with pytest.raises(KernelError, match="status 2"):
         kernels.call("label_map", beyond, buffer, buffer, buffer)
     norm = bias_skip_norm_params((1, 3, 8), "float32", 1e-6)

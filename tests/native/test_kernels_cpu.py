@@ -115,15 +115,16 @@ WITHOUT_MEMORY = """
 import resource, sys
 from kernel_arrays import Kernels, KernelError
 from kernel_memory import HostMemory
-from algm_deploy.ops.kernel_library import deformable_attention_params, mask_labels_params
+from algm_deploy.ops.kernel_library import deformable_attention_params, label_map_params, mask_labels_params
 
 kernels = Kernels(sys.argv[1], HostMemory())
 room = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize() + (256 << 20)
 resource.setrlimit(resource.RLIMIT_AS, (room, room))
 masks = mask_labels_params((1, 1 << 10, 1, 1), "float32", 1 << 19, (8, 8), True)
+labels = label_map_params((1, 1, 1 << 29), "float32", 0, (1, 1), (8, 8), True)
 places = deformable_attention_params((1, 1, 1, 1), "float32", (1, 1, 1, 1, 1 << 28), (1, 1))
 buffer = bytearray(4096)
-for name, params, count in (("mask_labels", masks, 3), ("deformable_attention", places, 4)):
+for name, params, count in (("mask_labels", masks, 3), ("label_map", labels, 3), ("deformable_attention", places, 4)):
     try:
         kernels.call(name, params, *[kernels.put(buffer, "u1")] * count)
     except KernelError as error:
@@ -142,8 +143,8 @@ def test_out_of_memory_is_a_status(cpu_library: Path) -> None:
         env=os.environ | {"PYTHONPATH": helpers},
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split("\n")[:2] == [
-        f"{name} {OUT_OF_MEMORY}" for name in ("mask_labels", "deformable_attention")
+    assert done.stdout.splitlines() == [
+        f"{name} {OUT_OF_MEMORY}" for name in ("mask_labels", "label_map", "deformable_attention")
     ]
 
 

@@ -137,6 +137,7 @@ def test_labels_and_unmerge(kernels: Kernels, dtype: Any) -> None:
     for grid, size, classes in cases.LABEL_SHAPES[:3]:
         scores, patch_map = cases.label_inputs(rng, grid, classes, 1, dtype, False)
         cases.check_label_map(kernels, scores, patch_map, prefix=1, grid=grid, size=size)
+        cases.check_lines(kernels.label_map, 7, scores, patch_map, prefix=1, grid=grid, size=size)
         found = kernels.unmerge(scores, patch_map, prefix=1)
         np.testing.assert_array_equal(found, np.take_along_axis(scores, patch_map[:, :, None] - 1, axis=1))
 
@@ -169,7 +170,7 @@ def test_huge_numbers_are_refused_before_anything_is_multiplied(kernels: Kernels
         ("clap_decide", plain, 7),
         ("gbm_decide", gbm_params((1, 17, 16), "float32", 16, **GBM), 9),
         ("unmerge", UnmergeParams(1, 17, 16, 16, 1, 0), 3),
-        ("label_map", LabelMapParams(1, 17, 5, 4, 4, 8, 8, 1, 0, 1), 3),
+        ("label_map", LabelMapParams(1, 17, 5, 4, 4, 8, 8, 0, 8, 1, 0, 1), 3),
         ("mask_labels", MaskLabelsParams(1, 3, 5, 4, 4, 8, 8, 0, 8, 0, 1), 3),
         ("attention", attention_params((1, 17, 24), "float32", 2, 0.5), 4),
         ("gelu", gelu_params((1, 17, 16), "float32"), 3),

@@ -18,7 +18,9 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from kernel_cases import check_places, pick_from, places_case, random_tokens
+from kernel_arrays import Kernels
+from kernel_cases import check_places, label_inputs, pick_from, places_case, random_tokens
+from kernel_memory import HostMemory
 from onnx import helper, numpy_helper
 from operator_inputs import CLAP, GBM, assert_mask_labels, exact_tokens, mask_inputs, ones
 
@@ -326,12 +328,33 @@ def test_label_map(run: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 def test_mask_labels(run: Any, dtype: Any) -> None:
-    """More lines than the part of a thread, in several pictures."""
+    """More rows of cells than the part of a thread, in several pictures."""
     masks, classes = mask_inputs(np.random.default_rng(6), (3, 20, 6, 5), 30, dtype, 5.0)
     (labels,) = run("mask_labels", [masks, classes], 1, size=[75, 61])
     assert labels.dtype == np.uint8
     assert labels.shape == (3, 75, 61)
     assert_mask_labels(labels, masks, classes)
+
+
+@pytest.mark.parametrize("grid", [(6, 5), (3, 4), (40, 3), (1, 1)])
+def test_threads_share_lines_and_change_no_label(
+    ort_library: Path, cpu_library: Path, tmp_path: Path, grid: tuple[int, int]
+) -> None:
+    """The labels of a session of any number of threads are, bit by bit, those of one call of the kernel."""
+    rng, size, serial = np.random.default_rng(7), (75, 61), Kernels(cpu_library, HostMemory())
+    masks = mask_inputs(rng, (3, 20, *grid), 30, np.float32, 5.0)
+    scores, patch_map = label_inputs(rng, grid, 150, 1, np.float32, False)
+    places = {"prefix": 1, "grid": grid}
+    for op, inputs, attributes in (("mask_labels", masks, {}), ("label_map", (1e-6 * scores + 1, patch_map), places)):
+        expected = getattr(serial, op)(*inputs, size=size, **attributes)
+        feeds = {f"in_{i}": x for i, x in enumerate(inputs)}
+        write(tmp_path, op, feeds, 1, {"size": size, **attributes})
+        for threads in (1, 2, 3, 8):
+            options = ort.SessionOptions()
+            options.intra_op_num_threads = threads
+            options.register_custom_ops_library(str(ort_library))
+            session = ort.InferenceSession(tmp_path / "model.onnx", options, providers=["CPUExecutionProvider"])
+            np.testing.assert_array_equal(session.run(None, feeds)[0], expected, err_msg=f"{op}, {threads} threads")
 
 
 def test_masks_of_no_picture_are_no_labels(run: Any) -> None:
@@ -348,6 +371,7 @@ def test_masks_that_contradict_are_refused(run: Any) -> None:
         ([masks[:, :2], classes], "queries of classes should be 2, got 3"),
         ([masks, np.zeros((2, 3, 256), np.float32)], "8-bit labels hold 255 classes, got 256"),
         ([masks[0], classes], "input 0 should have 4 axes, got 3"),
+        ([masks[:, :, :0], classes], "labelling pixels by masks: A size"),
     ):
         with pytest.raises(RuntimeError, match=said):
             run("mask_labels", given, 1, size=[8, 8])

@@ -1,8 +1,7 @@
 // mask_labels: from masks and class probabilities of queries to labels.
-#include "../interpolation.hpp"
 #include "arithmetic.hpp"
+#include "parts.hpp"
 
-#include <algorithm>
 #include <vector>
 
 // Lanes are handed over by value, but never called with: everything that takes or gives them is inlined.
@@ -176,13 +175,6 @@ ALGM_VECTOR_CLONES void label_lanes(Image &image, const Lanes &fx, const Lanes &
     for (; first < image.listed.size(); ++first) compare<1>(image, first, best, label);
 }
 
-// A rectangle of pixels of one cell.
-struct Part {
-    int32_t cy, cx, top, bottom, left, right;
-
-    bool is_empty() const { return top >= bottom || left >= right; }
-};
-
 // Labels the pixels of a part one line of them behind the other, lane by lane, so that small cells fill the lanes too.
 template <class Label>
 void label_part(Image &image, const Axis &down, const Axis &across, const Part &part, Label *labels) {
@@ -207,33 +199,21 @@ void label_part(Image &image, const Axis &down, const Axis &across, const Part &
     }
 }
 
-// The lines `first` to `end` of one image; `labels` is where the image's first line would lie.
+// The lines of one image that are asked for; `labels` is where the image's first line would lie.
 template <class T, class Label>
 void label_lines(const algm_mask_labels_params &p, const T *masks, Image &image, Label *labels) {
     const Axis down(p.grid_h, p.height), across(p.grid_w, p.width);
-    const int32_t first = static_cast<int32_t>(p.first), end = static_cast<int32_t>(p.first + p.lines);
     const int64_t apart = p.grid_h * p.grid_w;
-    for (int32_t cy = down.cell(first); cy <= down.cell(end - 1); ++cy)
-        for (int32_t cx = -1; cx < across.cells; ++cx) {
-            const Part part = {cy,
-                               cx,
-                               std::max(down.first_pixel(cy), first),
-                               std::min(down.first_pixel(cy + 1), end),
-                               across.first_pixel(cx),
-                               across.first_pixel(cx + 1)};
-            if (part.is_empty()) continue;
-            const auto corner = [&](int32_t y, int32_t x) {
-                return masks + int64_t{down.patch(y)} * p.grid_w + across.patch(x);
-            };
-            const T *const corners[4] = {corner(cy, cx), corner(cy, cx + 1), corner(cy + 1, cx),
-                                         corner(cy + 1, cx + 1)};
-            const float largest = load_corners(corners, apart, image);
-            find_bounds(image);
-            // Of a sum by its members and what they are made of, and of masks by their interpolation.
-            const float members = static_cast<float>(p.queries + 16);
-            list_classes(image, 0x1p-23f * (members + 8 * largest));
-            label_part(image, down, across, part, labels);
-        }
+    for_each_part(p, down, across, [&](const Part &part) {
+        const T *const corners[4] = {masks + part.corner[0], masks + part.corner[1], masks + part.corner[2],
+                                     masks + part.corner[3]};
+        const float largest = load_corners(corners, apart, image);
+        find_bounds(image);
+        // Of a sum by its members and what they are made of, and of masks by their interpolation.
+        const float members = static_cast<float>(p.queries + 16);
+        list_classes(image, 0x1p-23f * (members + 8 * largest));
+        label_part(image, down, across, part, labels);
+    });
 }
 
 template <class T, class Label>

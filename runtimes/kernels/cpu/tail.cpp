@@ -1,8 +1,7 @@
 // unmerge and label_map: what turns the scores of merged tokens back into a picture.
-#include "../interpolation.hpp"
 #include "arithmetic.hpp"
+#include "parts.hpp"
 
-#include <algorithm>
 #include <vector>
 
 using namespace algm;
@@ -72,38 +71,34 @@ ALGM_VECTOR_CLONES void label_block(const Candidate *candidates, size_t count, B
     }
 }
 
-// Labels the pixels of one cell, block by block.
+// Labels the pixels of a part, block by block.
 template <class Label>
-void label_cell(const Axis &down, const Axis &across, int32_t cy, int32_t cx, const std::vector<Candidate> &candidates,
+void label_part(const Axis &down, const Axis &across, const Part &part, const std::vector<Candidate> &candidates,
                 Label *labels) {
-    const int32_t x_end = across.first_pixel(cx + 1), y_end = down.first_pixel(cy + 1);
-    for (int32_t y0 = down.first_pixel(cy); y0 < y_end; y0 += Block::kRows)
-        for (int32_t x0 = across.first_pixel(cx); x0 < x_end; x0 += kLanes) {
+    for (int32_t y0 = part.top; y0 < part.bottom; y0 += Block::kRows)
+        for (int32_t x0 = part.left; x0 < part.right; x0 += kLanes) {
             Block block;
-            block.rows = std::min(Block::kRows, y_end - y0);
-            for (int l = 0; l < kLanes; ++l) block.fx[l] = across.fraction(x0 + l, cx);
-            for (int r = 0; r < block.rows; ++r) block.fy[r] = down.fraction(y0 + r, cy);
+            block.rows = std::min(Block::kRows, part.bottom - y0);
+            for (int l = 0; l < kLanes; ++l) block.fx[l] = across.fraction(x0 + l, part.cx);
+            for (int r = 0; r < block.rows; ++r) block.fy[r] = down.fraction(y0 + r, part.cy);
             label_block(candidates.data(), candidates.size(), block);
             for (int r = 0; r < block.rows; ++r)
-                for (int32_t x = x0; x < std::min(x0 + kLanes, x_end); ++x)
+                for (int32_t x = x0; x < std::min(x0 + kLanes, part.right); ++x)
                     labels[int64_t{y0 + r} * across.pixels + x] = static_cast<Label>(block.label[r][x - x0]);
         }
 }
 
+// The lines of one image that are asked for; `labels` is where the image's first line would lie.
 template <class T, class Label>
-void label_image(const algm_label_map_params &p, const T *scores, const int64_t *map,
+void label_lines(const algm_label_map_params &p, const T *scores, const int64_t *map,
                  std::vector<Candidate> &candidates, Label *labels) {
     const Axis down(p.grid_h, p.height), across(p.grid_w, p.width);
-    const auto scores_of = [&](int32_t y, int32_t x) {
-        return scores + (map[int64_t{down.patch(y)} * p.grid_w + across.patch(x)] - p.prefix) * p.classes;
-    };
-    for (int32_t cy = -1; cy < down.cells; ++cy)
-        for (int32_t cx = -1; cx < across.cells; ++cx) {
-            const T *const corners[4] = {scores_of(cy, cx), scores_of(cy, cx + 1), scores_of(cy + 1, cx),
-                                         scores_of(cy + 1, cx + 1)};
-            find_candidates(corners, p.classes, candidates);
-            label_cell(down, across, cy, cx, candidates, labels);
-        }
+    for_each_part(p, down, across, [&](const Part &part) {
+        const T *corners[4];
+        for (int i = 0; i < 4; ++i) corners[i] = scores + (map[part.corner[i]] - p.prefix) * p.classes;
+        find_candidates(corners, p.classes, candidates);
+        label_part(down, across, part, candidates, labels);
+    });
 }
 
 template <class T, class Label>
@@ -111,8 +106,8 @@ void label_batch(const algm_label_map_params &p, const T *scores, const int64_t 
     std::vector<Candidate> candidates;
     candidates.reserve(static_cast<size_t>(p.classes));
     for (int64_t b = 0; b < p.batch; ++b)
-        label_image(p, scores + b * p.rows * p.classes, map + b * p.grid_h * p.grid_w, candidates,
-                    labels + b * p.height * p.width);
+        label_lines(p, scores + b * p.rows * p.classes, map + b * p.grid_h * p.grid_w, candidates,
+                    labels + (b * p.lines - p.first) * p.width);
 }
 
 }  // namespace
@@ -137,12 +132,13 @@ int algm_cpu_label_map(const algm_label_map_params *params, const void *scores, 
     if (any_null(scores, map, labels)) return ALGM_INVALID_ARGUMENT;
     const algm_label_map_params &p = *params;
     if (!is_valid_map(map, p.batch * p.grid_h * p.grid_w, p.prefix, p.rows)) return ALGM_INVALID_MAP;
-    with_dtype(p.dtype, [&](auto type) {
-        const auto *values = static_cast<const decltype(type) *>(scores);
-        if (p.label_type == ALGM_LABEL_UINT8)
-            label_batch(p, values, map, static_cast<uint8_t *>(labels));
-        else
-            label_batch(p, values, map, static_cast<int32_t *>(labels));
+    return with_memory([&] {
+        with_dtype(p.dtype, [&](auto type) {
+            const auto *values = static_cast<const decltype(type) *>(scores);
+            if (p.label_type == ALGM_LABEL_UINT8)
+                label_batch(p, values, map, static_cast<uint8_t *>(labels));
+            else
+                label_batch(p, values, map, static_cast<int32_t *>(labels));
+        });
     });
-    return ALGM_OK;
 }

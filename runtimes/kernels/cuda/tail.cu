@@ -50,7 +50,7 @@ constexpr int64_t kSharedBytes = 48 * 1024;
 
 struct Shape {
     Axis down, across;
-    int rows, classes, prefix, parts_y, parts_x, warps_per_block;
+    int rows, classes, prefix, first, end, parts_y, parts_x, warps_per_block;  // lines from `first` up to `end`
     int64_t warps;  // images x cells x parts of a cell
 
     // Every warp holds the planes of all classes and one of a class that never wins, then two lists of classes.
@@ -217,9 +217,9 @@ __global__ void __launch_bounds__(kMaxWarps *kWarp)
     const int cx = next_digit(shape.across.cells + 1) - 1, part_x = next_digit(shape.parts_x);
     const int cy = next_digit(shape.down.cells + 1) - 1, part_y = next_digit(shape.parts_y);
     const int x0 = shape.across.first_pixel(cx) + part_x * kSide;
-    const int y0 = shape.down.first_pixel(cy) + part_y * kSide;
+    const int y0 = max(shape.down.first_pixel(cy), shape.first) + part_y * kSide;
     const int x_end = min(x0 + kSide, shape.across.first_pixel(cx + 1));
-    const int y_end = min(y0 + kSide, shape.down.first_pixel(cy + 1));
+    const int y_end = min(min(y0 + kSide, shape.down.first_pixel(cy + 1)), shape.end);
     if (x0 >= x_end || y0 >= y_end) return;
 
     const int64_t image = index;
@@ -228,7 +228,7 @@ __global__ void __launch_bounds__(kMaxWarps *kWarp)
                                            map + image * shape.down.cells * shape.across.cells, cy, cx, planes);
     uint16_t *in_cell = list + shape.list();
     const int cell_count = list_candidates(planes, shape.classes, [](int i) { return i; }, Cell{}, margin, in_cell);
-    labels += image * shape.down.pixels * shape.across.pixels;
+    labels += (image * (shape.end - shape.first) - shape.first) * shape.across.pixels;
     for (int top = y0; top < y_end; top += kRegion)
         for (int left = x0; left < x_end; left += kRegion) {
             const int bottom = min(top + kRegion, y_end) - 1, right = min(left + kRegion, x_end) - 1;
@@ -264,6 +264,8 @@ int launch_labels(const algm_label_map_params &p, const void *scores, const int6
     shape.rows = static_cast<int>(p.rows);
     shape.classes = static_cast<int>(p.classes);
     shape.prefix = static_cast<int>(p.prefix);
+    shape.first = static_cast<int>(p.first);
+    shape.end = static_cast<int>(p.first + p.lines);
     const int64_t fitting = kSharedBytes / shape.bytes_per_warp();
     if (fitting == 0) return ALGM_UNSUPPORTED;
     shape.warps_per_block = static_cast<int>(fitting < kMaxWarps ? fitting : kMaxWarps);
