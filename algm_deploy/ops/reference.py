@@ -34,7 +34,6 @@ from algm_deploy.ops.gelu import reference as gelu
 from algm_deploy.ops.label_map import reference as label_map
 from algm_deploy.ops.layer_norm import reference as layer_norm
 from algm_deploy.ops.mask_labels import reference as mask_labels
-from algm_deploy.ops.mask_labels import reference_scores as mask_scores
 from algm_deploy.ops.mpm import reference as mpm
 from algm_deploy.ops.mpm import reference_pairs as mpm_pairs
 from algm_deploy.ops.mpm import reference_rows as mpm_rows
@@ -76,7 +75,6 @@ __all__ = [
     "label_map",
     "layer_norm",
     "mask_labels",
-    "mask_scores",
     "most_similar",
     "mpm",
     "mpm_pairs",

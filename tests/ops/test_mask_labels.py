@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from op_cases import PROPERTY, implementations, seeds
 from operator_inputs import assert_mask_labels, mask_inputs
 
+from algm_deploy.ops import reference
+
 every, compared = implementations("mask_labels")
 
 
@@ -46,6 +48,22 @@ def test_where_no_query_has_a_mask_tiny_values_decide(run: Any, reach: float, dt
     assert assert_mask_labels(labels, masks, classes) > 0.3
     if reach == 30:
         assert len(np.unique(labels[0])) > 1
+
+
+def test_a_pixel_may_differ_only_where_sums_are_as_good() -> None:
+    """One label of 20000 is enough, and a sum that is less by more than rounding."""
+    masks, classes = np.zeros((1, 3, 2, 2), np.float32), np.full((1, 3, 3), 0.25, np.float32)
+    classes[..., 2] = 0.25 * (1 - 2.0**-19)
+    labels = reference.mask_labels(masks, classes, size=(100, 200))
+    assert assert_mask_labels(labels, masks, classes) == 1
+    labels[0, 7, 5] = 1
+    assert assert_mask_labels(labels, masks, classes) == 1 - 1 / 20000, "a tie"
+    labels[0, 7, 5] = 2
+    with pytest.raises(AssertionError, match="a class that has less"):
+        assert_mask_labels(labels, masks, classes)
+    assert_mask_labels(labels, masks, classes, rounding=2.0**-19)
+    with pytest.raises(AssertionError, match="a class that has less"):
+        assert_mask_labels(labels, masks, classes, rounding=2.0**-19, most=2.0**-21)
 
 
 @every
