@@ -47,6 +47,7 @@ _LOG = logging.getLogger("algm_deploy")
 
 MOST_GRAPHS = 1024  # seven small sizes of batch at 1025 rows, each segment in 27 sizes, and three large ones
 MANY_IMAGES = 8  # whose padding to `STEP` rows takes longer than the network's waits for launches
+FINE_SIZES = 128  # about as many of a segment at most, of 256 that can be joined, where steps are finer
 WORKSPACE_BYTES = 32 << 20  # what NVIDIA advises for Hopper; others need less
 # Every window and every row merges.
 _MERGE_ALL = {CLAP_THRESHOLD: -2.0, GBM_THRESHOLD: -1e6}
@@ -84,10 +85,12 @@ class _Segment:
         """Whether images lie one behind the other behind its merge."""
         return self.rows.startswith(TOGETHER)
 
-    def step(self, images: int) -> int:
-        """Rows of an image from one size of the segment behind it to the next. Graphs are fewer where it pays little to
-        have more."""
-        return FINE_STEP if self.ragged and images >= MANY_IMAGES else STEP
+    def step(self, images: int, most: int) -> int:
+        """Rows of an image from one size of the segment behind it to the next, if it has `most` at most. Graphs are fewer
+        where it pays little to have more."""
+        if not self.ragged or images < MANY_IMAGES:
+            return STEP
+        return min(max(FINE_STEP, most // FINE_SIZES // FINE_STEP * FINE_STEP), STEP)
 
     def room(self, axes: Mapping[str, int]) -> int:
         """What its count may be for the segment behind it, of this size, to have room."""
@@ -255,7 +258,7 @@ class SegmentedSession:
                 self._step(segment, axes)
             if segment.rows:
                 fewest, most = self._rows_for(segment, axes), self._most[segment.axis]
-                step = segment.step(images)
+                step = segment.step(images, most)
                 sizes = [axes | {segment.axis: rows} for rows in (*range(fewest, most, step), most)]
                 choices.append(sizes)
         self._join(images, choices)
@@ -323,8 +326,9 @@ class SegmentedSession:
         counted = int(self._buffers[self._fitting(axes)][segment.rows])
         if segment.ragged:
             counted = -(-counted // axes["batch"])
-        step = segment.step(axes["batch"])
-        return min(-(-counted // step) * step, self._most[segment.axis])
+        most = self._most[segment.axis]
+        step = segment.step(axes["batch"], most)
+        return min(-(-counted // step) * step, most)
 
     def _step(self, segment: _Segment, axes: Mapping[str, int]) -> None:
         work = partial(self._launch, segment, axes)

@@ -24,7 +24,7 @@ from algm_deploy.deployment import export
 from algm_deploy.errors import BuildError, BundleError, ExecutionError, RuntimeUnavailableError
 from algm_deploy.lowering import onnxruntime
 from algm_deploy.lowering.onnxruntime import rewrite
-from algm_deploy.lowering.onnxruntime_segments import CONVOLUTIONS, segments
+from algm_deploy.lowering.onnxruntime_segments import CONVOLUTIONS, TOGETHER, segments
 from algm_deploy.native_libraries import find_library
 from algm_deploy.runners.contract import runner, runner_type
 from algm_deploy.runners.graphs import Graphs
@@ -228,6 +228,14 @@ def test_many_images_one_behind_the_other_have_finer_steps(
     means = -(-(found["token_counts"] + 1).sum(0) // images)
     assert keys == [(images, 0), *((images, i, min(-(-mean // step) * step, 65)) for i, mean in enumerate(means, 1))]
     session.close()
+
+
+@pytest.mark.parametrize(("side", "step"), [(8, 8), (32, 8), (40, 8), (48, 16), (64, 32), (128, 32)])
+def test_larger_pictures_have_no_more_sizes(session: SegmentedSession, side: int, step: int) -> None:
+    merge = session._segments[0]
+    merge.rows = TOGETHER + merge.axis
+    assert merge.step(8, side * side + 1) == step
+    assert merge.step(7, side * side + 1) == 32
 
 
 def test_warming_up_meets_every_size(session: SegmentedSession, met: list[tuple[int, ...]], blob_images: Any) -> None:
