@@ -7,6 +7,7 @@
 | attention in fp16, heads of 64, CUDA | custom operator `packed_attention` where the library is there |
 | residual + bias, LayerNormalization | CUDA: `com.microsoft.SkipLayerNormalization`; in fp16 custom operators where the
 library is there: see `norms` |
+| attention of queries to tokens, in fp16 | CUDA: `com.microsoft.MultiHeadAttention`: see `cross_attention` |
 | bias + GELU | `com.microsoft.BiasGelu`; in fp16 on CUDA custom operator `gelu` where the library is there |
 | GELU of maps | in fp16 on CUDA custom operator `gelu` where the library is there |
 | patch embedding | CUDA: one matrix product instead of a strided convolution, in fp16 of custom operator `patches` |
@@ -38,6 +39,7 @@ from algm_deploy.bundle.files import ONNX, ONNX_DATA
 from algm_deploy.bundle.graphs import DOMAIN, VERSION
 from algm_deploy.bundle.store import Bundle
 from algm_deploy.errors import ExportError
+from algm_deploy.lowering.cross_attention import fuse_cross_attention
 from algm_deploy.lowering.labels import labels_by_library
 from algm_deploy.lowering.norms import sums_and_norms
 from algm_deploy.lowering.onnxruntime_segments import segments, sized_merge
@@ -145,9 +147,9 @@ def rewrite(
         own_attention: `packed_attention` is one of them where it fits; otherwise ONNX Runtime attends.
 
     Returns:
-        How often each rewrite fired: `attention`, `multi_head_attention`, `skip_layer_norm`, `bias_gelu`,
-        `patch_embedding`, `unit_rows`, and the custom operators by name: those of `CUSTOM_OPERATORS`, no other rewrite
-        is called as one of them.
+        How often each rewrite fired: `attention`, `multi_head_attention`, `cross_attention`, `skip_layer_norm`,
+        `bias_gelu`, `patch_embedding`, `unit_rows`, and the custom operators by name: those of `CUSTOM_OPERATORS`, no
+        other rewrite is called as one of them.
 
     Raises:
         ExportError: an attention whose queries, keys and values do not come from one linear layer.
@@ -158,6 +160,7 @@ def rewrite(
     _attention(model.graph, provider, custom_operators and own_attention, single, counts)
     _bias_gelu(model.graph, provider == "cuda" and custom_operators, counts)
     if provider == "cuda":
+        fuse_cross_attention(model, counts)
         sums_and_norms(model.graph, custom_operators, counts)
         patch_embedding(model.graph, custom_operators, counts)
         _unit_rows(model.graph, counts)

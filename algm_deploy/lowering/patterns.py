@@ -98,7 +98,7 @@ class Chain:
         self._graph, self._before, self._name = graph, before, name
         self._count = 0
 
-    def __call__(self, op_type: str, *inputs: ir.Value, domain: str = "", **attributes: Any) -> ir.Value:
+    def __call__(self, op_type: str, *inputs: ir.Value | None, domain: str = "", **attributes: Any) -> ir.Value:
         """The first output of a new node."""
         node = ir.node(op_type, inputs, attributes, domain=domain, name=f"{self._name}/{op_type}_{self._count}")
         node.outputs[0].name = f"{self._name}/value_{self._count}"

@@ -11,6 +11,7 @@ may lay its images out without anything between them: B images in B x S rows, S 
 | rows put in front of every image | `reframe`, without the rows dropped before |
 | leading rows | `apart`, of those alone |
 | a product with a matrix of each image, unmerge, label_map | `apart`, of as many rows as an image can have |
+| attention of queries to rows, which is told lengths | the same, of keys and values: rows behind cost it nothing |
 
 Where anything else asks, the merge stays as it is. `runtimes/README.md` describes the operators.
 """
@@ -19,19 +20,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
 
 from algm_deploy.bundle.graphs import DOMAIN
+from algm_deploy.lowering.cross_attention import LENGTHS_OF_KEYS
 from algm_deploy.lowering.patterns import Chain, is_constant, pair, stand_in
 
 # What computes every row from the same row of its inputs and from constants.
 _NORMS = {"LayerNormalization", "SimplifiedLayerNormalization"}
 _BY_ROW = _NORMS | {"SkipLayerNormalization", "bias_skip", "bias_skip_norm", "layer_norm", "BiasGelu", "gelu"}
 _BY_ROW |= {"Add", "Sub", "Mul", "Div", "Cast", "Erf", "Tanh", "Sigmoid", "Relu", "Gelu"}
-_TAILS = {"MatMul", "unmerge", "label_map"}  # what takes images apart: behind it there is little left to compute
+# What takes images apart, and where it reads their rows: behind it there is little left to compute.
+_TAILS = {"MatMul": [0], "unmerge": [0], "label_map": [0], LENGTHS_OF_KEYS: [1], "MultiHeadAttention": [1, 2]}
 _END = 2**31 - 1  # an axis ends before it
 
 
@@ -176,13 +180,26 @@ class _Region:
         return True
 
     def _is_told_apart(self, node: ir.Node, own: list[ir.Value], rows: _Rows) -> bool:
-        if own != [node.inputs[0]]:
+        places = _TAILS[node.op_type]
+        if own != [node.inputs[place] for place in places] or not self._is_told_lengths(node, rows):
             return False
         patches = self.map.shape[1] if self.map.shape is not None else None
         if not isinstance(patches, int):
             return False
         most = patches + self.merge.attributes["prefix"].as_int() + rows.more - rows.dropped
-        self.changes.append(lambda: self._put_apart(node, rows, 0, most))
+        for place in places:
+            self.changes.append(partial(self._put_apart, node, rows, 0, most, place=place))
+        return True
+
+    def _is_told_lengths(self, node: ir.Node, rows: _Rows) -> bool:
+        """Whether attention to rows, if a node is such, is told how many an image has."""
+        if node.op_type == LENGTHS_OF_KEYS:
+            length = node.inputs[2]
+            return length is not None and _added(length, self.length) == rows.more - rows.dropped
+        if node.op_type == "MultiHeadAttention":
+            told = node.inputs[4].producer() if len(node.inputs) > 4 and node.inputs[4] is not None else None
+            keys = told.inputs[1] if told is not None and told.op_type == LENGTHS_OF_KEYS else None
+            return keys is not None and self.rows.get(keys) == rows
         return True
 
     # --- changes -----------------------------------------------------------------------------------------------------
@@ -200,13 +217,16 @@ class _Region:
     def _length(self, chain: Chain, more: int) -> ir.Value:
         return chain("Add", self.length, chain.constant(np.array(more, np.int64))) if more else self.length
 
-    def _put_apart(self, node: ir.Node, rows: _Rows, first: int, count: int, old: ir.Value | None = None) -> None:
-        """Takes rows `first`, `first` + 1, ... of those that are not dropped; for `old`, or for what `node` takes."""
-        value = node.inputs[0]
+    def _put_apart(
+        self, node: ir.Node, rows: _Rows, first: int, count: int, old: ir.Value | None = None, place: int = 0
+    ) -> None:
+        """Takes rows `first`, `first` + 1, ... of those that are not dropped; for `old`, or for what `node` takes, as
+        its input of a `place`."""
+        value = node.inputs[place]
         assert value is not None and value.shape is not None and node.graph is not None
         first += rows.dropped
         if (value, first, count) not in self.apart:
-            chain = Chain(node.graph, node, f"{node.name}/apart")
+            chain = Chain(node.graph, node, f"{node.name}/apart_{place}")
             length = self._length(chain, rows.more)
             apart = chain("apart", value, length, domain=DOMAIN, first=first, count=count)
             apart.shape, apart.type = ir.Shape([value.shape[0], count, value.shape[2]]), value.type
@@ -216,7 +236,7 @@ class _Region:
             stand_in(old, apart)
             node.graph.remove(node, safe=True)
             return
-        node.replace_input_with(0, apart)
+        node.replace_input_with(place, apart)
         _forget_rows(node)
 
     def _reframe(self, node: ir.Node, front: ir.Value, width: int, rows: _Rows) -> None:

@@ -14,7 +14,7 @@ import torch
 from graph_stand_ins import joined_on_the_host
 from toys import FAMILIES, pictures
 
-from algm_deploy.lowering import onnxruntime, onnxruntime_segments
+from algm_deploy.lowering import cross_attention, onnxruntime, onnxruntime_segments
 from algm_deploy.lowering.onnxruntime import rewrite
 from algm_deploy.lowering.onnxruntime_segments import TOGETHER, segments
 from algm_deploy.lowering.ragged import make_ragged
@@ -23,8 +23,6 @@ from algm_deploy.runners.onnxruntime import graphs as graphs_module
 from algm_deploy.runners.onnxruntime.graphs import SegmentedSession
 
 THRESHOLDS = {"clap_threshold": 0.8, "gbm_threshold": 0.5}
-# SegViT's decoder attends with masks of rows to tokens of before GBM and behind it.
-APART = {"segvit"}
 # Where the library has attention for a network, and two networks for which it has none; `prune` has no segments.
 CASES = [
     *((*case, True, "scores") for case in FAMILIES if case[1] != "prune"),
@@ -45,9 +43,10 @@ def test_every_family_computes_the_same(
     library: bool,
     output: Output,
 ) -> None:
-    """SegViT's masks, which are boolean, cross into the last segment. Joined as well, but where a segment reads rows of
-    an earlier merge, SegViT's."""
+    """Joined as well, but where a segment reads rows of an earlier merge: SegViT's last one, if its decoder's attention
+    stays node by node. Its masks, which are boolean, cross as well then."""
     monkeypatch.setattr(onnxruntime, "_fits_packed_attention", lambda *_: library)
+    monkeypatch.setattr(cross_attention, "_fits", lambda _: library)
     for module in (onnxruntime_segments, graphs_module):
         monkeypatch.setattr(module, "STEP", 16)  # several sizes of a toy, larger than ragged rows are rounded to
     exported = exported_toy(family, decoder, output)
@@ -55,7 +54,7 @@ def test_every_family_computes_the_same(
     rewrite(graph, "cuda", custom_operators=True, single=False)
     parts = segments(graph)
     counts = [output.name for part in parts for output in part.graph.outputs if output.name.startswith(TOGETHER)]
-    assert len(counts) == (2 if library and family not in APART else 0)
+    assert len(counts) == (2 if library else 0)
     assert len(parts) == 3
     tails = [sum(node.op_type == "mask_labels" for node in part.graph) for part in parts]
     assert tails == [0, 0, int(output == "labels")]
@@ -75,7 +74,7 @@ def test_every_family_computes_the_same(
     found = chained.run(torch.from_numpy(image), THRESHOLDS, names)
     joined_on_the_host(monkeypatch, chained)
     assert chained.warm_up(len(image))
-    assert chained.joined == ([] if family == "segvit" else [len(image)])
+    assert chained.joined == ([] if family == "segvit" and not library else [len(image)])
     for name, value in chained.run(torch.from_numpy(image), THRESHOLDS, names).items():
         np.testing.assert_array_equal(value, found[name], err_msg=name)
     chained.close()
@@ -119,8 +118,9 @@ class Behind:
         for index, node in enumerate(self.nodes):
             node.name = f"node_{index}"
 
-    def __call__(self, op_type: str, *inputs: ir.Value, domain: str = "", **attributes: Any) -> ir.Value:
+    def __call__(self, op_type: str, *inputs: ir.Value | None, domain: str = "", **attributes: Any) -> ir.Value:
         node = ir.node(op_type, inputs, attributes, domain=domain)
+        assert inputs[0] is not None
         node.outputs[0].shape = inputs[0].shape
         self.nodes.append(node)
         return node.outputs[0]
@@ -169,6 +169,13 @@ class Behind:
         self.nodes.append(node)
         return behind(self, node.outputs[0])
 
+    def lengths_of_keys(self, x: ir.Value, length: ir.Value) -> ir.Value:
+        return self("lengths_of_keys", self.constant(np.zeros((3, 2, 8))), x, length, domain="algm")
+
+    def queries(self, keys: ir.Value, values: ir.Value, *told: ir.Value | None) -> ir.Value:
+        asking = self.constant(np.zeros((3, 2, 8)))
+        return self("MultiHeadAttention", asking, keys, values, *told, domain="com.microsoft", num_heads=1, scale=1.0)
+
     def branch(self, x: ir.Value) -> ir.Value:
         """A choice whose branches read what is no input of it."""
         inner = ir.node("Shape", [x])
@@ -194,6 +201,13 @@ GOOD: dict[str, Make] = {
         b.rows(front := b.in_front(b.rows(b.tokens, 1, END)), 0, 2),
         b.rows(b.attention(front, b("Add", b.length, b.constant(1, np.int64))), 0, 2),
     ),
+    "queries": lambda b: b.queries(b.tokens, b("Relu", b.tokens), None, b.lengths_of_keys(b.tokens, b.length)),
+    "queries behind a dropped row": lambda b: b.queries(
+        x := b.rows(b.tokens, 1, END),
+        x,
+        None,
+        b.lengths_of_keys(x, b("Sub", b.length, b.constant(1, np.int64))),
+    ),
     "the same rows twice": lambda b: b("MatMul", b.tokens, b.tail(b.tokens)),
     "a constant that a node makes": lambda b: b.tail(b("Add", b.tokens, b.made([1, 1, 8]))),
     # As the exporter leaves class tokens where they are too many for it to compute with.
@@ -215,6 +229,23 @@ BAD: dict[str, Make] = {
     "attention with lengths from elsewhere": lambda b: b.tail(b.attention(b.tokens, b("Neg", b.length))),
     "attention behind a dropped row": lambda b: b.tail(
         b.attention(b.rows(b.tokens, 1, END), b("Sub", b.length, b.constant(1, np.int64)))
+    ),
+    "queries to all rows": lambda b: b.queries(b.tokens, b.tokens),
+    "queries that are told lengths in another way": lambda b: b.queries(b.tokens, b.tokens, None, b.length),
+    "queries to fewer rows": lambda b: b.queries(
+        b.tokens,
+        b.tokens,
+        None,
+        b.lengths_of_keys(b.tokens, b("Sub", b.length, b.constant(1, np.int64))),
+    ),
+    "queries to other rows than lengths are of": lambda b: b.queries(
+        x := b.rows(b.tokens, 1, END), x, None, b.lengths_of_keys(b.tokens, b.length)
+    ),
+    "keys whose values are of others": lambda b: b.queries(
+        b.tokens, b.constant(np.zeros((3, 17, 8))), None, b.lengths_of_keys(b.tokens, b.length)
+    ),
+    "rows that are queries": lambda b: b.tail(
+        b("MultiHeadAttention", b.tokens, b.tokens, b.tokens, domain="com.microsoft", num_heads=1, scale=1.0)
     ),
     "a norm over rows": lambda b: b.tail(b("LayerNormalization", b.tokens, b.constant(np.zeros(8)), axis=1)),
     "every second row": lambda b: b.rows(b.tokens, 0, END, step=2),
@@ -259,6 +290,8 @@ def test_what_is_made_of_a_ragged_region() -> None:
     assert found["apart"] == {"first": 0, "count": 18}
     assert made("leading rows alone")["apart"] == {"first": 0, "count": 1}
     assert made("leading rows before attention")["apart"] == {"first": 0, "count": 2}
+    assert made("queries")["apart"] == {"first": 0, "count": 17}
+    assert made("queries behind a dropped row")["apart"] == {"first": 1, "count": 16}
     twice = Behind(GOOD["the same rows twice"]).graph
     make_ragged(twice)
     assert [node.op_type for node in twice].count("apart") == 1
