@@ -267,8 +267,8 @@ class SegmentedSession:
     def _join(self, images: int, choices: Sequence[Sequence[Mapping[str, int]]]) -> None:
         """Joins the graphs of batches of so many images; `choices`: sizes of every segment but the first.
 
-        Nothing is joined where a segment also reads rows of an earlier merge, as SegViT's last one does: the last count
-        alone would pick its size.
+        Nothing is joined where a segment also reads rows of an earlier merge, as SegViT's last one does in fp32: the
+        last count alone would pick its size.
         """
         if self.graphs is None or not choices or images in self._refused:
             return
