@@ -86,8 +86,7 @@ class _Segment:
         return self.rows.startswith(TOGETHER)
 
     def step(self, images: int, most: int) -> int:
-        """Rows of an image, `most` at most, from one size of the segment behind it to the next. Graphs are fewer where it
-        pays little to have more."""
+        """Rows of an image, of `most`, from one size of the segment behind it to the next: few where that pays."""
         if not self.ragged or images < MANY_IMAGES:
             return STEP
         return min(max(FINE_STEP, most // FINE_SIZES // FINE_STEP * FINE_STEP), STEP)
