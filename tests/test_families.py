@@ -112,6 +112,26 @@ def test_the_parity_chain_holds(
     record_property("support", f"algm {family}/{decoder} onnxruntime-cpu verified")
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("images", [1, IMAGES])
+def test_queries_that_read_rows_of_two_merges_are_in_one_graph(bundle_of: Callable[..., Bundle], images: int) -> None:
+    """SegViT's, of pictures that keep different numbers of rows: launched, joined, and in fp32 on the CPU."""
+    wide, half = (bundle_of("segvit", "atm", "scores", precision=precision) for precision in ("fp32", "fp16"))
+    feed = {"image": parity_windows(half.recipe, [], IMAGES)[-images:]}
+    with runner(wide, "onnxruntime-cpu") as run:
+        expected = run.infer(feed)
+    build(half, "onnxruntime-cuda")
+    with runner(half, "onnxruntime-cuda") as run:
+        launched = run.infer(feed)
+        assert run.warm_up(images)
+        assert f"batches of {images}" in run.execution
+        joined = run.infer(feed)
+    assert len(set(expected["token_counts"][:, -1])) == images
+    for name, value in joined.items():
+        np.testing.assert_array_equal(value, launched[name], err_msg=name)
+    np.testing.assert_allclose(joined["scores"], expected["scores"], rtol=0, atol=2e-2)
+
+
 @pytest.mark.parametrize(("family", "decoder", "precision"), [("setr", "mla", "fp32"), ("dinov2", "linear_ms", "fp16")])
 def test_labels_of_a_grid_are_left_to_the_library(
     bundle_of: Callable[..., Bundle],
