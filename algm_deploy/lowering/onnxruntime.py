@@ -76,8 +76,8 @@ CUSTOM_OPERATORS: dict[Provider, frozenset[str]] = {
         | {"packed_attention", "gelu", "bias_skip", "bias_skip_norm", "layer_norm", "patches"},
     ),
 }
-# Fewest pixels along a side of a cell for which labels are the library's: at two a processor gains nothing, as it then
-# compares nearly as often as ArgMax does, and on one core.
+# Fewest pixels along a side of a cell for which labels are the library's: at two a processor compares nearly as often
+# as ArgMax does.
 SMALLEST_CELL: dict[Provider, int] = {"cpu": 4, "cuda": 1}
 HEAD = 64  # the width of heads that `packed_attention` multiplies on tensor cores
 

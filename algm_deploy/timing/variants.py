@@ -33,10 +33,9 @@ from algm_deploy.runners.contract import Runner, runner, runner_type
 from algm_deploy.runners.registry import row_of
 
 VARIANTS: tuple[VariantName, ...] = ("dense", "merged", "truncated")
-# Operators of native libraries that any variant may have, but for the one that is there for another attention.
-_OF_ALL = frozenset(
-    {"label_map", "mask_labels", "packed_attention", "gelu", "bias_skip", "bias_skip_norm", "layer_norm", "patches"}
-)
+# Operators of native libraries that all variants have, but for the one that is there for another attention. `bias_skip`
+# stands in front of merges alone.
+_OF_ALL = frozenset({"label_map", "mask_labels", "packed_attention", "gelu", "bias_skip_norm", "layer_norm", "patches"})
 
 
 def variant_network(

@@ -205,9 +205,10 @@ inline int check(const algm_bias_skip_norm_params *p) {
 inline bool lacks_half(const algm_bias_skip_norm_params &p, const void *product, const float *bias, const void *residual,
                        const float *weight, const float *shift, const void *normed, const void *total) {
     const bool adds = bias != nullptr, norms = weight != nullptr;
-    const bool sum = adds ? is_missing(residual, p.rows) || is_missing(total, p.rows) : residual != nullptr || total != nullptr;
-    const bool norm = norms ? shift == nullptr || is_missing(normed, p.rows) : shift != nullptr || normed != nullptr;
-    return is_missing(product, p.rows) || (!adds && !norms) || sum || norm;
+    const bool no_sum = residual == nullptr && total == nullptr, no_norm = shift == nullptr && normed == nullptr;
+    const bool whole_sum = adds ? !is_missing(residual, p.rows) && !is_missing(total, p.rows) : no_sum;
+    const bool whole_norm = norms ? shift != nullptr && !is_missing(normed, p.rows) : no_norm;
+    return is_missing(product, p.rows) || (!adds && !norms) || !whole_sum || !whole_norm;
 }
 
 constexpr int64_t kChannels = 3;  // of a picture

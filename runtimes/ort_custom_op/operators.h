@@ -81,10 +81,10 @@ int onThreads(Call const& call, int64_t images, int64_t total, int64_t count, Wo
 }
 
 // Does `label(image, first, lines)` likewise for all lines of every picture, which a grid of so many rows of cells is
-// stretched over: those of whole rows, so that what a kernel finds out about a cell it finds out once.
+// stretched over. A part is whole rows of cells, so that a kernel sorts a cell's classes once.
 template <class Label>
 int onLines(Call const& call, int64_t images, int64_t cells, int64_t lines, Label label) {
-    constexpr int64_t kLines = 16;  // of a part, or more where cells are larger
+    constexpr int64_t kLines = 16;  // in a part, or one row of cells where that is more
     Axis const down(cells, lines);
     auto const row = [&](int64_t index) { return int64_t{down.first_pixel(static_cast<int32_t>(index) - 1)}; };
     int64_t const count = std::max<int64_t>(1, kLines * cells / lines);
@@ -103,6 +103,9 @@ struct Shared : Node<Operator> {
         typename Node<Operator>::Inputs const in(call, this->operator_);
         auto const shape = this->operator_.shape(in.shapes.data());
         void* outputs[]{call.output(0, {shape.begin(), shape.end()})};
+        if (shape[0] == 0) {
+            return;  // the kernels take at least one image
+        }
         Launch const launch = in.launch(call, outputs);
         if (call.backend.wait != nullptr) {
             this->operator_.run(launch);
@@ -474,17 +477,17 @@ struct MaskLabels : OnTokens<Type::kFloat> {
         auto const* shares = static_cast<float const*>(classes.data);
         int const status = call.backend.wait != nullptr
                                ? call.backend.kernels.maskLabels(&p, masks.data, shares, labels, call.stream)
-                               : onThreads(call, p, static_cast<char const*>(masks.data), shares, labels);
+                               : share(call, p, static_cast<char const*>(masks.data), shares, labels);
         done(call, status, "labelling pixels by masks");
     }
 
 private:
     static constexpr int64_t kMostClasses = 255;
 
-    static int onThreads(Call const& call, algm_mask_labels_params const& whole, char const* masks, float const* classes,
-                         uint8_t* labels) {
+    static int share(Call const& call, algm_mask_labels_params const& whole, char const* masks, float const* classes,
+                     uint8_t* labels) {
         if (int const status = check(&whole)) {
-            return status;  // cells that there are none of share nothing out
+            return status;  // such as masks without cells, among which no lines can be shared out
         }
         int64_t const bytes = whole.queries * whole.grid_h * whole.grid_w * dtype_bytes(whole.dtype);
         auto const label = [&](int64_t image, int64_t first, int64_t lines) {

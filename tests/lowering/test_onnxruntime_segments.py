@@ -118,7 +118,8 @@ def test_a_chain_equals_the_whole(
     feeds = {"image": image, **THRESHOLDS}
     names = [o.name for o in whole.get_outputs()]
     expected = dict(zip(names, whole.run(names, {i.name: feeds[i.name] for i in whole.get_inputs()}), strict=True))
-    found = chained(parts, feeds, step, poison)
+    # Standard operators weigh rows behind an image with zero; the library's do not read them.
+    found = chained(parts, feeds, step, np.nan if poison and ragged else poison)
     for output, value in expected.items():
         if output == "scores":
             np.testing.assert_allclose(found[output], value, rtol=0, atol=2e-5)

@@ -14,7 +14,7 @@ import torch
 from graph_stand_ins import joined_on_the_host
 from toys import FAMILIES, pictures
 
-from algm_deploy.lowering import cross_attention, onnxruntime, onnxruntime_segments
+from algm_deploy.lowering import cross_attention, norms, onnxruntime, onnxruntime_segments
 from algm_deploy.lowering.onnxruntime import rewrite
 from algm_deploy.lowering.onnxruntime_segments import TOGETHER, segments
 from algm_deploy.lowering.ragged import make_ragged
@@ -46,6 +46,8 @@ def test_every_family_computes_the_same(
     """Joined as well, but where a segment reads rows of an earlier merge: SegViT's last one, if its decoder's attention
     stays node by node. Its masks, which are boolean, cross as well then."""
     monkeypatch.setattr(onnxruntime, "_fits_packed_attention", lambda *_: library)
+    for module in (onnxruntime, norms) if library else ():
+        monkeypatch.setattr(module, "fits_rows", lambda values: len(values.shape) == 3)
     monkeypatch.setattr(cross_attention, "_fits", lambda _: library)
     for module in (onnxruntime_segments, graphs_module):
         monkeypatch.setattr(module, "STEP", 16)  # several sizes of a toy, larger than ragged rows are rounded to
@@ -56,6 +58,8 @@ def test_every_family_computes_the_same(
     counts = [output.name for part in parts for output in part.graph.outputs if output.name.startswith(TOGETHER)]
     assert len(counts) == (2 if library else 0)
     assert len(parts) == 3
+    kinds = {node.op_type for part in parts for node in part.graph}
+    assert ({"bias_skip", "bias_skip_norm", "layer_norm"} <= kinds) == library
     tails = [sum(node.op_type == "mask_labels" for node in part.graph) for part in parts]
     assert tails == [0, 0, int(output == "labels")]
     options = ort.SessionOptions()

@@ -45,9 +45,9 @@ from algm_deploy.runners.turns import alone, between_captures
 
 _LOG = logging.getLogger("algm_deploy")
 
-MOST_GRAPHS = 1024  # seven small sizes of batch at 1025 rows, each segment in 27 sizes, and three large ones
+MOST_GRAPHS = 1024  # batches of 1, 2, 4, ... 32 pictures with two merges and up to 48 x 48 patches have 903 at most
 MANY_IMAGES = 8  # whose padding to `STEP` rows takes longer than the network's waits for launches
-FINE_SIZES = 128  # about as many of a segment at most, of 256 that can be joined, where steps are finer
+FINE_SIZES = 128  # about as many of a segment at most, where steps are finer; 256 can be joined
 WORKSPACE_BYTES = 32 << 20  # what NVIDIA advises for Hopper; others need less
 # Every window and every row merges.
 _MERGE_ALL = {CLAP_THRESHOLD: -2.0, GBM_THRESHOLD: -1e6}
@@ -86,10 +86,11 @@ class _Segment:
         return self.rows.startswith(TOGETHER)
 
     def step(self, images: int, most: int) -> int:
-        """Rows of an image, of `most`, from one size of the segment behind it to the next: few where that pays."""
+        """Rows of an image from one size of the segment behind it to the next, the largest of which has `most`. Fewer
+        where many images lie one behind the other: they pay more for padding."""
         if not self.ragged or images < MANY_IMAGES:
             return STEP
-        return min(max(FINE_STEP, most // FINE_SIZES // FINE_STEP * FINE_STEP), STEP)
+        return min(math.ceil(most // FINE_SIZES / FINE_STEP) * FINE_STEP or FINE_STEP, STEP)
 
     def room(self, axes: Mapping[str, int]) -> int:
         """What its count may be for the segment behind it, of this size, to have room."""
@@ -138,7 +139,10 @@ class SegmentedSession:
         for index in range(count):
             self._segments.append(_Segment(index, open_session(index, chosen)))
         if not all(segment.rows for segment in self._segments[:-1]):
-            raise BundleError("expected segments of this version of algm-deploy: build the bundle again")
+            raise BundleError(
+                "expected segments of this version of algm-deploy: build the bundle again (`algm-deploy build BUNDLE "
+                "--runtime onnxruntime-cuda`)"
+            )
         if self._stream is not None:
             self._workspace = _Workspace(self._stream)
         self._shapes = {name: shape for s in self._segments for name, shape in (s.inputs | s.outputs).items()}

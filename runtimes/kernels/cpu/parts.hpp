@@ -1,4 +1,4 @@
-// What cells cut lines of a picture into.
+// The rectangles in which the pixels of each cell lie, of some lines of a picture.
 #pragma once
 
 #include "../interpolation.hpp"

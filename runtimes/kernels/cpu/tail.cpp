@@ -101,6 +101,17 @@ void label_lines(const algm_label_map_params &p, const T *scores, const int64_t 
     });
 }
 
+// Whether the map names rows that exist for all cells that these lines lie between.
+bool is_valid_part(const algm_label_map_params &p, const int64_t *map) {
+    const Axis down(p.grid_h, p.height);
+    const int64_t top = down.patch(down.cell(static_cast<int32_t>(p.first)));
+    const int64_t bottom = down.patch(down.cell(static_cast<int32_t>(p.first + p.lines - 1)) + 1);
+    for (int64_t b = 0; b < p.batch; ++b)
+        if (!is_valid_map(map + (b * p.grid_h + top) * p.grid_w, (bottom + 1 - top) * p.grid_w, p.prefix, p.rows))
+            return false;
+    return true;
+}
+
 template <class T, class Label>
 void label_batch(const algm_label_map_params &p, const T *scores, const int64_t *map, Label *labels) {
     std::vector<Candidate> candidates;
@@ -131,7 +142,7 @@ int algm_cpu_label_map(const algm_label_map_params *params, const void *scores, 
     if (const int status = check(params)) return status;
     if (any_null(scores, map, labels)) return ALGM_INVALID_ARGUMENT;
     const algm_label_map_params &p = *params;
-    if (!is_valid_map(map, p.batch * p.grid_h * p.grid_w, p.prefix, p.rows)) return ALGM_INVALID_MAP;
+    if (!is_valid_part(p, map)) return ALGM_INVALID_MAP;
     return with_memory([&] {
         with_dtype(p.dtype, [&](auto type) {
             const auto *values = static_cast<const decltype(type) *>(scores);

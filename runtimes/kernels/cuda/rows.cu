@@ -103,7 +103,7 @@ int algm_cuda_reframe(const algm_reframe_params *params, const void *values, con
         return with_dtype(p.dtype, 1, false, [&](auto type, auto) {
             using T = decltype(type);
             using Word = decltype(word);
-            if constexpr (sizeof(Word) < sizeof(T)) return ALGM_INVALID_ARGUMENT;  // no address of such values
+            if constexpr (sizeof(Word) < sizeof(T)) return ALGM_INVALID_ARGUMENT;  // fp32 at an address that is no multiple of four
             else
                 return start(reframe_kernel<T, Word>, blocks, stream, frame, words, static_cast<const Word *>(values),
                              static_cast<Word *>(out));
@@ -121,7 +121,8 @@ int algm_cuda_apart(const algm_apart_params *params, const void *values, const i
     const dim3 grid(static_cast<unsigned>(ceil_div(p.count, kMoveWarps * kMoveRows)), static_cast<unsigned>(p.images));
     return with_word(p.width, p.dtype, values, out, [&](auto word, int words) {
         using Word = decltype(word);
-        return start(apart_kernel<Word>, {grid, kMoveWarps * kWarp}, stream, length, static_cast<int>(p.images * p.rows), static_cast<int>(p.first),
-                     static_cast<int>(p.count), words, static_cast<const Word *>(values), static_cast<Word *>(out));
+        return start(apart_kernel<Word>, {grid, kMoveWarps * kWarp}, stream, length,
+                     static_cast<int>(p.images * p.rows), static_cast<int>(p.first), static_cast<int>(p.count), words,
+                     static_cast<const Word *>(values), static_cast<Word *>(out));
     });
 }

@@ -202,40 +202,65 @@ def test_sizes_are_the_next_multiple_of_a_step(
     assert met == [(1, 0), (1, 1, 65), (1, 2, 64)]
 
 
+@pytest.fixture
+def ragged(
+    labels_bundle: Bundle, ort_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[SegmentedSession, ort.InferenceSession]]:
+    """Segments whose images lie one behind the other, and the whole graph."""
+    monkeypatch.setattr(onnxruntime, "_fits_packed_attention", lambda *_: True)
+    path, count = written(labels_bundle, tmp_path / "bundle")
+    whole, *parts = (opened(path / f"{name}.onnx", ort_library) for name in ("whole", *range(count)))
+    session = SegmentedSession(lambda index, _: parts[index], count, torch.device("cpu"), 9)
+    yield session, whole
+    session.close()
+
+
 @pytest.mark.parametrize(("images", "step"), [(1, 32), (7, 32), (8, 8), (9, 8)])
 def test_many_images_one_behind_the_other_have_finer_steps(
-    labels_bundle: Bundle,
-    ort_library: Path,
-    tmp_path: Path,
+    ragged: tuple[SegmentedSession, ort.InferenceSession],
     blob_images: Any,
     monkeypatch: pytest.MonkeyPatch,
     images: int,
     step: int,
 ) -> None:
-    monkeypatch.setattr(onnxruntime, "_fits_packed_attention", lambda *_: True)
-    path, count = written(labels_bundle, tmp_path / "bundle")
-    whole, *parts = (opened(path / f"{name}.onnx", ort_library) for name in ("whole", *range(count)))
-    session = SegmentedSession(lambda index, _: parts[index], count, torch.device("cpu"), 9)
-    keys: list[tuple[int, ...]] = []
-    launch = session._launch
+    """The host and, once the sizes are joined, the device choose the smallest with room. What lies behind the rows is
+    never read."""
+    session, whole = ragged
+    image, keys, launch = blob_images(images), [], session._launch
     monkeypatch.setattr(
         session, "_launch", lambda segment, axes: [keys.append(segment.key(axes)), launch(segment, axes)]
     )
-    image = blob_images(images)
-    found = run(session, image)
-    scalars = {name: np.array(value, np.float32) for name, value in THRESHOLDS.items()}
-    assert_equal(found, dict(zip(NAMES, whole.run(NAMES, {"image": image, **scalars}), strict=True)))
-    means = -(-(found["token_counts"] + 1).sum(0) // images)
-    assert keys == [(images, 0), *((images, i, min(-(-mean // step) * step, 65)) for i, mean in enumerate(means, 1))]
-    session.close()
+    joined_on_the_host(monkeypatch, session)
+    for joined in (False, True):
+        for clap, gbm in ((0.9, 1.0), (2.0, 1e6), (-2.0, -1e6), (0.5, 1.0)):
+            scalars = {"clap_threshold": np.array(clap, np.float32), "gbm_threshold": np.array(gbm, np.float32)}
+            expected = dict(zip(NAMES, whole.run(NAMES, {"image": image, **scalars}), strict=True))
+            keys.clear()
+            assert_equal(run(session, image, clap_threshold=clap, gbm_threshold=gbm), expected)
+            means = -(-(expected["token_counts"] + 1).sum(0) // images)
+            sizes = ((images, i, min(-(-mean // step) * step, 65)) for i, mean in enumerate(means, 1))
+            assert keys == [(images, 0), *sizes]
+            for buffer in session._buffers[session._fitting({"batch": images})].values():
+                if buffer.is_floating_point() and buffer.numel() > 1:
+                    with torch.inference_mode():
+                        buffer.fill_(torch.nan)
+        assert joined or session.warm_up(images)
+    assert session.joined == [images]
 
 
-@pytest.mark.parametrize(("side", "step"), [(8, 8), (32, 8), (40, 8), (48, 16), (64, 32), (128, 32)])
-def test_larger_pictures_have_no_more_sizes(session: SegmentedSession, side: int, step: int) -> None:
+@pytest.mark.parametrize(("side", "step"), [(32, 8), (40, 16), (44, 16), (48, 24), (64, 32)])
+def test_sizes_can_be_joined_and_kept(session: SegmentedSession, side: int, step: int) -> None:
+    """Of batches as servers warm them, with two merges, the second of which can halve what the first has quartered."""
     merge = session._segments[0]
     merge.rows = TOGETHER + merge.axis
-    assert merge.step(8, side * side + 1) == step
-    assert merge.step(7, side * side + 1) == 32
+    most, kept = side * side + 1, 0
+    for images in (1, 2, 4, 8, 16, 32):
+        found = merge.step(images, most)
+        assert found == (step if images >= 8 else 32)
+        sizes = [len(range(fewest, most, found)) + 1 for fewest in (most // 4, most // 8)]
+        assert max(sizes) <= 256
+        kept += 1 + sum(sizes)
+    assert kept <= graphs_module.MOST_GRAPHS or side == 64
 
 
 def test_warming_up_meets_every_size(session: SegmentedSession, met: list[tuple[int, ...]], blob_images: Any) -> None:
