@@ -25,6 +25,7 @@ from algm_deploy.ops.bodies import OPSET, Body
 from algm_deploy.ops.schema import SCHEMAS
 
 LENGTHS_OF_KEYS = "lengths_of_keys"
+_Lengths = dict[tuple[object, ...], ir.Value]  # by the merge's, and by the rows of queries and keys
 
 
 class _Crossed(NamedTuple):
@@ -45,7 +46,7 @@ class _Crossed(NamedTuple):
 
 def fuse_cross_attention(model: ir.Model, counts: Counter[str]) -> None:
     """Rewrites such attention of a model for CUDA, where ONNX Runtime's memory-efficient kernel takes it."""
-    lengths: dict[ir.Value, ir.Value] = {}
+    lengths: _Lengths = {}
     for softmax in nodes_of(model.graph, "Softmax"):
         found = _crossed(softmax)
         length = _length(found.size) if found is not None else None
@@ -74,14 +75,21 @@ def _crossed(softmax: ir.Node) -> _Crossed | None:
     mix = only_user(_narrowed(softmax.outputs[0]), "MatMul")
     turned = only_user(mix.outputs[0], "Transpose") if mix is not None else None
     mixed = only_user(turned.outputs[0], "Reshape") if turned is not None else None
-    if scores is None or factor is None or product is None or mix is None or mixed is None:
+    if scores is None or factor is None or product is None or mix is None or turned is None or mixed is None:
+        return None
+    over_keys = softmax.attributes.get_int("axis", -1) in (-1, 3)
+    if not over_keys or turned.attributes["perm"].as_ints() != (0, 2, 1, 3):
         return None
     heads = [_by_head(value, perm) for value, perm in zip(pair(product), ((0, 2, 1, 3), (0, 2, 3, 1)), strict=True)]
     heads.append(_by_head(pair(mix)[1], (0, 2, 1, 3)))
     size = _size_of(mask, (1, 2))
     if None in heads or (mask is not None and size is None):
         return None
-    (query, count), (key, _), (value, _) = (one for one in heads if one is not None)
+    (query, count), *others = (one for one in heads if one is not None)
+    (key, _), (value, _) = others
+    widths = {rows.shape[2] for rows in (query, key, value, mixed.outputs[0]) if rows.shape is not None}
+    if len(widths) > 1 or any(heads != count for _, heads in others):
+        return None
     return _Crossed(query, key, value, count, factor, size, scores, mixed.outputs[0])
 
 
@@ -146,18 +154,20 @@ def _length(size: ir.Value | None) -> ir.Value | None:
 # --- what is put in its place ----------------------------------------------------------------------------------------
 
 
-def _fuse(model: ir.Model, found: _Crossed, length: ir.Value | None, lengths: dict[ir.Value, ir.Value]) -> None:
+def _fuse(model: ir.Model, found: _Crossed, length: ir.Value | None, lengths: _Lengths) -> None:
     before = found.mixed.producer()
     assert before is not None
     add = Chain(model.graph, before, str(before.name))
     query, key, value = found.query, found.key, found.value
     told: list[ir.Value | None] = []
     if length is not None:
-        if length not in lengths:  # layers that read the same rows share them
-            lengths[length] = add(LENGTHS_OF_KEYS, query, key, length, domain=DOMAIN)
+        assert query.shape is not None and key.shape is not None
+        rows_of = length, query.shape[1], key.shape[1]
+        if rows_of not in lengths:  # layers that read the same rows share them
+            lengths[rows_of] = add(LENGTHS_OF_KEYS, query, key, length, domain=DOMAIN)
             function = _lengths_of_keys()
             model.functions[function.identifier()] = function
-        told = [None, lengths[length]]
+        told = [None, lengths[rows_of]]
         for rows in (key, value):
             _leave_unmasked(rows, found.size)
     attributes = {"num_heads": found.heads, "scale": found.scale}
@@ -188,7 +198,8 @@ def _is_mean_over_heads(node: ir.Node) -> bool:
 
 
 def _mean_by_product(graph: ir.Graph, mean: ir.Node, found: _Crossed) -> None:
-    """The mean (B, S, K), one row a key. It is scaled in fp32, where nothing is too small."""
+    """The mean (B, S, K), one row a key. It is scaled in fp32, where nothing is too small; before that, the sum over
+    all heads must fit into 16 bits, as one head's had to."""
     turned = only_user(mean.outputs[0], "Transpose")
     assert turned is not None
     add = Chain(graph, turned, str(turned.name))

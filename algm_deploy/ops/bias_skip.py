@@ -1,4 +1,4 @@
-"""The end of a block's branch: bias and residual.
+"""The sum of a linear layer's product, its bias and a residual.
 
     bias_skip(product (B,S,D), bias (D) fp32, residual (B,S,D)) -> total (B,S,D)
 

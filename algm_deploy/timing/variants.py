@@ -34,7 +34,7 @@ from algm_deploy.runners.registry import row_of
 
 VARIANTS: tuple[VariantName, ...] = ("dense", "merged", "truncated")
 # Operators of native libraries that all variants have, but for the one that is there for another attention. `bias_skip`
-# stands in front of merges alone.
+# is where no norm follows a sum, as in front of a merge, so a variant may be without.
 _OF_ALL = frozenset({"label_map", "mask_labels", "packed_attention", "gelu", "bias_skip_norm", "layer_norm", "patches"})
 
 

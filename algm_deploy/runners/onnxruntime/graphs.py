@@ -3,9 +3,9 @@
 In a small batch a processor takes longer to start the kernels than the device takes to run them, and in a larger one
 the device waits for the first kernels of each segment. A CUDA graph starts them at once, but has fixed sizes, so the
 network comes in segments (`lowering.onnxruntime_segments`): a segment ends with a merge and the row count; the next one
-runs on the next multiple of some rows an image (`_Segment.step`). The host reads the count and replays the graph of
-that size; once there are graphs of all sizes (`warm_up`), they are joined into one, in which the device
-picks the next segment, and the host waits for nothing.
+runs on the rows of an image, rounded up to a multiple of `_Segment.step`. The host reads the count and replays the
+graph of that size; once there are graphs of all sizes (`warm_up`), they are joined into one, in which the device picks
+the next segment, and the host waits for nothing.
 
 The graphs are this project's own, captured around a run of each session: those of ONNX Runtime belong to the thread
 that captured them, cannot be dropped, and cannot be joined. What a run must be so that it can be captured: fixed
@@ -46,7 +46,7 @@ from algm_deploy.runners.turns import alone, between_captures
 _LOG = logging.getLogger("algm_deploy")
 
 MOST_GRAPHS = 1024  # batches of 1, 2, 4, ... 32 pictures with two merges and up to 48 x 48 patches have 903 at most
-MANY_IMAGES = 8  # whose padding to `STEP` rows takes longer than the network's waits for launches
+MANY_IMAGES = 8  # from so many on, rows of padding cost more than a coarse step spares of the warm-up
 FINE_SIZES = 128  # about as many of a segment at most, where steps are finer; 256 can be joined
 WORKSPACE_BYTES = 32 << 20  # what NVIDIA advises for Hopper; others need less
 # Every window and every row merges.
@@ -86,11 +86,16 @@ class _Segment:
         return self.rows.startswith(TOGETHER)
 
     def step(self, images: int, most: int) -> int:
-        """Rows of an image from one size of the segment behind it to the next, the largest of which has `most`. Fewer
-        where many images lie one behind the other: they pay more for padding."""
+        """By how many rows an image the sizes of the segment behind it differ; `most`: rows of the largest. Fewer where
+        many images lie one behind the other: they pay more for padding."""
         if not self.ragged or images < MANY_IMAGES:
             return STEP
-        return min(math.ceil(most // FINE_SIZES / FINE_STEP) * FINE_STEP or FINE_STEP, STEP)
+        fine = -(-(most // FINE_SIZES) // FINE_STEP) * FINE_STEP
+        return min(max(fine, FINE_STEP), STEP)
+
+    def sizes(self, images: int, fewest: int, most: int) -> list[int]:
+        """Rows of an image that the segment behind it has graphs for."""
+        return [*range(fewest, most, self.step(images, most)), most]
 
     def room(self, axes: Mapping[str, int]) -> int:
         """What its count may be for the segment behind it, of this size, to have room."""
@@ -261,8 +266,7 @@ class SegmentedSession:
                 self._step(segment, axes)
             if segment.rows:
                 fewest, most = self._rows_for(segment, axes), self._most[segment.axis]
-                step = segment.step(images, most)
-                sizes = [axes | {segment.axis: rows} for rows in (*range(fewest, most, step), most)]
+                sizes = [axes | {segment.axis: rows} for rows in segment.sizes(images, fewest, most)]
                 choices.append(sizes)
         self._join(images, choices)
         return True
