@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import onnxruntime as ort
 import pytest
 
 from algm_deploy.runners.onnxruntime import graphs
 from algm_deploy.runners.onnxruntime.graphs import SegmentedSession
 from algm_deploy.runners.torch.packed import MOST_GRAPHS
+
+
+def opened(path: Path, library: Path) -> ort.InferenceSession:
+    """A session of a graph for CUDA, with the custom operators."""
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    options.register_custom_ops_library(str(library))
+    return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
 
 class NoGraphs:

@@ -12,6 +12,7 @@ import onnxruntime as ort
 import pytest
 import torch
 from graph_stand_ins import joined_on_the_host
+from graph_stand_ins import opened as opened_on_the_cpu
 from toys import SURE, TAU, pictures
 
 from algm_deploy.lowering import cross_attention, onnxruntime, onnxruntime_segments
@@ -37,13 +38,9 @@ def any_type(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def opened(ort_library: Path, tmp_path: Path) -> Open:
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    options.register_custom_ops_library(str(ort_library))
-
     def open_session(model: ir.Model, name: str) -> ort.InferenceSession:
         ir.save(model, tmp_path / name)
-        return ort.InferenceSession(tmp_path / name, options, providers=["CPUExecutionProvider"])
+        return opened_on_the_cpu(tmp_path / name, ort_library)
 
     return open_session
 

@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime as ort
 import pytest
 import torch
-from graph_stand_ins import joined_on_the_host
+from graph_stand_ins import joined_on_the_host, opened
 from toys import FAMILIES, pictures
 
 from algm_deploy.lowering import cross_attention, norms, onnxruntime, onnxruntime_segments
@@ -62,15 +61,10 @@ def test_every_family_computes_the_same(
     assert ({"bias_skip", "bias_skip_norm", "layer_norm"} <= kinds) == library
     tails = [sum(node.op_type == "mask_labels" for node in part.graph) for part in parts]
     assert tails == [0, 0, int(output == "labels")]
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    options.register_custom_ops_library(str(ort_library))
-
-    def opened(model: ir.Model, name: str) -> ort.InferenceSession:
-        ir.save(model, tmp_path / name)
-        return ort.InferenceSession(tmp_path / name, options, providers=["CPUExecutionProvider"])
-
-    whole, sessions = opened(graph, "whole"), [opened(part, str(i)) for i, part in enumerate(parts)]
+    paths = [tmp_path / name for name in ("whole", *map(str, range(len(parts))))]
+    for model, path in zip((graph, *parts), paths, strict=True):
+        ir.save(model, path)
+    whole, *sessions = (opened(path, ort_library) for path in paths)
     names = [output.name for output in whole.get_outputs()]
     scalars = {name: np.array(value, np.float32) for name, value in THRESHOLDS.items()}
     expected = dict(zip(names, whole.run(names, {"image": image, **scalars}), strict=True))

@@ -103,7 +103,8 @@ int algm_cuda_reframe(const algm_reframe_params *params, const void *values, con
         return with_dtype(p.dtype, 1, false, [&](auto type, auto) {
             using T = decltype(type);
             using Word = decltype(word);
-            if constexpr (sizeof(Word) < sizeof(T)) return ALGM_INVALID_ARGUMENT;  // fp32 at an address that is no multiple of four
+            // fp32 at an address that is no multiple of four.
+            if constexpr (sizeof(Word) < sizeof(T)) return ALGM_INVALID_ARGUMENT;
             else
                 return start(reframe_kernel<T, Word>, blocks, stream, frame, words, static_cast<const Word *>(values),
                              static_cast<Word *>(out));

@@ -16,7 +16,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 import torch
-from graph_stand_ins import JoinedOnTheHost, NoGraphs, joined_on_the_host
+from graph_stand_ins import JoinedOnTheHost, NoGraphs, joined_on_the_host, opened
 from toys import segmenter_checkpoint, toy
 
 from algm_deploy.bundle.store import Bundle
@@ -60,13 +60,6 @@ def written(bundle: Bundle, target: Path) -> tuple[Path, int]:
 @pytest.fixture
 def open_file(folder: tuple[Path, int], ort_library: Path) -> Callable[[str], ort.InferenceSession]:
     return lambda name: opened(folder[0] / f"{name}.onnx", ort_library)
-
-
-def opened(path: Path, library: Path) -> ort.InferenceSession:
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    options.register_custom_ops_library(str(library))
-    return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
 
 @pytest.fixture
