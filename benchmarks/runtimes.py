@@ -51,7 +51,7 @@ from algm_deploy.bundle.signature import CLAP_THRESHOLD, GBM_THRESHOLD, signatur
 from algm_deploy.environment import environment
 from algm_deploy.errors import GateError
 from algm_deploy.lowering.export import base_onnx
-from algm_deploy.lowering.onnxruntime import Provider, rewrite, single_image
+from algm_deploy.lowering.onnxruntime import Provider, multiplies_fp32, rewrite, single_image
 from algm_deploy.lowering.onnxruntime_segments import segments
 from algm_deploy.lowering.portable import add_function_bodies
 from algm_deploy.lowering.writing import ALIGNMENT, EXTERNAL_BYTES
@@ -74,6 +74,7 @@ from algm_deploy.runners.onnxruntime.sessions import (
     CUDA_PROVIDER,
     CUDNN_ATTENTION,
     LIBRARY,
+    TENSOR_CORES,
     CudaSession,
     checked_session,
 )
@@ -490,7 +491,7 @@ class Bench:
         def open_session(index: int, chosen: dict[str, str]) -> ort.InferenceSession:
             if self.device.type == "cpu":
                 return on_cpu(files[index])
-            options = CUDA_OPTIONS | attention_of(kind) | chosen
+            options = CUDA_OPTIONS | options_of(kind, files[index]) | chosen
             return checked_session(files[index], session_options(), CUDA_PROVIDER, options)
 
         return SegmentedSession(open_session, len(files), self.device, self.most_in_graphs(kind))
@@ -500,7 +501,7 @@ class Bench:
         if self.device.type == "cpu":
             return OnCpu(on_cpu(self.file(kind)))
         options = session_options()
-        return CudaSession(self.file(kind), options, self.signature, attention_of(kind), self.device)
+        return CudaSession(self.file(kind), options, self.signature, options_of(kind, self.file(kind)), self.device)
 
     def file(self, kind: str) -> Path:
         """Of the whole graph."""
@@ -526,9 +527,10 @@ class Bench:
         return self.modules.compared(what, each.variant, found["labels"], each.image, maps, precision)
 
 
-def attention_of(kind: str) -> dict[str, str]:
-    """Provider options: which attention ONNX Runtime may choose."""
-    return CUDNN_ATTENTION if kind == CUDNN else {}
+def options_of(kind: str, graph: Path) -> dict[str, str]:
+    """Provider options, as the runner chooses them: which attention, and where convolutions may be computed."""
+    attention = CUDNN_ATTENTION if kind == CUDNN else {}
+    return attention | ({} if multiplies_fp32(ir.load(graph)) else TENSOR_CORES)
 
 
 def session_options() -> ort.SessionOptions:

@@ -439,13 +439,16 @@ class EngineStretches(Measurement, Record, frozen=True, kw_only=True):
 
 
 class OptimizedGraph(Measurement, Record, frozen=True, kw_only=True):
-    """A runtime's own ONNX graph: how often each rewrite fired, and how many segments there are for CUDA graphs."""
+    """A runtime's own ONNX graph: how often each rewrite fired, how many segments there are for CUDA graphs, whether
+    products of fp32 numbers may be in it (None where nobody looked).
+    """
 
     section: ClassVar[str] = "optimized_graphs"
 
     runtime: str
     rewrites: dict[str, int]
     segments: int = 0
+    multiplies_fp32: bool | None = None
 
 
 class Rebuilds(Measurement, Record, frozen=True, kw_only=True):

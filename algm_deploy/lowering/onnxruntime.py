@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -79,6 +79,8 @@ CUSTOM_OPERATORS: dict[Provider, frozenset[str]] = {
 # Fewest pixels along a side of a cell for which labels are the library's: at two a processor compares nearly as often
 # as ArgMax does.
 SMALLEST_CELL: dict[Provider, int] = {"cpu": 4, "cuda": 1}
+# What cuBLAS, cuDNN and ONNX Runtime's attention multiply.
+_PRODUCTS = frozenset({"MatMul", "Gemm", "Einsum", "Conv", "ConvTranspose", "Attention", "MultiHeadAttention"})
 HEAD = 64  # the width of heads that `packed_attention` multiplies on tensor cores
 
 
@@ -99,6 +101,14 @@ def comes_in_segments(plan: MergePlan, provider: Provider) -> bool:
     return merges <= CUSTOM_OPERATORS[provider] and alone and not plan.row.counts_in
 
 
+class Written(NamedTuple):
+    """Of a provider's graph: as in `OptimizedGraph`."""
+
+    rewrites: dict[str, int]
+    segments: int
+    multiplies_fp32: bool
+
+
 def write_onnxruntime_onnx(
     bundle: Bundle,
     provider: Provider,
@@ -106,8 +116,8 @@ def write_onnxruntime_onnx(
     file: str,
     segment_files: str | None = None,
     own_attention: bool = True,
-) -> tuple[Counter[str], int]:
-    """Adds the provider's graph to the bundle; returns how often each rewrite fired, and the number of segments.
+) -> Written:
+    """Adds the provider's graph to the bundle.
 
     With custom operators, the graph of a plan that `comes_in_segments` is added once more in those, for CUDA graphs:
     with budgets the whole as a single one.
@@ -124,6 +134,7 @@ def write_onnxruntime_onnx(
     """
     model = load_portable(bundle.file(ONNX))
     counts = rewrite(model, provider, custom_operators, single_image(bundle.recipe, provider), own_attention)
+    in_fp32 = multiplies_fp32(model)
     files = {file: model}
     if segment_files and custom_operators and comes_in_segments(bundle.recipe.merging, provider):
         files |= {segment_files.replace("*", str(index)): part for index, part in enumerate(segments(model))}
@@ -131,7 +142,21 @@ def write_onnxruntime_onnx(
     for name, written in files.items():
         with bundle.add(name, made_from, uses=(ONNX_DATA,)) as path:
             ir.save(written, path)
-    return counts, len(files) - 1
+    return Written(dict(counts), len(files) - 1, in_fp32)
+
+
+def multiplies_fp32(model: ir.Model) -> bool:
+    """Whether products of fp32 numbers may be in a graph, its bodies included: without any, there is nothing that TF32
+    would round. A product of numbers whose type is not told may be one.
+    """
+    parts: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
+    nodes = (node for part in parts for node in ir.traversal.RecursiveGraphIterator(part))
+    return any(node.op_type in _PRODUCTS and not _is_in_16_bits(node) for node in nodes)
+
+
+def _is_in_16_bits(node: ir.Node) -> bool:
+    values = (value for value in (*node.inputs, *node.outputs) if value is not None)
+    return any(value.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16) for value in values)
 
 
 def rewrite(

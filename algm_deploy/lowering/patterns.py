@@ -160,6 +160,7 @@ def patch_embedding(graph: ir.Graph, own: bool, counts: Counter[str]) -> None:
             patches = add("Transpose", patches, perm=[0, 2, 4, 1, 3, 5])
             patches = add("Reshape", patches, add.shape([0, grid[0] * grid[1], channels * kernel[0] * kernel[1]]))
         matrix = add("Transpose", add("Reshape", weight, add.shape([dim, -1])), perm=[1, 0])
+        matrix.type = weight.type
         values = add("MatMul", patches, matrix)
         if len(conv.inputs) > 2 and conv.inputs[2] is not None:
             values = add("Add", values, conv.inputs[2])

@@ -23,6 +23,7 @@ from algm_deploy.lowering.onnxruntime import (
     Provider,
     _key_lengths,
     _unit_rows,
+    multiplies_fp32,
     rewrite,
     write_onnxruntime_onnx,
 )
@@ -451,3 +452,46 @@ def test_another_activation_is_left_alone(tiny_bundle: Bundle) -> None:
         if value.const_value.size == 1 and abs(float(value.const_value.numpy().item()) - 2**0.5) < 1e-6:
             value.const_value = ir.tensor(np.float32(1.7), name=name)
     assert rewrite(model, "cpu", False, True)["bias_gelu"] == 0
+
+
+@pytest.mark.parametrize(
+    ("family", "decoder"), [("setr", "pup"), ("eomt", "queries"), ("segmenter", "mask_transformer")]
+)
+def test_in_16_bits_only_bodies_multiply_fp32(exported_toy: Any, family: str, decoder: str) -> None:
+    """Similarities are fp32 there. With the library nothing is left that TF32 would round, so convolutions may use
+    tensor cores."""
+    portable = exported_toy(family, decoder, "labels", True).portable
+    for custom in (True, False):
+        graph = portable.clone()
+        rewrite(graph, "cuda", custom, single=False)
+        assert multiplies_fp32(graph) == (not custom), custom
+
+
+def test_products_in_fp32_are_found(tiny_bundle: Bundle) -> None:
+    model, _ = rewritten(tiny_bundle, "cuda", custom=True)
+    assert multiplies_fp32(model)
+
+
+def product(dtype: ir.DataType | None, inside: bool) -> ir.Model:
+    """A product of numbers of this type, in the graph or in a body."""
+    x = ir.Value(name="x", shape=ir.Shape([2, 2]), type=None if dtype is None else ir.TensorType(dtype))
+    node = ir.node("MatMul", [x, x], name="product")
+    out = node.outputs[0]
+    if not inside:
+        return ir.Model(ir.Graph([x], [out], nodes=[node], opset_imports={"": 18}, name="g"), ir_version=10)
+    body = ir.Function("algm", "body", graph=ir.Graph([x], [out], nodes=[node], opset_imports={"": 18}), attributes=[])
+    outer = ir.Value(name="y", shape=ir.Shape([2, 2]), type=ir.TensorType(ir.DataType.FLOAT16))
+    call = ir.node("body", [outer], domain="algm", name="call")
+    graph = ir.Graph([outer], [call.outputs[0]], nodes=[call], opset_imports={"": 18, "algm": 1}, name="g")
+    return ir.Model(graph, ir_version=10, functions=[body])
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [(ir.DataType.FLOAT, True), (ir.DataType.FLOAT16, False), (ir.DataType.BFLOAT16, False), (None, True)],
+)
+def test_a_product_of_numbers_of_unknown_type_may_be_fp32(
+    dtype: ir.DataType | None, expected: bool, inside: bool
+) -> None:
+    assert multiplies_fp32(product(dtype, inside)) == expected

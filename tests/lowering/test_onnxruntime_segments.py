@@ -160,7 +160,7 @@ def test_what_a_segment_takes_and_gives(tiny_bundle: Bundle) -> None:
 
 def number_written(bundle: Bundle, custom_operators: bool = True) -> int:
     """Segments that came with the graph for CUDA."""
-    _, segments = write_onnxruntime_onnx(bundle, "cuda", custom_operators, "whole.onnx", SEGMENTS)
+    segments = write_onnxruntime_onnx(bundle, "cuda", custom_operators, "whole.onnx", SEGMENTS).segments
     assert [name for name in bundle.files if name.startswith("part-")] == [f"part-{i}.onnx" for i in range(segments)]
     assert bundle.file("whole.onnx").is_file()
     return segments

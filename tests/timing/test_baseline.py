@@ -363,6 +363,22 @@ def test_the_two_differ_in_their_attention_alone(half: Bundle) -> None:
 
 
 @pytest.mark.usefixtures("without_device")
+@pytest.mark.parametrize(("precision", "tf32"), [("fp16", "1"), ("fp32", "0")])
+def test_convolutions_in_16_bits_may_use_tensor_cores(
+    tiny_export: Callable[..., Bundle], copied: Callable[[Bundle], Bundle], precision: str, tf32: str
+) -> None:
+    bundle = copied(tiny_export({"precision": precision, "output": "labels"}))
+    runner_type(CUDA).build(bundle)
+    run: Any = runner(bundle, CUDA)
+    assert run._provider_options()["use_tf32"] == tf32
+    # What an earlier version built does not tell what it multiplies.
+    record = bundle.found(OptimizedGraph, CUDA)
+    assert record is not None
+    bundle.record(OptimizedGraph(runtime=CUDA, rewrites=record.rewrites, segments=record.segments))
+    assert run._provider_options()["use_tf32"] == "0"
+
+
+@pytest.mark.usefixtures("without_device")
 def test_it_runs_with_cudnn_or_not_at_all(half: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     dense = variant_bundle(half, "dense_cudnn", ())
     unbuilt: Any = runner(dense, CUDA)

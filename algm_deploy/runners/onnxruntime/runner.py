@@ -42,6 +42,7 @@ from algm_deploy.runners.onnxruntime.sessions import (
     CUDNN_ATTENTION,
     LIBRARY,
     ORT_ERRORS,
+    TENSOR_CORES,
     CudaSession,
     check_cuda,
     check_cudnn_attention,
@@ -81,11 +82,11 @@ class OnnxRuntimeRunner(Runner):
         row.check_precision(bundle.recipe.precision, bundle.calibrated)
         custom = (usable_library(LIBRARY) if gpu else find_library(LIBRARY)) is not None
         row.check_options(options)
-        counts, segments = write_onnxruntime_onnx(
+        written = write_onnxruntime_onnx(
             bundle, cls.target, custom, row.own, row.segments, own_attention=not bundle.cudnn_attends
         )
-        bundle.record(OptimizedGraph(runtime=cls.runtime, rewrites=dict(counts), segments=segments))
-        rewrites = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
+        bundle.record(OptimizedGraph(runtime=cls.runtime, **written._asdict()))
+        rewrites = ", ".join(f"{count} {name}" for name, count in sorted(written.rewrites.items()))
         lines = [f"{row.own}: {rewrites}"]
         if cls._gains(bundle) and not custom:
             lines.append(f"{slower_without(LIBRARY, gpu)}, then build again")
@@ -262,12 +263,13 @@ class OnnxRuntimeCudaRunner(OnnxRuntimeRunner):
             return super().placement(feeds)
 
     def _provider_options(self) -> dict[str, str]:
-        return CUDA_OPTIONS | self._attention | device_options(self.device.index)
+        return CUDA_OPTIONS | self._chosen | device_options(self.device.index)
 
     @property
-    def _attention(self) -> dict[str, str]:
-        """What the provider is told of attention instead of the usual."""
-        return CUDNN_ATTENTION if self.bundle.cudnn_attends else {}
+    def _chosen(self) -> dict[str, str]:
+        """What the provider is told for this graph instead of the usual."""
+        attention = CUDNN_ATTENTION if self.bundle.cudnn_attends else {}
+        return attention | (TENSOR_CORES if self._built and self._built.multiplies_fp32 is False else {})
 
     def _check_attention(self) -> None:
         """A network that is there for cuDNN's attention runs with it or not at all."""
@@ -306,7 +308,7 @@ class OnnxRuntimeCudaRunner(OnnxRuntimeRunner):
 
     def _open_whole(self) -> CudaSession:
         path = self.bundle.file(self.executable)
-        return CudaSession(path, self._session_options(), self.signature, self._attention, self.device)
+        return CudaSession(path, self._session_options(), self.signature, self._chosen, self.device)
 
     def _open_segments(self) -> SegmentedSession:
         names = str(self.row().segments)

@@ -82,8 +82,7 @@ def placement(
 
 CUDA_PROVIDER = "CUDAExecutionProvider"
 CUDA_OPTIONS = {
-    # Similarities in fp32 need all its bits. For convolutions the option excludes tensor cores in 16 bits too; cuDNN
-    # has no others there, so ONNX Runtime prints an error of cudnn_frontend and plans them again without the option.
+    # Products of fp32 numbers, such as similarities, need all their bits.
     "use_tf32": "0",
     # The other mode keeps sums over a row in 16 bits.
     "enable_skip_layer_norm_strict_mode": "1",
@@ -93,6 +92,10 @@ CUDA_OPTIONS = {
     # for every token count it has not met, and merging gives nearly every photo a count of its own.
     "sdpa_kernel": "19",
 }
+# For a graph without products of fp32 numbers. The usual option keeps convolutions in 16 bits off tensor cores too.
+# Where cuDNN has others, they are slow: 1.9 ms for one layer of a single SETR-PUP picture. Where it has none, ONNX
+# Runtime prints an error of cudnn_frontend and plans once more, without the option.
+TENSOR_CORES = {"use_tf32": "1"}
 # The same and cuDNN's (8), which goes before the others wherever it can. By name: without the option ONNX Runtime takes
 # cuDNN's by itself only since a late release, and only on Hopper and later.
 CUDNN_ATTENTION = {"sdpa_kernel": "27"}
