@@ -23,6 +23,7 @@ from algm_deploy.lowering.patterns import (
     linear_of,
     nodes_of,
     pair,
+    replace,
     stand_in,
 )
 
@@ -57,7 +58,7 @@ def _sums(graph: ir.Graph) -> None:
         if found is not None and _fits(*found):
             linear, residual = found
             inputs = [linear.product, *fp32(graph, node, linear.bias), residual]
-            _put(graph, node, ir.node("bias_skip", inputs, domain=DOMAIN, name=node.name))
+            replace(graph, node, ir.node("bias_skip", inputs, domain=DOMAIN, name=node.name))
 
 
 def _norms(graph: ir.Graph) -> None:
@@ -67,13 +68,7 @@ def _norms(graph: ir.Graph) -> None:
         x = norm.inputs[0]
         if x is not None and _is_usual(norm) and fits_rows(x):
             inputs = [x, *fp32(graph, norm, *norm.inputs[1:])]
-            _put(graph, norm, ir.node("layer_norm", inputs, _epsilon(norm), domain=DOMAIN, name=norm.name))
-
-
-def _put(graph: ir.Graph, old: ir.Node, new: ir.Node) -> None:
-    graph.insert_before(old, new)
-    stand_in(old.outputs[0], new.outputs[0])
-    graph.remove(old, safe=True)
+            replace(graph, norm, ir.node("layer_norm", inputs, _epsilon(norm), domain=DOMAIN, name=norm.name))
 
 
 def _residual_sum(add: ir.Node | None) -> tuple[Linear, ir.Value] | None:

@@ -57,6 +57,7 @@ from algm_deploy.lowering.patterns import (
     other,
     pair,
     patch_embedding,
+    replace,
     stand_in,
 )
 from algm_deploy.lowering.portable import fix_batch, has_budget, load_portable
@@ -231,10 +232,7 @@ def _attention(graph: ir.Graph, provider: Provider, own: bool, single: bool, cou
                     lengths[length] = _key_lengths(graph, node, provider, length, linear.x)
                 inputs.append(lengths[length])
             counts["attention"] += 1
-        attention = ir.node(name, inputs, attributes, domain=domain, name=node.name)
-        graph.insert_before(node, attention)
-        stand_in(node.outputs[0], attention.outputs[0])
-        graph.remove(node, safe=True)
+        replace(graph, node, ir.node(name, inputs, attributes, domain=domain, name=node.name))
 
 
 def _multi_head_attention(graph: ir.Graph, node: ir.Node, linear: Linear) -> ir.Value:

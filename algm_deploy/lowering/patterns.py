@@ -91,6 +91,13 @@ def stand_in(old: ir.Value, new: ir.Value) -> None:
     old.replace_all_uses_with(new, replace_graph_outputs=True)
 
 
+def replace(graph: ir.Graph, old: ir.Node, new: ir.Node) -> None:
+    """Puts a node in the place of another; its first output stands in for the other's."""
+    graph.insert_before(old, new)
+    stand_in(old.outputs[0], new.outputs[0])
+    graph.remove(old, safe=True)
+
+
 class Chain:
     """Inserts nodes before another, each with a name of its own under `name`."""
 
