@@ -223,14 +223,14 @@ def row(
     proofs: Sequence[list[str]],
 ) -> dict[str, Any]:
     """Record of one recipe: what each command took, and what the bundle's manifest then says; `key` is its heading. The
-    making of random weights is a step, `checkpoint`, only where it is ended by a signal."""
+    making of random weights is a step, `checkpoint`, only where memory does not suffice for it."""
     steps: dict[str, dict[str, Any]] = {}
     commands: list[list[str]] = []
     parameters, start = None, time.perf_counter()
     try:
         checkpoint, parameters = checkpoint_apart(recipe(name).network, folder / "checkpoint")
-    except BrokenProcessPool:  # a signal ended it, as the system does where memory runs out; which one is not told
-        steps["checkpoint"] = {"exit_code": -signal.SIGKILL, "seconds": round(time.perf_counter() - start, 1)}
+    except (RuntimeError, MemoryError) as error:  # a pool that broke is one of the former
+        steps["checkpoint"] = lacking(error) | {"seconds": round(time.perf_counter() - start, 1)}
     else:
         export = ["export", str(checkpoint), "--recipe", name, "--precision", precision, "-o", str(folder / BUNDLE)]
         commands = [export + [part for setting in settings for part in ("--set", setting)], *proofs]
@@ -269,6 +269,15 @@ def checkpoint_apart(network: Network, target: Path) -> tuple[Path, int]:
     the other."""
     with ProcessPoolExecutor(1, get_context("spawn")) as apart:
         return apart.submit(random_checkpoint, network, target).result()
+
+
+def lacking(error: Exception) -> dict[str, Any]:
+    """How a process ended that memory did not suffice for; raises what has another reason."""
+    if isinstance(error, BrokenProcessPool):  # a signal ended it, as the system does then; which one is not told
+        return {"exit_code": -signal.SIGKILL}
+    if not out_of_memory(error):
+        raise error
+    return {"exit_code": 1, "error": f"{type(error).__name__}: {error}"}
 
 
 def random_checkpoint(network: Network, target: Path) -> tuple[Path, int]:

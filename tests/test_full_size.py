@@ -193,6 +193,17 @@ def test_a_row_that_lacked_memory_is_made_again_alone(
     assert f"{DEIT} fp32 torch: passed, 2 s" in told
 
 
+def killed() -> None:
+    with ProcessPoolExecutor(1, get_context("spawn")) as apart:
+        apart.submit(signal.raise_signal, signal.SIGKILL).result()
+
+
+def refused() -> None:
+    """As PyTorch says it."""
+    raise RuntimeError("[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: 4 GB")
+
+
+@pytest.mark.parametrize(("end", "code", "told"), [(killed, -9, " (ended by SIGKILL)"), (refused, 1, "")])
 @pytest.mark.parametrize(("jobs", "passes"), [("2", True), ("1", False)])
 def test_a_row_whose_weights_were_too_much_leaves_the_rest(
     run: Callable[..., dict[str, Any]],
@@ -201,28 +212,41 @@ def test_a_row_whose_weights_were_too_much_leaves_the_rest(
     capsys: pytest.CaptureFixture[str],
     jobs: str,
     passes: bool,
+    end: Callable[[], None],
+    code: int,
+    told: str,
 ) -> None:
-    """The process that makes them is killed, as happens where memory runs out; beside others it is tried again."""
+    """Where memory runs out what makes them is killed, or refused it; beside others it is tried again."""
     asked: list[Path] = []
 
-    def killed_first(network: Network, target: Path) -> tuple[Path, int]:
+    def lacking_first(network: Network, target: Path) -> tuple[Path, int]:
         if network == recipe(DEIT).network and not asked:
             asked.append(target)
-            with ProcessPoolExecutor(1, get_context("spawn")) as apart:
-                apart.submit(signal.raise_signal, signal.SIGKILL).result()
+            end()
         return target, 7
 
-    monkeypatch.setattr(full_size, "checkpoint_apart", killed_first)
+    monkeypatch.setattr(full_size, "checkpoint_apart", lacking_first)
     rows = run(lambda _: TAKEN, DEIT, SETR, "--jobs", jobs, "--export-only")
     row, other = (rows[f"{name} fp32"] for name in (DEIT, SETR))
     assert (other["parameters"], other["steps"]) == (7, {"export": TAKEN})
     failed = (row["beside_others"] if passes else row)["steps"]
     assert list(failed) == ["checkpoint"]
-    assert failed["checkpoint"]["exit_code"] == -9
+    assert failed["checkpoint"]["exit_code"] == code
     assert row["parameters"] == (7 if passes else None)
     if passes:
         assert row["steps"] == {"export": TAKEN}
-    assert "FAILED: checkpoint (ended by SIGKILL), " in capsys.readouterr().out
+    assert f"FAILED: checkpoint{told}, " in capsys.readouterr().out
+
+
+def test_weights_that_fail_for_another_reason_end_the_script(
+    run: Callable[..., dict[str, Any]], full_size: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(*_: object) -> tuple[Path, int]:
+        raise ValueError("no such layer")
+
+    monkeypatch.setattr(full_size, "checkpoint_apart", wrong)
+    with pytest.raises(ValueError, match="no such layer"):
+        run(lambda _: TAKEN, DEIT, "--export-only")
 
 
 @pytest.mark.parametrize(
