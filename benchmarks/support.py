@@ -79,7 +79,7 @@ that passed and from committed records; a test fails where it says anything else
 | equals | PyTorch gives what the published modules give on the same weights, with merging |
 | builds | an engine was built from the export; it was **not** executed |
 | layout test only | the data set's folders were read in miniature, no picture of it ever was |
-| none | no evidence |
+| none | nothing shows it in what this page is made from; [results.md](results.md) may, of other methods |
 """
 TAIL = """
 `verified`, `equals`, `builds` and `layout` are tests, which [support.json](../benchmarks/records/support.json) names;

@@ -75,7 +75,7 @@ def test_the_function_exports_budgets(tiny_checkpoint: Path, tmp_path: Path, mon
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--budget", "0.4"], "expected CLAP,GBM as counts or shares"),
+        (["--budget", "0.4"], "expected WINDOWS,TOKENS as counts or shares"),
         (["--budget", "0.4,many"], "expected a finite number, got 'many'"),
         (["--budget", "1.5,0.2"], "merging.clap_budget as a share above 0 and up to 1.0, or a count from 1, got 1.5"),
         (["--budget", "5,0.3", "--tau", "0.9"], "a merge by a budget reads no threshold"),

@@ -140,11 +140,11 @@ def port(text: str) -> int:
 
 
 def budget(text: str) -> tuple[int | float, int | float]:
-    """CLAP,GBM: each a count, or a share written with a point."""
+    """WINDOWS,TOKENS: each a count, or a share written with a point."""
     parts = text.split(",")
     if len(parts) != 2:
         raise argparse.ArgumentTypeError(
-            f"expected CLAP,GBM as counts or shares, such as 110,156 or 0.43,0.225, got {text!r:.50}"
+            f"expected WINDOWS,TOKENS as counts or shares, such as 110,156 or 0.43,0.225, got {text!r:.50}"
         )
     clap, gbm = (int(part) if part.strip().isdecimal() and len(part) < 10 else finite(part) for part in parts)
     return clap, gbm
@@ -322,7 +322,7 @@ def settings(command: Parser) -> None:
     group.add_argument(
         "--budget",
         type=budget,
-        metavar="CLAP,GBM",
+        metavar="WINDOWS,TOKENS",
         help="instead of thresholds: merge the most similar windows and tokens of every picture, as many as this says, "
         "in counts (110,156) or shares (0.43,0.225); not the paper's rule, and no run changes it",
     )
