@@ -238,14 +238,15 @@ def test_a_row_whose_weights_were_too_much_leaves_the_rest(
     assert f"FAILED: checkpoint{told}, " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("kind", [ValueError, RuntimeError])
 def test_weights_that_fail_for_another_reason_end_the_script(
-    run: Callable[..., dict[str, Any]], full_size: ModuleType, monkeypatch: pytest.MonkeyPatch
+    run: Callable[..., dict[str, Any]], full_size: ModuleType, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
 ) -> None:
     def wrong(*_: object) -> tuple[Path, int]:
-        raise ValueError("no such layer")
+        raise kind("no such layer")
 
     monkeypatch.setattr(full_size, "checkpoint_apart", wrong)
-    with pytest.raises(ValueError, match="no such layer"):
+    with pytest.raises(kind, match="no such layer"):
         run(lambda _: TAKEN, DEIT, "--export-only")
 
 
